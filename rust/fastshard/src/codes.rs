@@ -1,0 +1,149 @@
+//! The table of finding codes: stable numbers, severities, exit classes and what they mean.
+
+use std::fmt;
+
+use serde::{de, Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::Severity;
+
+/// A stable finding code, printed as `FS` and three digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Code(u16);
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FS{:03}", self.0)
+    }
+}
+
+impl fmt::Debug for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for Code {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Code {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(d)?;
+        parse(&text).ok_or_else(|| de::Error::custom(format!("unknown finding code {text:?}")))
+    }
+}
+
+/// What an error of this code does to the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// Damage, mismatch or inconsistency: exit 1.
+    Problem,
+    /// Usage, permission, unsupported, not checkable: exit 2.
+    CouldNotRun,
+    /// A piece that may still arrive: exit 3 if nothing worse was found.
+    Incomplete,
+}
+
+/// One row of the table.
+#[derive(Debug, Clone, Copy)]
+pub struct CodeInfo {
+    /// The code.
+    pub code: Code,
+    /// Short stable name.
+    pub name: &'static str,
+    /// Severity unless the finding says otherwise.
+    pub severity: Severity,
+    /// Exit class of an error.
+    pub exit: Exit,
+    /// What it means and what to do.
+    pub explanation: &'static str,
+}
+
+macro_rules! codes {
+    ($($number:literal $constant:ident $severity:ident $exit:ident $explanation:literal)*) => {
+        $(#[doc = $explanation] pub const $constant: Code = Code($number);)*
+        /// Every code, in order.
+        pub const TABLE: &[CodeInfo] = &[$(CodeInfo {
+            code: $constant, name: stringify!($constant), severity: Severity::$severity,
+            exit: Exit::$exit, explanation: $explanation,
+        }),*];
+    };
+}
+
+codes! {
+    101 MISSING_FILE Error Incomplete "A file that the checkpoint's own metadata, its config or its other ranks call for is not there. Copy it from the node that wrote it (the finding names the rank), or name that node's directory as a further CKPT."
+    102 MISSING_TENSOR Error Incomplete "A tensor that the layout expects is in no file. Either a rank's file is missing or was cut short, or the config describes another model."
+    103 MISSING_LAYER Error Incomplete "All files of a layer are absent. The finding names the gap; copy the files from the pipeline stage that owned the layer."
+    104 UNCOMMITTED Error Incomplete "The checkpoint carries no commit marker: the save may still be running or was cut short. Wait, choose another --step, or pass --accept uncommitted if you know better."
+    105 TRACKER_POINTS_NOWHERE Error Incomplete "The tracker file (latest, latest_checkpointed_iteration.txt) names a step that is not there. Copy that step, or choose one with --step."
+    106 AMBIGUOUS Error Incomplete "The files allow two readings and nothing outside them decides. Give what the finding asks for (--expect, --config)."
+    107 MIXED_STEPS Error Problem "Ranks come from different training steps. Take all files from one step."
+    108 UNEXPECTED_FILE Warning Problem "A file that no part of this checkpoint names, often a leftover of an older, wider run. It was not read."
+    109 NOT_PROVABLE Note Problem "Nothing outside the files states what must exist, so completeness cannot be proven. Give --expect CONFIG."
+    110 RANKS_DISAGREE Error Problem "The metadata of two ranks contradict each other (degrees, sizes, layers): they do not belong to one checkpoint."
+    201 SHAPE Error Problem "A tensor has another shape than the layout gives it. The shard comes from another run or tensor-parallel degree, or the config describes another model."
+    202 DTYPE Error Problem "Shards of one tensor have different dtypes."
+    203 AXIS_CONFLICT Error Problem "Two tensors give one axis (hidden size, heads, ...) different extents. The finding names both; the odd one out is wrong or a shard of it is missing."
+    204 NOT_DIVISIBLE Error CouldNotRun "The axis cannot be divided by the degree asked for. The finding names degrees that would work."
+    205 HOLE Error Problem "Part of a tensor is covered by no piece."
+    206 OVERLAP Error Problem "Part of a tensor is filled by more than one source: a normalisation or projection would be applied twice or one of the two is stale."
+    207 UNKNOWN_TENSOR Error Problem "A stored tensor is named by no rule of the layout and would be lost. Extend the layout (--layout) or say `ignore` there with a reason."
+    208 SLICE_AS_WHOLE Error Problem "One tensor-parallel rank's slice was saved as the whole tensor. The other slices must come from the other ranks, or from a checkpoint saved with a fixed version of the framework."
+    209 FACT_UNKNOWN Error CouldNotRun "Something that decides values is stated nowhere and is not guessed. Give it with --config."
+    210 BAD_LAYOUT Error CouldNotRun "The layout table is not valid. The finding names the entry."
+    211 BAD_VALUE Error CouldNotRun "A value given on the command line or in a config does not fit this checkpoint."
+    212 IGNORED Note Problem "A stored tensor was left out on purpose; the finding gives the reason."
+    213 UNBOUND_AXIS Error CouldNotRun "An axis of the layout is fixed neither by a tensor's shape nor by a config. Give --config."
+    214 LOSSY Note Problem "A value op changes bits (cast, scale, mean). It is listed in the plan and the manifest."
+    215 CONFIG_DISAGREES Error Problem "The config beside the checkpoint and the tensors contradict each other."
+    301 CRC Error Problem "A zip member's bytes do not fit its CRC32: the file was damaged after it was written. Copy it again from the node that wrote it."
+    302 REPLICAS_DIFFER Error Problem "Copies of a replicated tensor differ between ranks. Some old runs drift; if that is the case here, --replicas mean averages in float32. Otherwise a rank's file belongs to another step or layer."
+    303 DUPLICATED_SHARD Error Problem "Two ranks hold the same bytes where they must hold different parts: a file was copied over another. Copy the right file from the node that wrote it."
+    304 EQUAL_SHARDS Warning Problem "Parts of a tensor are equal over all ranks or layers alike. That can be meant (copied layers, constants)."
+    305 SWAPPED_SHARD Error Problem "A rank's copy of a replicated tensor belongs to another layer or step: files were swapped."
+    306 NON_FINITE Warning Problem "A tensor holds NaN or infinite values."
+    307 PAD_NOT_ZERO Warning Problem "Rows beyond the true vocabulary hold values that are not zero. They are dropped or kept as asked."
+    308 HASH Error Problem "Bytes differ from what the manifest recorded: damaged or changed since. Restore the file from a good copy."
+    309 DIFFERENT Error Problem "The two checkpoints differ in this tensor."
+    310 REPLICAS_AVERAGED Warning Problem "Copies of a replicated tensor differed and were averaged in float32, rounded once, as asked."
+    311 TIED_DIFFER Error Problem "Two tensors that the config declares tied hold different values."
+    312 TRUNCATED Error Problem "A file is shorter or longer than its header says. Copy it again from the node that wrote it."
+    401 MASTERS_DIFFER Error Problem "The optimizer's fp32 masters do not round to the 16-bit parameters."
+    402 MASTERS_NOT_CHECKABLE Warning CouldNotRun "The format holds no second copy of the parameters to check the masters against."
+    501 NO_SUCH_PATH Error CouldNotRun "The path does not exist."
+    502 PERMISSION Error CouldNotRun "The path may not be read or written."
+    503 NO_SPACE Error CouldNotRun "The destination has too little space or too few inodes; both numbers are given."
+    504 OUT_EXISTS Error CouldNotRun "The destination exists and is not empty. Choose another or pass --overwrite."
+    505 OUT_INSIDE_SOURCE Error CouldNotRun "The destination lies inside a source (or holds one)."
+    506 SOURCE_CHANGED Error Problem "A source file changed while it was read. Wait until the save is complete and run again."
+    507 IO Error CouldNotRun "The operating system reported an error."
+    508 LEFTOVER_RUN Error CouldNotRun "An earlier run of this very plan was interrupted. --resume continues it; removing the folder named starts afresh."
+    509 LOCKED Error CouldNotRun "Another process is writing this result."
+    510 INTERRUPTED Error CouldNotRun "Stopped by the user. Nothing was published; --resume continues."
+    511 TOO_MANY_FILES Error CouldNotRun "The open-file limit is too low for this checkpoint."
+    512 MEMORY_BUDGET Error CouldNotRun "--memory is below what the plan needs at least; both numbers are given."
+    513 NOT_A_CHECKPOINT Error CouldNotRun "Nothing at this path is a checkpoint that fastshard knows."
+    514 UNSUPPORTED Error CouldNotRun "A variant that fastshard does not read or write."
+    515 USAGE Error CouldNotRun "The call's arguments do not fit together."
+    516 PUBLISH_CONFLICT Error CouldNotRun "The destination appeared while the result was written; it was not replaced."
+    517 WRITTEN_DIFFERS Error Problem "A part re-read before publishing differs from what was written: the destination is not the storage it seems to be."
+    518 BAD_MANIFEST Error CouldNotRun "The manifest cannot be read or describes something else."
+    601 UNSAFE_HEADER Error Problem "A header is malformed or made to mislead (sizes, overlaps, holes, duplicate names)."
+    602 UNSAFE_PICKLE Error Problem "A pickle stream is malformed or exceeds the limits on depth, size or memo. Nothing of it was executed."
+    603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory."
+    604 UNSAFE_ZIP Error Problem "A zip container is malformed or made to mislead (overlapping or duplicate members, sizes that cannot be)."
+}
+
+/// The row of a code.
+pub fn info(code: Code) -> &'static CodeInfo {
+    TABLE.iter().find(|row| row.code == code).expect("codes are made from the table")
+}
+
+/// Parses `FS101`, `fs101` or `101`.
+pub fn parse(text: &str) -> Option<Code> {
+    let digits = text.trim().trim_start_matches(['F', 'f']).trim_start_matches(['S', 's']);
+    let number: u16 = digits.parse().ok()?;
+    TABLE.iter().map(|row| row.code).find(|code| code.0 == number)
+}

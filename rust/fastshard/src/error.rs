@@ -1,0 +1,238 @@
+//! Findings and errors: everything that fastshard has to say about a checkpoint.
+//!
+//! A [`Finding`] is data: a stable code, where it was seen, what was expected, what was found and
+//! what to do. An [`Error`] is one or more findings that stopped an operation.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::codes::{self, Code, Exit};
+
+/// How much a finding weighs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// A fact worth recording; never changes an exit code.
+    Note,
+    /// Something to look at; the result is right as far as can be proven.
+    Warning,
+    /// The operation is refused.
+    Error,
+}
+
+/// One observation about a checkpoint: what, where, expected, got, what to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// Stable code, e.g. `FS101`; documented by [`crate::codes::TABLE`].
+    pub code: Code,
+    /// Weight of the finding.
+    pub severity: Severity,
+    /// File, as the user would name it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Rank in the field's words, e.g. `tp 1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<String>,
+    /// Host name, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Tensor name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensor: Option<String>,
+    /// What was expected.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<String>,
+    /// What was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub got: Option<String>,
+    /// One clause that says what is wrong.
+    pub message: String,
+    /// What to do about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub help: Option<String>,
+}
+
+impl Finding {
+    /// A finding with the code's own severity.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Finding {
+            code,
+            severity: codes::info(code).severity,
+            file: None,
+            rank: None,
+            host: None,
+            tensor: None,
+            expected: None,
+            got: None,
+            message: message.into(),
+            help: None,
+        }
+    }
+
+    /// Sets the severity, where it depends on the circumstances.
+    #[must_use]
+    pub fn severity(mut self, severity: Severity) -> Self {
+        self.severity = severity;
+        self
+    }
+
+    /// Names the file.
+    #[must_use]
+    pub fn file(mut self, file: impl AsRef<Path>) -> Self {
+        self.file = Some(file.as_ref().display().to_string());
+        self
+    }
+
+    /// Names the rank.
+    #[must_use]
+    pub fn rank(mut self, rank: impl Into<String>) -> Self {
+        self.rank = Some(rank.into());
+        self
+    }
+
+    /// Names the tensor.
+    #[must_use]
+    pub fn tensor(mut self, tensor: impl Into<String>) -> Self {
+        self.tensor = Some(tensor.into());
+        self
+    }
+
+    /// States what was expected and what was found.
+    #[must_use]
+    pub fn expected(mut self, expected: impl fmt::Display, got: impl fmt::Display) -> Self {
+        self.expected = Some(expected.to_string());
+        self.got = Some(got.to_string());
+        self
+    }
+
+    /// Says what to do.
+    #[must_use]
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+}
+
+/// Replaces control characters, so that a hostile name cannot drive a terminal.
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            if c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') {
+                c.escape_default().collect::<Vec<_>>()
+            } else {
+                vec![c]
+            }
+        })
+        .collect()
+}
+
+impl fmt::Display for Finding {
+    /// `<path>: <rank>: <tensor>: <what>: expected <x>, got <y>`, one line, control characters escaped.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = String::new();
+        for part in [&self.file, &self.host, &self.rank, &self.tensor].into_iter().flatten() {
+            line.push_str(part);
+            line.push_str(": ");
+        }
+        line.push_str(&self.message);
+        match (&self.expected, &self.got) {
+            (Some(x), Some(y)) => line.push_str(&format!(": expected {x}, got {y}")),
+            (Some(x), None) => line.push_str(&format!(": expected {x}")),
+            (None, Some(y)) => line.push_str(&format!(": got {y}")),
+            (None, None) => {}
+        }
+        f.write_str(&printable(&line))
+    }
+}
+
+/// One or more findings that stopped an operation.
+#[derive(Debug, Clone)]
+pub struct Error {
+    findings: Vec<Finding>,
+}
+
+/// Result of a fallible fastshard operation.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// All findings, the deciding one first.
+    pub fn findings(&self) -> &[Finding] {
+        &self.findings
+    }
+
+    /// The findings, by value.
+    pub fn into_findings(self) -> Vec<Finding> {
+        self.findings
+    }
+
+    /// True if the operation was stopped by the user.
+    pub fn is_interrupt(&self) -> bool {
+        self.findings.iter().any(|f| f.code == codes::INTERRUPTED)
+    }
+
+    /// An error of an operating system call on `path`, mapped to the code that fits.
+    pub fn io(path: impl AsRef<Path>, doing: &str, error: &std::io::Error) -> Self {
+        use std::io::ErrorKind as K;
+        let (code, help) = match error.kind() {
+            K::NotFound => (codes::NO_SUCH_PATH, "check the path"),
+            K::PermissionDenied | K::ReadOnlyFilesystem => (
+                codes::PERMISSION,
+                "check the owner and mode of the path, and that it is not mounted read-only",
+            ),
+            K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
+                (codes::NO_SPACE, "free space or choose another destination; nothing was published")
+            }
+            K::AlreadyExists => (codes::OUT_EXISTS, "choose another destination or pass --overwrite"),
+            _ => match error.raw_os_error() {
+                Some(23 | 24) => (codes::TOO_MANY_FILES, "raise the open-file limit (ulimit -n)"),
+                _ => (codes::IO, "see the system's message; the storage may be failing"),
+            },
+        };
+        Finding::new(code, format!("{doing}: {error}")).file(path).help(help).into()
+    }
+}
+
+impl From<Finding> for Error {
+    fn from(finding: Finding) -> Self {
+        Error { findings: vec![finding] }
+    }
+}
+
+impl From<Vec<Finding>> for Error {
+    /// The caller passes at least one finding of severity error.
+    fn from(mut findings: Vec<Finding>) -> Self {
+        findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+        Error { findings }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, finding) in self.findings.iter().enumerate() {
+            if i > 0 {
+                writeln!(f)?;
+            }
+            write!(f, "{finding}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// The exit code that a set of findings stands for (0 done, 1 problems, 2 could not run, 3 incomplete only).
+pub fn exit_code(findings: &[Finding]) -> u8 {
+    let errors = findings.iter().filter(|f| f.severity == Severity::Error);
+    let classes: Vec<Exit> = errors.map(|f| codes::info(f.code).exit).collect();
+    if classes.is_empty() {
+        0
+    } else if classes.contains(&Exit::Problem) {
+        1
+    } else if classes.contains(&Exit::CouldNotRun) {
+        2
+    } else {
+        3
+    }
+}

@@ -1,0 +1,86 @@
+//! Bytes to named arrays: what every reader yields.
+//!
+//! A reader turns one file into a [`ParsedFile`]: blobs (ranges of bytes with their checksum),
+//! tensors (views over blobs) and the values that are not tensors. No reader looks at payload
+//! bytes, knows a framework, or executes anything.
+
+pub mod pickle;
+pub mod safetensors;
+pub mod torch_zip;
+
+use serde::Serialize;
+
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::storage::SourceFile;
+use crate::tensor::Dtype;
+use crate::value::Values;
+
+/// A range of a file's bytes that holds tensor data, with the checksum the container keeps for it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Blob {
+    /// Offset of the first byte in the file.
+    pub offset: u64,
+    /// Bytes in the file (compressed size if deflated).
+    pub stored_len: u64,
+    /// Bytes of data.
+    pub len: u64,
+    /// CRC32 (ISO-HDLC, as in zip) of the data, where the container has one.
+    pub crc32: Option<u32>,
+    /// True if the bytes are deflate-compressed.
+    pub deflated: bool,
+    /// Name of the member in the container, for messages.
+    pub member: Option<String>,
+}
+
+/// A tensor as one file stores it: a strided view over a blob, checked to lie inside it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct FileTensor {
+    /// Keys from the file's root to the tensor, e.g. `["module", "sequential.0.word_embeddings.weight"]`.
+    pub path: Vec<String>,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape; empty for 0-d.
+    pub shape: Vec<u64>,
+    /// Strides in elements; C-order unless the tensor is a view (0 for expanded dimensions).
+    pub strides: Vec<u64>,
+    /// Index into [`ParsedFile::blobs`].
+    pub blob: u32,
+    /// Offset in the blob's data, in bytes.
+    pub offset: u64,
+}
+
+/// What a reader found in one file.
+#[derive(Debug)]
+pub struct ParsedFile {
+    /// `safetensors` or `torch_zip`.
+    pub format: &'static str,
+    /// Ranges of tensor data.
+    pub blobs: Vec<Blob>,
+    /// Tensors, in the file's order.
+    pub tensors: Vec<FileTensor>,
+    /// All that is not a tensor; tensors appear in it by their index.
+    pub values: Values,
+    /// BLAKE3 of the header bytes (JSON header, or pickle and member table).
+    pub header_digest: [u8; 32],
+}
+
+/// Reads the header of a file, by its first bytes: a torch zip or a safetensors file.
+pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
+    if file.size() == 0 {
+        return Err(Finding::new(codes::TRUNCATED, "the file is empty")
+            .file(file.path())
+            .help("copy it again from the node that wrote it")
+            .into());
+    }
+    let mut magic = [0u8; 16];
+    let n = (file.size() as usize).min(16);
+    file.read_at(0, &mut magic[..n])?;
+    if magic.starts_with(b"PK\x03\x04") || magic.starts_with(b"PK\x05\x06") {
+        torch_zip::parse(file)
+    } else if magic[0] == 0x80 && magic[1] >= 2 && magic[1] <= 5 {
+        Err(torch_zip::legacy_refusal(file))
+    } else {
+        safetensors::parse(file)
+    }
+}

@@ -1,0 +1,200 @@
+//! safetensors files: header validation, naming file, tensor and both numbers in each refusal.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde::Deserialize;
+
+use super::{Blob, FileTensor, ParsedFile};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::storage::SourceFile;
+use crate::tensor::{c_strides, element_count, Dtype};
+use crate::value::{Value, Values};
+
+/// Largest header accepted, in bytes; the format's own limit.
+pub const MAX_HEADER: u64 = 100_000_000;
+/// Most dimensions accepted.
+const MAX_DIMS: usize = 64;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// The header's entries in order, with duplicate names refused: JSON readers disagree on which of
+/// two equal keys wins, so such a header means different things to different tools.
+#[derive(Default)]
+struct Header {
+    metadata: Vec<(String, String)>,
+    tensors: Vec<(String, Entry)>,
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
+        struct V;
+        impl<'de> Visitor<'de> for V {
+            type Value = Header;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a safetensors header")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Header, A::Error> {
+                let mut header = Header::default();
+                let mut seen = HashSet::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if !seen.insert(name.clone()) {
+                        return Err(de::Error::custom(format!("the name {name:?} appears twice")));
+                    }
+                    if name == "__metadata__" {
+                        let map: serde_json::Map<String, serde_json::Value> = map.next_value()?;
+                        for (k, v) in map {
+                            let serde_json::Value::String(v) = v else {
+                                return Err(de::Error::custom(
+                                    "__metadata__ holds a value that is not a string",
+                                ));
+                            };
+                            header.metadata.push((k, v));
+                        }
+                    } else {
+                        let entry =
+                            map.next_value().map_err(|e| de::Error::custom(format!("{name}: {e}")))?;
+                        header.tensors.push((name, entry));
+                    }
+                }
+                Ok(header)
+            }
+        }
+        d.deserialize_map(V)
+    }
+}
+
+/// Reads and validates the header: names unique, dtypes known, bytes = shape x dtype, data without
+/// hole or overlap, data end = file end. No payload byte is read.
+pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
+    let unsafe_header = |message: String| -> Error {
+        Finding::new(codes::UNSAFE_HEADER, message)
+            .file(file.path())
+            .help("not a safetensors file, or damaged: copy it again from where it was written")
+            .into()
+    };
+    if file.size() < 8 {
+        return Err(truncated(file, "at least 8 bytes".into()));
+    }
+    let mut prefix = [0; 8];
+    file.read_at(0, &mut prefix)?;
+    let header_len = u64::from_le_bytes(prefix);
+    if header_len > MAX_HEADER {
+        return Err(unsafe_header(format!("header of {header_len} bytes announced, {MAX_HEADER} allowed")));
+    }
+    let data_start = 8 + header_len;
+    if data_start > file.size() {
+        return Err(truncated(file, format!("a header up to byte {data_start}")));
+    }
+    let bytes = file.read_vec(8, header_len as usize)?;
+    if bytes.first() != Some(&b'{') {
+        return Err(unsafe_header("the header does not start with '{'".into()));
+    }
+    let header: Header = serde_json::from_slice(&bytes)
+        .map_err(|e| unsafe_header(format!("the header cannot be read: {e}")))?;
+
+    let mut blobs = Vec::with_capacity(header.tensors.len());
+    let mut tensors = Vec::with_capacity(header.tensors.len());
+    for (name, entry) in header.tensors {
+        let refuse = |what: &str, expected: String, got: String| -> Error {
+            Finding::new(codes::UNSAFE_HEADER, what)
+                .file(file.path())
+                .tensor(&name)
+                .expected(expected, got)
+                .into()
+        };
+        let dtype = Dtype::from_safetensors(&entry.dtype).ok_or_else(|| -> Error {
+            Finding::new(codes::UNSUPPORTED, format!("dtype {:?} is not supported", entry.dtype))
+                .file(file.path())
+                .tensor(&name)
+                .into()
+        })?;
+        if entry.shape.len() > MAX_DIMS {
+            return Err(refuse("dimensions", format!("at most {MAX_DIMS}"), entry.shape.len().to_string()));
+        }
+        let (start, end) = entry.data_offsets;
+        let len = end
+            .checked_sub(start)
+            .ok_or_else(|| refuse("data_offsets", "start <= end".into(), format!("{start}..{end}")))?;
+        let want = element_count(&entry.shape).and_then(|n| n.checked_mul(dtype.size() as u64));
+        if want != Some(len) {
+            let want = want
+                .map_or("a size below 2^64".into(), |w| format!("{w} bytes for {dtype} {:?}", entry.shape));
+            return Err(refuse("size of the data", want, format!("{len} bytes")));
+        }
+        let offset = data_start.checked_add(start).filter(|o| o.checked_add(len).is_some());
+        let offset = offset
+            .ok_or_else(|| refuse("data_offsets", "offsets below 2^64".into(), format!("{start}..{end}")))?;
+        blobs.push(Blob { offset, stored_len: len, len, crc32: None, deflated: false, member: None });
+        tensors.push(FileTensor {
+            path: vec![name],
+            dtype,
+            strides: c_strides(&entry.shape),
+            shape: entry.shape,
+            blob: (blobs.len() - 1) as u32,
+            offset: 0,
+        });
+    }
+
+    let mut order: Vec<usize> = (0..blobs.len()).collect();
+    order.sort_by_key(|&i| (blobs[i].offset, blobs[i].len));
+    let mut at = data_start;
+    for &i in &order {
+        if blobs[i].offset != at {
+            let what = if blobs[i].offset < at {
+                "data overlaps the tensor before it"
+            } else {
+                "hole before the data"
+            };
+            return Err(Finding::new(codes::UNSAFE_HEADER, what)
+                .file(file.path())
+                .tensor(&tensors[i].path[0])
+                .expected(format!("start at byte {at}"), format!("byte {}", blobs[i].offset))
+                .into());
+        }
+        at += blobs[i].len;
+    }
+    if at != file.size() {
+        let finding = Finding::new(
+            codes::TRUNCATED,
+            if at > file.size() { "the file was cut short" } else { "bytes follow the last tensor" },
+        );
+        return Err(finding
+            .file(file.path())
+            .expected(format!("{at} bytes"), format!("{} bytes", file.size()))
+            .help("copy it again from the node that wrote it")
+            .into());
+    }
+
+    let mut values = Values::default();
+    let items = header
+        .metadata
+        .into_iter()
+        .map(|(k, v)| (values.push(Value::Str(k)), values.push(Value::Str(v))))
+        .collect();
+    let root = values.push(Value::Dict(items));
+    values.set_root(root);
+    Ok(ParsedFile {
+        format: "safetensors",
+        blobs,
+        tensors,
+        values,
+        header_digest: *blake3::hash(&bytes).as_bytes(),
+    })
+}
+
+fn truncated(file: &SourceFile, expected: String) -> Error {
+    Finding::new(codes::TRUNCATED, "the file was cut short")
+        .file(file.path())
+        .expected(expected, format!("{} bytes", file.size()))
+        .help("copy it again from the node that wrote it")
+        .into()
+}

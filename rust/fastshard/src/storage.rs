@@ -1,0 +1,178 @@
+//! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use memmap2::Mmap;
+
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+/// Identity of a file's content as far as the filesystem tells without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time in nanoseconds since the epoch.
+    pub mtime_ns: i128,
+    /// Inode number.
+    pub inode: u64,
+}
+
+impl Stamp {
+    fn of(meta: &std::fs::Metadata) -> Self {
+        Stamp {
+            size: meta.len(),
+            mtime_ns: i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec()),
+            inode: meta.ino(),
+        }
+    }
+}
+
+/// A source file: opened once, read through one descriptor, never written.
+///
+/// Short strided reads go through a map on local filesystems; on network filesystems, where a page
+/// fault costs a round trip, and for long runs everywhere, ranged reads are used.
+#[derive(Debug)]
+pub struct SourceFile {
+    path: PathBuf,
+    file: File,
+    stamp: Stamp,
+    network: bool,
+    map: OnceLock<Mmap>,
+}
+
+/// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
+const NETWORK_FILESYSTEMS: &[u32] = &[
+    0x6969,      // NFS
+    0x0BD0_0BD0, // Lustre
+    0x6573_5546, // FUSE (gcsfuse, s3 mounts)
+    0xFF53_4D42, // CIFS
+    0xFE53_4D42, // SMB2
+    0x00C3_6400, // Ceph
+    0x4750_4653, // GPFS
+    0x0102_1997, // 9p
+    0x1983_0326, // BeeGFS
+    0xAAD7_AAEA, // PanFS
+];
+
+impl SourceFile {
+    /// Opens `path` for reading. Directories and special files are refused.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io(path, "cannot open", &e))?;
+        let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
+        if !meta.is_file() {
+            return Err(Finding::new(codes::NOT_A_CHECKPOINT, "not a regular file").file(path).into());
+        }
+        // An unknown filesystem counts as local: maps work there, only perhaps slowly.
+        let network = rustix::fs::fstatfs(&file)
+            .map(|s| NETWORK_FILESYSTEMS.contains(&(s.f_type as u32)))
+            .unwrap_or(false);
+        Ok(SourceFile {
+            path: path.to_path_buf(),
+            file,
+            stamp: Stamp::of(&meta),
+            network,
+            map: OnceLock::new(),
+        })
+    }
+
+    /// Path as given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size in bytes when opened.
+    pub fn size(&self) -> u64 {
+        self.stamp.size
+    }
+
+    /// Size, modification time and inode when opened.
+    pub fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    /// True if page faults on this file cross a network.
+    pub fn is_network(&self) -> bool {
+        self.network
+    }
+
+    /// Fills `buffer` from `offset`; a short file is an error that names it.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(buffer, offset).map_err(|e| {
+            if e.kind() == std::io::ErrorKind::UnexpectedEof {
+                self.changed(format!("at least {} bytes", offset + buffer.len() as u64), "fewer")
+            } else {
+                Error::io(&self.path, "cannot read", &e)
+            }
+        })
+    }
+
+    /// Reads `len` bytes from `offset` into a fresh buffer. The caller has bounded `len`.
+    pub fn read_vec(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let mut buffer = vec![0; len];
+        self.read_at(offset, &mut buffer)?;
+        Ok(buffer)
+    }
+
+    /// The whole file as a read-only map, made on first use.
+    ///
+    /// A file that is truncated while mapped faults with SIGBUS; callers check
+    /// [`SourceFile::unchanged`] around each use to keep that window small.
+    pub fn map(&self) -> Result<&[u8]> {
+        if let Some(map) = self.map.get() {
+            return Ok(map);
+        }
+        // SAFETY: the map is private to this process and read-only. Rust requires that the bytes do
+        // not change underneath; files under conversion are not written by anybody (checked by
+        // `unchanged`), and a racing writer could only change plain bytes that carry no invariant.
+        #[allow(unsafe_code)]
+        let map = unsafe { Mmap::map(&self.file) }.map_err(|e| Error::io(&self.path, "cannot map", &e))?;
+        Ok(self.map.get_or_init(|| map))
+    }
+
+    /// Lets go of the resident pages of a range of the map; the page cache keeps them.
+    pub fn forget(&self, offset: u64, len: u64) {
+        let Some(map) = self.map.get() else { return };
+        let page = 4096;
+        let start = offset.next_multiple_of(page);
+        let end = (offset + len).min(map.len() as u64) / page * page;
+        if start < end {
+            // SAFETY: MADV_DONTNEED on a read-only file mapping only drops clean pages; the next
+            // access faults the same bytes in again, so no reference into the map is invalidated.
+            #[allow(unsafe_code)]
+            let _ = unsafe {
+                map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    start as usize,
+                    (end - start) as usize,
+                )
+            };
+        }
+    }
+
+    /// Errors if the file's size, time or inode is no longer what it was when opened.
+    pub fn unchanged(&self) -> Result<()> {
+        let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
+        let now = Stamp::of(&meta);
+        if now == self.stamp {
+            return Ok(());
+        }
+        let (was, is) = if now.size == self.stamp.size {
+            ("the modification time of the start".to_string(), "a newer one".to_string())
+        } else {
+            (format!("{} bytes", self.stamp.size), format!("{} bytes", now.size))
+        };
+        Err(self.changed(was, is))
+    }
+
+    fn changed(&self, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> Error {
+        Finding::new(codes::SOURCE_CHANGED, "changed while it was read")
+            .file(&self.path)
+            .expected(expected, got)
+            .help("wait until the save is complete, then run again; nothing was published")
+            .into()
+    }
+}

@@ -1,0 +1,158 @@
+//! Inert values: what a checkpoint says besides its tensors.
+//!
+//! Values live in an arena and refer to each other by index, so that shared and cyclic objects of
+//! a pickle can be represented without recursion. Nothing here can call or import anything.
+
+use serde_json::{json, Map};
+
+/// Index of a node in [`Values`].
+pub type Node = u32;
+
+/// One inert value.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)] // plain data
+pub enum Value {
+    None,
+    Bool(bool),
+    Int(i64),
+    /// An integer beyond 64 bits, little-endian two's complement as pickled.
+    BigInt(Vec<u8>),
+    Float(f64),
+    Str(String),
+    Bytes(Vec<u8>),
+    List(Vec<Node>),
+    Tuple(Vec<Node>),
+    Set(Vec<Node>),
+    Dict(Vec<(Node, Node)>),
+    /// Index into the file's tensors.
+    Tensor(u32),
+    /// A name the file would have imported, e.g. `argparse.Namespace`. Never imported.
+    Global(String),
+    /// An object of a class that is not plain data: its class, constructor arguments and state.
+    Record {
+        class: Node,
+        args: Node,
+        state: Option<Node>,
+    },
+}
+
+/// An arena of values with a root.
+#[derive(Debug, Clone, Default)]
+pub struct Values {
+    nodes: Vec<Value>,
+    root: Node,
+}
+
+/// Nodes visited at most when a value is turned into JSON: shared objects would multiply otherwise.
+const JSON_NODES: usize = 200_000;
+/// Nesting followed at most when a value is turned into JSON.
+const JSON_DEPTH: usize = 64;
+
+impl Values {
+    /// Adds a node.
+    pub fn push(&mut self, value: Value) -> Node {
+        self.nodes.push(value);
+        (self.nodes.len() - 1) as Node
+    }
+
+    /// The node's value.
+    pub fn get(&self, node: Node) -> &Value {
+        &self.nodes[node as usize]
+    }
+
+    /// The node's value, to be changed.
+    pub fn get_mut(&mut self, node: Node) -> &mut Value {
+        &mut self.nodes[node as usize]
+    }
+
+    /// Number of nodes.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// True if there is no node.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// The root node.
+    pub fn root(&self) -> Node {
+        self.root
+    }
+
+    /// Sets the root node.
+    pub fn set_root(&mut self, root: Node) {
+        self.root = root;
+    }
+
+    /// The entries of a dict under `key`, if `node` is a dict with a string key of that name.
+    pub fn lookup(&self, node: Node, key: &str) -> Option<Node> {
+        match self.get(node) {
+            Value::Dict(items) => items
+                .iter()
+                .rev()
+                .find(|(k, _)| matches!(self.get(*k), Value::Str(s) if s == key))
+                .map(|(_, v)| *v),
+            _ => None,
+        }
+    }
+
+    /// The root as JSON: bounded in nodes and depth, tensors as `{"__tensor__": index}`, records as
+    /// `{"__class__": name, ...}`, bytes by their length, everything beyond the bounds as `"..."`.
+    pub fn to_json(&self) -> serde_json::Value {
+        if self.nodes.is_empty() {
+            return serde_json::Value::Null;
+        }
+        let mut budget = JSON_NODES;
+        self.node_json(self.root, 0, &mut budget)
+    }
+
+    fn node_json(&self, node: Node, depth: usize, budget: &mut usize) -> serde_json::Value {
+        if *budget == 0 || depth > JSON_DEPTH {
+            return json!("...");
+        }
+        *budget -= 1;
+        let all = |nodes: &[Node], budget: &mut usize| -> Vec<serde_json::Value> {
+            nodes.iter().map(|&n| self.node_json(n, depth + 1, budget)).collect()
+        };
+        match self.get(node) {
+            Value::None => serde_json::Value::Null,
+            Value::Bool(b) => json!(b),
+            Value::Int(i) => json!(i),
+            Value::BigInt(bytes) => json!({"__bigint_bytes__": bytes.len()}),
+            Value::Float(x) if x.is_finite() => json!(x),
+            Value::Float(x) => json!(x.to_string()),
+            Value::Str(s) => json!(s),
+            Value::Bytes(b) => json!({"__bytes__": b.len()}),
+            Value::List(v) | Value::Tuple(v) | Value::Set(v) => json!(all(v, budget)),
+            Value::Dict(items) => {
+                let mut map = Map::new();
+                for (k, v) in items {
+                    let key = match self.get(*k) {
+                        Value::Str(s) => s.clone(),
+                        Value::Int(i) => i.to_string(),
+                        _ => self.node_json(*k, depth + 1, budget).to_string(),
+                    };
+                    let value = self.node_json(*v, depth + 1, budget);
+                    map.insert(key, value);
+                }
+                map.into()
+            }
+            Value::Tensor(i) => json!({"__tensor__": i}),
+            Value::Global(name) => json!({"__global__": name}),
+            Value::Record { class, args, state } => {
+                let class = match self.get(*class) {
+                    Value::Global(name) => json!(name),
+                    _ => self.node_json(*class, depth + 1, budget),
+                };
+                let args = self.node_json(*args, depth + 1, budget);
+                match state {
+                    Some(s) => {
+                        json!({"__class__": class, "args": args, "state": self.node_json(*s, depth + 1, budget)})
+                    }
+                    None => json!({"__class__": class, "args": args}),
+                }
+            }
+        }
+    }
+}
