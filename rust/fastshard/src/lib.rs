@@ -5,6 +5,7 @@
 pub mod codes;
 pub mod error;
 pub mod format;
+pub mod layout;
 pub mod storage;
 pub mod tensor;
 pub mod value;

@@ -1,0 +1,274 @@
+//! Fixes the extents of axes from shapes and configs.
+//!
+//! Each dimension of each stored tensor is one equation between axis extents and a number. Where
+//! one axis of an equation is unknown it is solved; every solution is a vote, so that one shard of
+//! another size is told apart from the many that agree, with or without a config.
+
+use std::collections::BTreeMap;
+
+use super::expr::{self, Extents};
+use super::table::Table;
+use crate::codes;
+use crate::error::{Finding, Severity};
+
+/// Stored tensors of one rule and one local shape.
+#[derive(Debug, Clone)]
+pub struct Group {
+    /// Index of the entry in the table.
+    pub entry: usize,
+    /// Shape as stored on one rank.
+    pub shape: Vec<u64>,
+    /// How many stored tensors.
+    pub count: u64,
+    /// A tensor of the group, for messages.
+    pub witness: String,
+    /// File of the witness.
+    pub file: String,
+}
+
+/// What is known from outside the tensors.
+#[derive(Debug, Clone, Default)]
+pub struct Known {
+    /// Stored extents by axis name, from configs and metadata.
+    pub extents: Extents,
+    /// Parallel degrees, e.g. `tp -> 2`.
+    pub degrees: BTreeMap<String, u64>,
+}
+
+impl Known {
+    /// The degree of a parallel dimension, 1 if not given.
+    pub fn degree(&self, dimension: &str) -> u64 {
+        self.degrees.get(dimension).copied().unwrap_or(1).max(1)
+    }
+}
+
+/// Extents on one rank, per shard class: divided axes by their degree.
+#[derive(Debug)]
+pub struct Local {
+    by_class: BTreeMap<String, Extents>,
+    /// Axes that do not divide, as findings.
+    pub findings: Vec<Finding>,
+}
+
+impl Local {
+    /// Divides `extents` for every class of the table.
+    pub fn new(table: &Table, extents: &Extents, known: &Known) -> Local {
+        let mut findings = Vec::new();
+        let mut by_class = BTreeMap::new();
+        for (class, map) in &table.shards {
+            let mut local = extents.clone();
+            for (dimension, axes) in map {
+                let degree = known.degree(dimension);
+                for axis in axes {
+                    if let Some(extent) = local.get_mut(axis) {
+                        if *extent % degree != 0 {
+                            findings.push(not_divisible(axis, *extent, dimension, degree));
+                        }
+                        *extent /= degree;
+                    }
+                }
+            }
+            by_class.insert(class.clone(), local);
+        }
+        Local { by_class, findings }
+    }
+
+    /// Extents on one rank for entries of `class`.
+    pub fn of(&self, class: &str) -> &Extents {
+        &self.by_class[class]
+    }
+}
+
+#[derive(Default)]
+struct Votes {
+    /// value -> (tensors, distinct groups, witness)
+    by_value: BTreeMap<u64, (u64, u64, String)>,
+}
+
+impl Votes {
+    fn add(&mut self, value: u64, group: &Group) {
+        let slot = self.by_value.entry(value).or_insert_with(|| (0, 0, group.witness.clone()));
+        slot.0 += group.count;
+        slot.1 += 1;
+    }
+
+    fn winner(&self) -> Option<u64> {
+        self.by_value.iter().max_by_key(|(value, votes)| (votes.0, **value)).map(|(value, _)| *value)
+    }
+}
+
+/// Votes of all groups on axes without extent that are alone unknown in an equation.
+fn votes(table: &Table, groups: &[Group], extents: &Extents, known: &Known) -> BTreeMap<String, Votes> {
+    let local = Local::new(table, extents, known);
+    let mut votes: BTreeMap<String, Votes> = BTreeMap::new();
+    for group in groups {
+        let entry = &table.entries[group.entry];
+        let Some(shape) = &entry.shape else { continue };
+        if shape.dims.len() != group.shape.len() {
+            continue;
+        }
+        let local = local.of(&entry.class);
+        for (dim, &size) in shape.dims.iter().zip(&group.shape) {
+            let mut names = Vec::new();
+            expr::names_in(dim, &table.derived, &mut names);
+            let unknown: Vec<&String> = names.iter().filter(|n| !local.contains_key(*n)).collect();
+            let [axis] = unknown[..] else { continue };
+            let degree = table.divided_by(&entry.class, axis).map_or(1, |dimension| known.degree(dimension));
+            let value =
+                expr::solve(dim, &table.derived, local, axis, size).and_then(|v| v.checked_mul(degree));
+            if let Some(value) = value {
+                votes.entry(axis.clone()).or_default().add(value, group);
+            }
+        }
+    }
+    votes
+}
+
+/// Binds every axis that shapes or configs fix. Returns the stored extents and findings about
+/// configs that the tensors contradict as one.
+pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Finding>) {
+    let mut extents = table.fixed.clone();
+    extents.extend(known.extents.iter().map(|(k, v)| (k.clone(), *v)));
+    let mut findings = Vec::new();
+
+    // A config that all tensors contradict alike is one finding about the config, not one per tensor.
+    for (axis, &given) in &known.extents {
+        let mut others = extents.clone();
+        others.remove(axis);
+        let Some(votes) = votes(table, groups, &others, known).remove(axis) else { continue };
+        if let [(&value, (count, distinct, witness))] = votes.by_value.iter().collect::<Vec<_>>()[..] {
+            let sliced =
+                value < given && table.shards.values().any(|m| m.values().flatten().any(|a| a == axis));
+            if value != given && *distinct > 1 && !sliced {
+                findings.push(
+                    Finding::new(
+                        codes::CONFIG_DISAGREES,
+                        format!("axis {axis} of the {} layout", table.name),
+                    )
+                    .tensor(witness)
+                    .expected(
+                        format!("{given} as the config says"),
+                        format!("{value} in all {count} tensors that have it"),
+                    )
+                    .help("give the config of this checkpoint with --config"),
+                );
+                extents.insert(axis.clone(), value);
+            }
+        }
+    }
+
+    loop {
+        let mut progress = false;
+        // A derived axis of known extent is an equation over its factors.
+        for (name, factors) in &table.derived {
+            let Some(&size) = extents.get(name) else { continue };
+            let mut names = Vec::new();
+            expr::names_in(factors, &table.derived, &mut names);
+            let unknown: Vec<String> = names.into_iter().filter(|n| !extents.contains_key(n)).collect();
+            if let [axis] = &unknown[..] {
+                if let Some(value) = expr::solve(factors, &table.derived, &extents, axis, size) {
+                    extents.insert(axis.clone(), value);
+                    progress = true;
+                }
+            }
+        }
+        for (axis, votes) in votes(table, groups, &extents, known) {
+            if let Some(value) = votes.winner() {
+                extents.insert(axis, value);
+                progress = true;
+            }
+        }
+        if !progress {
+            return (extents, findings);
+        }
+    }
+}
+
+/// Compares one stored tensor's shape with the bound extents.
+pub fn check_shape(
+    table: &Table,
+    entry: usize,
+    shape: &[u64],
+    local: &Local,
+    known: &Known,
+) -> Option<Finding> {
+    let entry = &table.entries[entry];
+    let expression = entry.shape.as_ref()?;
+    let want = expression.extents(&table.derived, local.of(&entry.class));
+    if want.len() == shape.len() && want.iter().zip(shape).all(|(w, s)| w.is_none_or(|w| w == *s)) {
+        return None;
+    }
+    let wanted: Vec<String> =
+        want.iter().map(|w| w.map_or_else(|| "?".to_string(), |w| w.to_string())).collect();
+    let wanted = format!("[{}] = {expression}", wanted.join(", "));
+    let code = if known.extents.is_empty() { codes::AXIS_CONFLICT } else { codes::SHAPE };
+    let finding = Finding::new(code, "shape").expected(wanted, format!("{shape:?}"));
+    for (d, (want, &got)) in want.iter().zip(shape).enumerate() {
+        let Some(want) = *want else { continue };
+        let divided = {
+            let mut names = Vec::new();
+            expr::names_in(&expression.dims[d], &table.derived, &mut names);
+            names
+                .iter()
+                .find_map(|n| table.divided_by(&entry.class, n).map(|dim| (n.clone(), dim.to_string())))
+        };
+        if let Some((axis, dimension)) = divided {
+            if let Some(slice) = explain_slice(want, got, known.degree(&dimension)) {
+                let vocabulary = table.vocab.as_deref() == Some(&axis)
+                    || expression
+                        .to_string()
+                        .contains(&format!("{}~{axis}", table.vocab.as_deref().unwrap_or("?")));
+                let what = if vocabulary { "vocabulary" } else { "tensor-parallel" };
+                return Some(
+                    Finding { code: codes::SLICE_AS_WHOLE, ..finding }
+                        .severity(Severity::Error)
+                        .with_message(format!(
+                            "dimension {d} is 1 of {} {what} shards saved as the whole ({} x {got} = {}{}): {} of {want} rows are lost",
+                            slice.shards,
+                            slice.shards,
+                            slice.shards * got,
+                            if slice.shards * got == want { String::new() } else { format!(" = {want} padded") },
+                            want - got,
+                        ))
+                        .help("merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
+                );
+            }
+        }
+    }
+    let help = if known.extents.is_empty() {
+        "most tensors agree on the extents expected here: this shard is from another run or degree, or a rank is missing"
+    } else {
+        "this file is from another run or degree, or the config (--config) describes another model"
+    };
+    Some(finding.help(help))
+}
+
+/// A finding that names the degrees that would work.
+pub fn not_divisible(axis: &str, extent: u64, dimension: &str, degree: u64) -> Finding {
+    let fits: Vec<String> =
+        (1..=extent.min(1024)).filter(|d| extent % d == 0).map(|d| d.to_string()).collect();
+    Finding::new(codes::NOT_DIVISIBLE, format!("axis {axis} of extent {extent} over {dimension} {degree}"))
+        .expected(format!("a degree among {}", fits.join(", ")), degree)
+        .help(format!("choose --{dimension} among these, or a checkpoint saved with one of them"))
+}
+
+struct Slice {
+    shards: u64,
+}
+
+/// Whether `got` rows look like one rank's part of `want`: equal parts, or equal parts of a padded whole.
+fn explain_slice(want: u64, got: u64, degree: u64) -> Option<Slice> {
+    if degree != 1 || got == 0 || got >= want {
+        return None;
+    }
+    let shards = want.div_ceil(got);
+    // Equal parts exactly, or less than one part of padding.
+    (shards > 1 && shards <= 4096 && shards * got - want < got).then_some(Slice { shards })
+}
+
+impl Finding {
+    fn with_message(mut self, message: String) -> Self {
+        self.message = message;
+        self
+    }
+}

@@ -1,0 +1,227 @@
+//! Name patterns: literal text, index variables with an offset, alternative spellings.
+//!
+//! `{L}` is the position on axis `L`, `{L+2}` that position plus two, `{#L+3}` the extent of `L`
+//! plus three, `(weight|scale)` alternative spellings (the first is the one written).
+
+use std::collections::BTreeMap;
+
+/// What a number in a name stands for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Variable {
+    /// Axis.
+    pub axis: String,
+    /// True for `{#L}`: the extent of the axis, not a position on it.
+    pub extent: bool,
+    /// Added to the position or extent.
+    pub offset: i64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Segment {
+    Text(String),
+    Variable(Variable),
+    Choice(Vec<String>),
+}
+
+/// A parsed name pattern.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pattern {
+    text: String,
+    segments: Vec<Segment>,
+}
+
+/// How a name fits a pattern.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Match {
+    /// Position per axis, offsets removed.
+    pub index: BTreeMap<String, u64>,
+    /// Extent per axis where the pattern has `{#L}`.
+    pub extents: BTreeMap<String, u64>,
+    /// The spelling taken at each choice.
+    pub choices: Vec<usize>,
+}
+
+impl Pattern {
+    /// Parses a pattern.
+    ///
+    /// # Errors
+    /// Says what is wrong where.
+    pub fn parse(text: &str) -> Result<Pattern, String> {
+        let mut segments = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let literal = rest.find(['{', '(']).unwrap_or(rest.len());
+            if literal > 0 {
+                if rest[..literal].contains(['}', ')', '|']) {
+                    return Err(format!("{text:?}: unbalanced bracket"));
+                }
+                segments.push(Segment::Text(rest[..literal].to_string()));
+                rest = &rest[literal..];
+                continue;
+            }
+            let close = if rest.starts_with('{') { '}' } else { ')' };
+            let end = rest.find(close).ok_or_else(|| format!("{text:?}: no {close:?}"))?;
+            let inner = &rest[1..end];
+            if close == '}' {
+                if matches!(segments.last(), Some(Segment::Variable(_))) {
+                    return Err(format!("{text:?}: two numbers side by side cannot be told apart"));
+                }
+                segments.push(Segment::Variable(Variable::parse(inner).ok_or_else(|| {
+                    format!("{text:?}: {{{inner}}} is not an axis with an optional offset")
+                })?));
+            } else {
+                segments.push(Segment::Choice(inner.split('|').map(str::to_string).collect()));
+            }
+            rest = &rest[end + 1..];
+        }
+        Ok(Pattern { text: text.to_string(), segments })
+    }
+
+    /// A pattern that is one name, taken literally.
+    pub fn literal(name: &str) -> Pattern {
+        Pattern { text: name.to_string(), segments: vec![Segment::Text(name.to_string())] }
+    }
+
+    /// The pattern as written.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Variables of the pattern.
+    pub fn variables(&self) -> impl Iterator<Item = &Variable> {
+        self.segments.iter().filter_map(|s| match s {
+            Segment::Variable(v) => Some(v),
+            _ => None,
+        })
+    }
+
+    /// The literal text before the first variable or choice.
+    pub fn literal_prefix(&self) -> &str {
+        match self.segments.first() {
+            Some(Segment::Text(t)) => t,
+            _ => "",
+        }
+    }
+
+    /// Matches a whole name. `bases` is added to positions (stage-local layer numbers).
+    pub fn matches(&self, name: &str, bases: &BTreeMap<String, u64>) -> Option<Match> {
+        let mut found = Match::default();
+        self.step(&self.segments, name, bases, &mut found).then_some(found)
+    }
+
+    fn step(
+        &self,
+        segments: &[Segment],
+        name: &str,
+        bases: &BTreeMap<String, u64>,
+        found: &mut Match,
+    ) -> bool {
+        let Some((first, others)) = segments.split_first() else { return name.is_empty() };
+        match first {
+            Segment::Text(text) => {
+                name.strip_prefix(text.as_str()).is_some_and(|rest| self.step(others, rest, bases, found))
+            }
+            Segment::Choice(choices) => {
+                for (i, choice) in choices.iter().enumerate() {
+                    if let Some(rest) = name.strip_prefix(choice.as_str()) {
+                        found.choices.push(i);
+                        if self.step(others, rest, bases, found) {
+                            return true;
+                        }
+                        found.choices.pop();
+                    }
+                }
+                false
+            }
+            Segment::Variable(variable) => {
+                let digits = name.len() - name.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+                // Numbers in names carry no leading zeros: `layers.01` would be a second name for 1.
+                if digits == 0 || digits > 9 || (digits > 1 && name.starts_with('0')) {
+                    return false;
+                }
+                let number: i64 = name[..digits].parse().expect("at most nine digits");
+                let base = if variable.extent { 0 } else { *bases.get(&variable.axis).unwrap_or(&0) };
+                let Ok(value) = u64::try_from(number - variable.offset) else { return false };
+                let value = value + base;
+                let map = if variable.extent { &mut found.extents } else { &mut found.index };
+                match map.get(&variable.axis) {
+                    Some(&old) if old != value => return false,
+                    _ => map.insert(variable.axis.clone(), value),
+                };
+                self.step(others, &name[digits..], bases, found)
+            }
+        }
+    }
+
+    /// The name at a position. `extents` must hold every axis of a `{#L}`.
+    pub fn format(
+        &self,
+        index: &BTreeMap<String, u64>,
+        extents: &BTreeMap<String, u64>,
+        choices: &[usize],
+    ) -> Option<String> {
+        let mut name = String::new();
+        let mut choice = choices.iter();
+        for segment in &self.segments {
+            match segment {
+                Segment::Text(text) => name.push_str(text),
+                Segment::Choice(all) => {
+                    name.push_str(all.get(choice.next().copied().unwrap_or(0)).unwrap_or(&all[0]));
+                }
+                Segment::Variable(v) => {
+                    let value = *if v.extent { extents } else { index }.get(&v.axis)?;
+                    name.push_str(&(i64::try_from(value).ok()? + v.offset).to_string());
+                }
+            }
+        }
+        Some(name)
+    }
+}
+
+impl Variable {
+    fn parse(text: &str) -> Option<Variable> {
+        let (extent, text) = match text.strip_prefix('#') {
+            Some(rest) => (true, rest),
+            None => (false, text),
+        };
+        let split = text.find(['+', '-']).unwrap_or(text.len());
+        let axis = text[..split].trim();
+        let offset = text[split..].replace(' ', "");
+        let offset = if offset.is_empty() { 0 } else { offset.parse::<i64>().ok()? };
+        let valid = !axis.is_empty()
+            && axis.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+            && !axis.starts_with(|c: char| c.is_ascii_digit());
+        (valid && offset.abs() < 1_000_000).then(|| Variable { axis: axis.to_string(), extent, offset })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matches_and_formats_back() {
+        let p = Pattern::parse("{L+2}.mlp.(linear1|dense_h_to_4h).(weight|bias)").unwrap();
+        let m = p.matches("5.mlp.dense_h_to_4h.weight", &BTreeMap::new()).unwrap();
+        assert_eq!(m.index["L"], 3);
+        assert_eq!(m.choices, [1, 0]);
+        assert_eq!(p.format(&m.index, &m.extents, &m.choices).unwrap(), "5.mlp.dense_h_to_4h.weight");
+        for wrong in
+            ["1.mlp.linear1.weight", "05.mlp.linear1.weight", "5.mlp.linear1.weightx", "x.mlp.linear1.bias"]
+        {
+            assert!(p.matches(wrong, &BTreeMap::new()).is_none(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn extents_and_bases() {
+        let p = Pattern::parse("{#L+3}.norm.weight").unwrap();
+        assert_eq!(p.matches("6.norm.weight", &BTreeMap::new()).unwrap().extents["L"], 3);
+        let p = Pattern::parse("layers.{L}.w").unwrap();
+        let base = BTreeMap::from([("L".to_string(), 12)]);
+        assert_eq!(p.matches("layers.1.w", &base).unwrap().index["L"], 13);
+        assert!(Pattern::parse("{L}{E}").is_err());
+        assert!(Pattern::parse("a{L").is_err());
+        assert!(Pattern::parse("a)").is_err());
+    }
+}

@@ -1,0 +1,529 @@
+//! From stored tensors to boxes of canonical tensors.
+//!
+//! Every stored tensor that a rule names becomes an [`Instance`]: for each atom of the rule, the
+//! box of the canonical tensor that it holds and the affine map into its own dimensions.
+
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+use super::bind::{self, Group, Known, Local};
+use super::expr::{Extents, Factor, Place, Shape};
+use super::names::{Match, Pattern};
+use super::table::{stored_name, Entry, Facts, Table, Truth};
+use crate::codes;
+use crate::error::Finding;
+use crate::tensor::Dtype;
+
+/// Where a group of stored tensors lies in the parallel topology.
+#[derive(Debug, Clone, Default)]
+pub struct Unit {
+    /// Rank per parallel dimension, e.g. `tp -> 1`.
+    pub coords: BTreeMap<String, u64>,
+    /// Added to positions in names (stage-local layer numbers).
+    pub bases: BTreeMap<String, u64>,
+    /// File, for messages.
+    pub file: String,
+    /// Rank in the field's words, e.g. `tp 1`, for messages.
+    pub rank: Option<String>,
+}
+
+/// A stored tensor as the rules see it.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    /// Name in the layout's terms.
+    pub name: String,
+    /// Local shape.
+    pub shape: Vec<u64>,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Index of its unit.
+    pub unit: u32,
+}
+
+/// Canonical tensors and their axes, shared by the two sides of a conversion.
+#[derive(Debug, Default)]
+pub struct Registry {
+    keys: Vec<(String, Vec<String>)>,
+    by_name: HashMap<String, u32>,
+}
+
+impl Registry {
+    /// The key of a canonical tensor; its axes must be the same wherever it is named.
+    pub(crate) fn key(&mut self, name: &str, axes: Vec<String>) -> Result<u32, String> {
+        if let Some(&key) = self.by_name.get(name) {
+            let known = &self.keys[key as usize].1;
+            if *known != axes {
+                return Err(format!(
+                    "canonical tensor {name:?} has axes {known:?} in one rule and {axes:?} in another"
+                ));
+            }
+            return Ok(key);
+        }
+        self.keys.push((name.to_string(), axes));
+        self.by_name.insert(name.to_string(), (self.keys.len() - 1) as u32);
+        Ok((self.keys.len() - 1) as u32)
+    }
+
+    /// Name of a canonical tensor.
+    pub fn name(&self, key: u32) -> &str {
+        &self.keys[key as usize].0
+    }
+
+    /// Axes of a canonical tensor, sorted.
+    pub fn axes(&self, key: u32) -> &[String] {
+        &self.keys[key as usize].1
+    }
+
+    /// The key of a name, if it occurs.
+    pub fn find(&self, name: &str) -> Option<u32> {
+        self.by_name.get(name).copied()
+    }
+}
+
+/// An atom of a rule with its axes in the canonical order.
+#[derive(Debug, PartialEq)]
+pub struct Lowered {
+    /// Canonical tensor.
+    pub key: u32,
+    /// Index in each dimension where the atom begins.
+    pub base: Vec<u64>,
+    /// Place of each canonical axis; `None` for axes bound by the name.
+    pub places: Vec<Option<Place>>,
+}
+
+/// The part of a canonical tensor that a stored tensor holds.
+#[derive(Debug, Clone)]
+pub struct AtomBox {
+    /// The affine map.
+    pub atom: Rc<Lowered>,
+    /// First position on each canonical axis.
+    pub lo: Vec<u64>,
+    /// One past the last real position on each canonical axis (padding excluded).
+    pub hi: Vec<u64>,
+    /// Padding held as well: canonical axis, first and one past the last position.
+    pub pad: Option<(usize, u64, u64)>,
+}
+
+/// How the ranks' values of one tensor make the whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Placement {
+    /// Each rank holds its part, or an equal copy.
+    Parts,
+    /// Values are terms of a sum over this parallel dimension.
+    Sum(String),
+    /// Sum or copy, depending on a fact that is not known: only all-zero values are safe.
+    SumOrCopy(String, String),
+}
+
+/// A stored tensor matched to a rule.
+#[derive(Debug, Clone)]
+pub struct Instance {
+    /// Index into the stored tensors (or outputs, on the target side).
+    pub tensor: u32,
+    /// Index of the rule.
+    pub entry: u32,
+    /// Index of the unit.
+    pub unit: u32,
+    /// Position per axis bound by the name.
+    pub index: BTreeMap<String, u64>,
+    /// Spelling taken.
+    pub choices: Vec<usize>,
+    /// What it holds.
+    pub boxes: Vec<AtomBox>,
+    /// How the ranks' values make the whole.
+    pub placement: Placement,
+}
+
+/// A checkpoint seen through a table.
+#[derive(Debug)]
+pub struct Resolved {
+    /// Stored extents of all axes, and the real extent of the vocabulary axis.
+    pub extents: Extents,
+    /// Matched tensors.
+    pub instances: Vec<Instance>,
+    /// All that was found wrong or worth noting.
+    pub findings: Vec<Finding>,
+}
+
+/// What to do with tensors that no rule names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unknown {
+    /// Refuse: they would be lost or merged wrongly.
+    Refuse,
+    /// Take them as they are; only sound where nothing is sharded.
+    Pass,
+}
+
+/// Everything that is known about a checkpoint besides its tensors.
+#[derive(Debug, Clone, Default)]
+pub struct Outside {
+    /// Extents and degrees.
+    pub known: Known,
+    /// Facts.
+    pub facts: Facts,
+    /// Real vocabulary, where given.
+    pub vocab_size: Option<u64>,
+}
+
+/// Lowers every entry of a table once; atoms are shared by its instances.
+pub(crate) struct Lowering<'t> {
+    table: &'t Table,
+    local: &'t Local,
+    cache: HashMap<usize, Result<Rc<Vec<Rc<Lowered>>>, String>>,
+}
+
+impl<'t> Lowering<'t> {
+    pub(crate) fn new(table: &'t Table, local: &'t Local) -> Self {
+        Lowering { table, local, cache: HashMap::new() }
+    }
+
+    fn atoms(&mut self, registry: &mut Registry, entry: usize) -> Result<Rc<Vec<Rc<Lowered>>>, String> {
+        if let Some(known) = self.cache.get(&entry) {
+            return known.clone();
+        }
+        let result = self.lower(registry, entry).map(Rc::new);
+        self.cache.insert(entry, result.clone());
+        result
+    }
+
+    fn lower(&self, registry: &mut Registry, index: usize) -> Result<Vec<Rc<Lowered>>, String> {
+        let entry = &self.table.entries[index];
+        let shape = entry.shape.as_ref().ok_or("the entry has no shape")?;
+        let atoms = shape.lower(&self.table.derived, self.local.of(&entry.class))?;
+        let mut out = Vec::with_capacity(atoms.len());
+        for atom in atoms {
+            let mut axes: Vec<String> =
+                entry.name.variables().filter(|v| !v.extent).map(|v| v.axis.clone()).collect();
+            axes.extend(atom.axes.iter().map(|(axis, _)| axis.clone()));
+            axes.sort();
+            axes.dedup();
+            let places =
+                axes.iter().map(|axis| atom.axes.iter().find(|(a, _)| a == axis).map(|(_, p)| *p)).collect();
+            let key = registry.key(&entry.canonical_key(&atom.tags, &atom.derived_tags), axes)?;
+            out.push(Rc::new(Lowered { key, base: atom.base, places }));
+        }
+        Ok(out)
+    }
+
+    /// The boxes that an instance of `entry` at `index` on `unit` holds.
+    pub(crate) fn boxes(
+        &mut self,
+        registry: &mut Registry,
+        entry: usize,
+        index: &BTreeMap<String, u64>,
+        unit: &Unit,
+        extents: &Extents,
+    ) -> Result<Vec<AtomBox>, String> {
+        let atoms = self.atoms(registry, entry)?;
+        let rule = &self.table.entries[entry];
+        let shape = rule.shape.as_ref().ok_or("the entry has no shape")?;
+        let local = self.local.of(&rule.class);
+        let mut boxes = Vec::with_capacity(atoms.len());
+        for atom in atoms.iter() {
+            let axes = registry.axes(atom.key);
+            let (mut lo, mut hi, mut pad) =
+                (Vec::with_capacity(axes.len()), Vec::with_capacity(axes.len()), None);
+            for (i, axis) in axes.iter().enumerate() {
+                if atom.places[i].is_none() {
+                    let at = *index.get(axis).ok_or_else(|| format!("no position on axis {axis}"))?;
+                    lo.push(at);
+                    hi.push(at + 1);
+                    continue;
+                }
+                let stored = stored_name(shape, axis);
+                let size = local[&stored];
+                let rank = match self.table.divided_by(&rule.class, &stored) {
+                    Some(dimension) => unit.coords.get(dimension).copied().unwrap_or(0),
+                    None => 0,
+                };
+                let (start, end) = (rank * size, (rank + 1) * size);
+                let real = extents.get(axis).copied().unwrap_or(u64::MAX);
+                if stored != *axis && end > real {
+                    pad = Some((i, start.max(real), end));
+                }
+                lo.push(start.min(real));
+                hi.push(end.min(real));
+            }
+            boxes.push(AtomBox { atom: Rc::clone(atom), lo, hi, pad });
+        }
+        Ok(boxes)
+    }
+}
+
+/// A rule for a tensor that no rule names: every dimension an axis of its own.
+/// `divided` is the dimension split over `tp`, if any.
+pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Option<usize>) {
+    let dims =
+        (0..shape.len()).map(|d| vec![Factor::Axis { name: format!("{name}#{d}"), padded: None }]).collect();
+    if let Some(d) = divided {
+        let default = table.shards.entry(String::new()).or_default();
+        default.entry("tp".into()).or_default().push(format!("{name}#{d}"));
+    }
+    table.entries.push(Entry {
+        name: Pattern::literal(name),
+        shape: Some(Shape { dims }),
+        canonical: name.to_string(),
+        when: Default::default(),
+        optional: false,
+        partial: None,
+        ignore: None,
+        scale: None,
+        add: 0.0,
+        class: String::new(),
+        generic: true,
+    });
+}
+
+enum Matched {
+    Rule { entry: usize, found: Match, placement: Placement },
+    Ignored(String),
+    Nothing,
+    Undecided(String),
+}
+
+fn match_name(
+    table: &Table,
+    literals: &HashMap<String, usize>,
+    name: &str,
+    bases: &BTreeMap<String, u64>,
+    outside: &Outside,
+) -> Matched {
+    if let Some(&entry) = literals.get(name) {
+        return Matched::Rule { entry, found: Match::default(), placement: Placement::Parts };
+    }
+    let mut candidates: Vec<(usize, Match, Option<String>)> = Vec::new();
+    for (i, entry) in table.entries.iter().enumerate().filter(|(_, e)| !e.generic) {
+        let Some(found) = entry.name.matches(name, bases) else { continue };
+        match entry.when.holds(&outside.facts) {
+            Truth::Holds => candidates.push((i, found, None)),
+            Truth::Unknown(fact) => candidates.push((i, found, Some(fact))),
+            Truth::Fails => {}
+        }
+    }
+    let Some((entry, found, _)) = candidates.first().cloned() else { return Matched::Nothing };
+    let first = &table.entries[entry];
+    if candidates.len() > 1 {
+        let fact = candidates.iter().find_map(|(_, _, fact)| fact.clone());
+        let alike = candidates.iter().all(|(i, _, _)| {
+            let other = &table.entries[*i];
+            other.shape == first.shape && other.canonical == first.canonical && other.ignore.is_none()
+        });
+        let partial = candidates.iter().find_map(|(i, _, _)| table.entries[*i].partial.clone());
+        match (fact, partial) {
+            (Some(fact), Some(dimension)) if alike => {
+                let placement = if outside.known.degree(&dimension) > 1 {
+                    Placement::SumOrCopy(dimension, fact)
+                } else {
+                    Placement::Parts
+                };
+                return Matched::Rule { entry, found, placement };
+            }
+            (Some(fact), _) => return Matched::Undecided(fact),
+            (None, _) => {}
+        }
+    }
+    if let Some(reason) = &first.ignore {
+        return Matched::Ignored(reason.clone());
+    }
+    let placement = match &first.partial {
+        Some(dimension) if outside.known.degree(dimension) > 1 => Placement::Sum(dimension.clone()),
+        _ => Placement::Parts,
+    };
+    Matched::Rule { entry, found, placement }
+}
+
+/// Matches, binds, checks and lowers the tensors of a checkpoint.
+pub fn resolve(
+    table: &mut Table,
+    registry: &mut Registry,
+    stored: &[Stored],
+    units: &[Unit],
+    outside: &Outside,
+    unknown: Unknown,
+) -> Resolved {
+    let mut findings = Vec::new();
+    let place = |finding: Finding, tensor: &Stored| -> Finding {
+        let unit = &units[tensor.unit as usize];
+        let mut finding = finding.file(&unit.file);
+        finding.tensor = Some(tensor.name.clone());
+        finding.rank = unit.rank.clone();
+        finding
+    };
+
+    // 1. names -> rules
+    let mut literals: HashMap<String, usize> = table
+        .entries
+        .iter()
+        .enumerate()
+        .filter(|(_, e)| e.generic)
+        .map(|(i, e)| (e.name.text().to_string(), i))
+        .collect();
+    let mut matched: Vec<Option<(usize, Match, Placement)>> = Vec::with_capacity(stored.len());
+    let mut extents_by_name: HashMap<String, (u64, usize)> = HashMap::new();
+    let mut generic = Extents::new();
+    for (t, tensor) in stored.iter().enumerate() {
+        let unit = &units[tensor.unit as usize];
+        let result = match match_name(table, &literals, &tensor.name, &unit.bases, outside) {
+            Matched::Rule { entry, found, placement } => {
+                for (axis, value) in &found.extents {
+                    extents_by_name.entry(axis.clone()).or_insert((*value, t));
+                }
+                if table.entries[entry].generic {
+                    for (d, &n) in tensor.shape.iter().enumerate() {
+                        let axis = format!("{}#{d}", tensor.name);
+                        let degree = table.divided_by("", &axis).map_or(1, |dim| outside.known.degree(dim));
+                        generic.entry(axis).or_insert(n * degree);
+                    }
+                }
+                Some((entry, found, placement))
+            }
+            Matched::Ignored(reason) => {
+                findings.push(place(Finding::new(codes::IGNORED, reason), tensor));
+                None
+            }
+            Matched::Undecided(fact) => {
+                findings.push(place(unknown_fact(&fact), tensor));
+                None
+            }
+            Matched::Nothing if unknown == Unknown::Pass => {
+                generic_entry(table, &tensor.name, &tensor.shape, None);
+                literals.insert(tensor.name.clone(), table.entries.len() - 1);
+                for (d, &n) in tensor.shape.iter().enumerate() {
+                    generic.insert(format!("{}#{d}", tensor.name), n);
+                }
+                Some((table.entries.len() - 1, Match::default(), Placement::Parts))
+            }
+            Matched::Nothing => {
+                let finding = Finding::new(
+                    codes::UNKNOWN_TENSOR,
+                    format!("no rule of layout {} names this tensor", table.name),
+                )
+                .help("describe it in a layout of your own (--layout FILE.toml), or give it `ignore` with a reason there");
+                findings.push(place(finding, tensor));
+                None
+            }
+        };
+        matched.push(result);
+    }
+
+    // 2. shapes -> axes
+    let mut groups: HashMap<(usize, &[u64]), Group> = HashMap::new();
+    for (tensor, rule) in stored.iter().zip(&matched) {
+        let Some((entry, ..)) = rule else { continue };
+        if table.entries[*entry].generic {
+            continue;
+        }
+        let group = groups.entry((*entry, &tensor.shape)).or_insert_with(|| Group {
+            entry: *entry,
+            shape: tensor.shape.clone(),
+            count: 0,
+            witness: tensor.name.clone(),
+            file: units[tensor.unit as usize].file.clone(),
+        });
+        group.count += 1;
+    }
+    let mut groups: Vec<Group> = groups.into_values().collect();
+    groups.sort_by(|a, b| (a.entry, &a.shape).cmp(&(b.entry, &b.shape)));
+    let mut known = outside.known.clone();
+    // Positions in names bind an axis only where nothing else does: the last layer may be missing.
+    let mut counted: BTreeMap<String, u64> = BTreeMap::new();
+    for (_, found, _) in matched.iter().flatten() {
+        for (axis, &at) in &found.index {
+            let n = counted.entry(axis.clone()).or_default();
+            *n = (*n).max(at + 1);
+        }
+    }
+    for (axis, (value, witness)) in &extents_by_name {
+        match known.extents.get(axis) {
+            Some(given) if given != value => findings.push(place(
+                Finding::new(codes::CONFIG_DISAGREES, format!("extent of axis {axis} in the tensor's name"))
+                    .expected(given, value)
+                    .help("a layer's files are missing or the config describes another model"),
+                &stored[*witness],
+            )),
+            Some(_) => {}
+            None => {
+                known.extents.insert(axis.clone(), *value);
+            }
+        }
+    }
+    for (axis, n) in counted {
+        known.extents.entry(axis).or_insert(n);
+    }
+    let (mut extents, bound) = bind::bind(table, &groups, &known);
+    findings.extend(bound);
+    extents.extend(generic);
+
+    // 3. the vocabulary's real extent
+    if let Some(vocab) = table.vocab.clone() {
+        let padded = table.entries.iter().filter_map(|e| e.shape.as_ref()).map(|s| stored_name(s, &vocab));
+        let padded = padded.into_iter().find(|p| *p != vocab);
+        let rows = padded.as_ref().and_then(|p| extents.get(p)).copied();
+        let real = outside.vocab_size.or_else(|| extents.get(&vocab).copied()).or(rows);
+        if let (Some(real), Some(rows)) = (real, rows) {
+            if real > rows {
+                findings.push(
+                    Finding::new(codes::BAD_VALUE, "vocabulary size")
+                        .expected(format!("at most the {rows} rows stored"), real)
+                        .help("give the true vocabulary with --vocab-size, or the config of this checkpoint"),
+                );
+            }
+        }
+        if let Some(real) = real {
+            extents.insert(vocab, real);
+        }
+    }
+
+    // 4. rules + axes -> boxes
+    let local = Local::new(table, &extents, &known);
+    findings.extend(local.findings.iter().cloned());
+    let table: &Table = table;
+    let mut lowering = Lowering::new(table, &local);
+    let mut instances = Vec::with_capacity(stored.len());
+    let mut unbound: BTreeMap<String, usize> = BTreeMap::new();
+    for (t, (tensor, rule)) in stored.iter().zip(matched).enumerate() {
+        let Some((entry, found, placement)) = rule else { continue };
+        if let Some(finding) = bind::check_shape(table, entry, &tensor.shape, &local, &known) {
+            findings.push(place(finding, tensor));
+            continue;
+        }
+        if let Some((axis, at)) =
+            found.index.iter().find(|(axis, at)| extents.get(*axis).is_some_and(|n| *at >= n))
+        {
+            findings.push(place(
+                Finding::new(codes::CONFIG_DISAGREES, format!("position on axis {axis}"))
+                    .expected(format!("below {}", extents[axis]), at)
+                    .help("the config describes a model with fewer layers, or the file is a leftover of another run"),
+                tensor,
+            ));
+            continue;
+        }
+        let unit = &units[tensor.unit as usize];
+        match lowering.boxes(registry, entry, &found.index, unit, &extents) {
+            Ok(boxes) => instances.push(Instance {
+                tensor: t as u32,
+                entry: entry as u32,
+                unit: tensor.unit,
+                index: found.index,
+                choices: found.choices,
+                boxes,
+                placement,
+            }),
+            Err(message) => {
+                unbound.entry(message).or_insert(t);
+            }
+        }
+    }
+    for (message, t) in unbound {
+        let finding = Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", table.name))
+            .help("give the model's config with --config");
+        findings.push(place(finding, &stored[t]));
+    }
+    Resolved { extents, instances, findings }
+}
+
+/// The finding for a fact that decides values and is stated nowhere.
+pub fn unknown_fact(fact: &str) -> Finding {
+    Finding::new(codes::FACT_UNKNOWN, format!("the result depends on `{fact}`, which nothing here states"))
+        .help(format!("give the training config with --config (it must say {fact}: true or false)"))
+}

@@ -1,0 +1,506 @@
+//! Layout tables: TOML files, the same for built-in and for users' own layouts.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::expr::{self, Derived, Extents, Factor, Shape};
+use super::names::Pattern;
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+/// Facts about a model that decide which rules hold, e.g. `tied`, `gpt_j_residual`.
+pub type Facts = BTreeMap<String, bool>;
+
+/// A conjunction of facts, e.g. `bias & !tied`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Condition {
+    terms: Vec<(String, bool)>,
+}
+
+/// Whether a condition holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Truth {
+    /// All facts are known and fit.
+    Holds,
+    /// A known fact contradicts it.
+    Fails,
+    /// It hangs on this fact, which is not known.
+    Unknown(String),
+}
+
+impl Condition {
+    fn parse(text: &str) -> std::result::Result<Condition, String> {
+        let mut terms = Vec::new();
+        for term in text.split('&') {
+            let term = term.trim();
+            let (name, value) = match term.strip_prefix('!') {
+                Some(name) => (name.trim(), false),
+                None => (term, true),
+            };
+            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
+                return Err(format!("when = {text:?}: write facts joined by '&', each with an optional '!'"));
+            }
+            terms.push((name.to_string(), value));
+        }
+        Ok(Condition { terms })
+    }
+
+    /// Evaluates against the facts known.
+    pub fn holds(&self, facts: &Facts) -> Truth {
+        let mut unknown = None;
+        for (name, value) in &self.terms {
+            match facts.get(name) {
+                Some(known) if known == value => {}
+                Some(_) => return Truth::Fails,
+                None => unknown = Some(name.clone()),
+            }
+        }
+        unknown.map_or(Truth::Holds, Truth::Unknown)
+    }
+}
+
+/// A factor applied to values: a number times a power of an axis extent.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scale {
+    constant: f64,
+    axis: Option<(Vec<Factor>, f64)>,
+}
+
+impl Scale {
+    /// Parses `0.5`, `1/sqrt(d)`, `sqrt(d)` or `d^-0.5`.
+    fn parse(text: &str) -> std::result::Result<Scale, String> {
+        if let Ok(constant) = text.parse::<f64>() {
+            return if constant.is_finite() && constant != 0.0 {
+                Ok(Scale { constant, axis: None })
+            } else {
+                Err(format!("scale = {text:?}: must be finite and not zero"))
+            };
+        }
+        let root =
+            |text: &str| text.strip_prefix("sqrt(").and_then(|t| t.strip_suffix(')')).map(str::to_string);
+        let (axis, power) = if let Some(axis) = text.strip_prefix("1/").and_then(root) {
+            (axis, -0.5)
+        } else if let Some(axis) = root(text) {
+            (axis, 0.5)
+        } else if let Some((axis, power)) = text.split_once('^') {
+            (
+                axis.to_string(),
+                power.parse().map_err(|_| format!("scale = {text:?}: {power:?} is no number"))?,
+            )
+        } else {
+            return Err(format!("scale = {text:?}: write a number, sqrt(AXIS), 1/sqrt(AXIS) or AXIS^POWER"));
+        };
+        Ok(Scale { constant: 1.0, axis: Some((expr::parse_dim(&axis)?, power)) })
+    }
+
+    /// The factor under the given extents, or `None` if its axis is unbound.
+    pub fn value(&self, derived: &Derived, extents: &Extents) -> Option<f64> {
+        match &self.axis {
+            None => Some(self.constant),
+            Some((dim, power)) => {
+                Some(self.constant * (expr::product(dim, derived, extents)? as f64).powf(*power))
+            }
+        }
+    }
+}
+
+/// One stored tensor of a layout.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// Name of the stored tensor.
+    pub name: Pattern,
+    /// Shape of the whole tensor; `None` for ignored tensors of any shape.
+    pub shape: Option<Shape>,
+    /// Canonical tensor, `{}` standing for the tags chosen.
+    pub canonical: String,
+    /// Facts under which the entry holds.
+    pub when: Condition,
+    /// True if a checkpoint may lack it in all layers alike.
+    pub optional: bool,
+    /// Parallel dimension over which the ranks' values are terms of a sum.
+    pub partial: Option<String>,
+    /// Reason for which the tensor is left out.
+    pub ignore: Option<String>,
+    /// stored = canonical * scale + add
+    pub scale: Option<Scale>,
+    /// See `scale`.
+    pub add: f64,
+    /// Shard class; empty for the default one.
+    pub class: String,
+    /// True for pass-through entries made for tensors that no rule names.
+    pub generic: bool,
+}
+
+impl Entry {
+    /// The canonical tensor of an atom with the given tags.
+    pub fn canonical_key(&self, tags: &[String], derived_tags: &[String]) -> String {
+        let mut key = self.canonical.replace("{}", &tags.join("."));
+        for tag in derived_tags {
+            key.push('/');
+            key.push_str(tag);
+        }
+        key
+    }
+}
+
+/// A canonical tensor that stands for another under a condition.
+#[derive(Debug, Clone)]
+pub struct Tied {
+    /// The tensor that is not stored of its own.
+    pub tensor: String,
+    /// The tensor it equals.
+    pub to: String,
+    /// When.
+    pub when: Condition,
+}
+
+/// Axes divided by each parallel dimension, e.g. `tp -> [P, g, F]` (stored names).
+pub type ShardMap = BTreeMap<String, Vec<String>>;
+
+/// A layout table.
+#[derive(Debug, Clone)]
+pub struct Table {
+    /// Name for messages.
+    pub name: String,
+    /// Model family: tables of one family share canonical tensors and axes.
+    pub family: String,
+    /// Axis that `--vocab-size` trims.
+    pub vocab: Option<String>,
+    /// Derived axes.
+    pub derived: Derived,
+    /// Axes of fixed extent.
+    pub fixed: Extents,
+    /// Shard maps by class; the default one under the empty name.
+    pub shards: BTreeMap<String, ShardMap>,
+    /// Stored tensors.
+    pub entries: Vec<Entry>,
+    /// Canonical tensors that may be the same.
+    pub tied: Vec<Tied>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum RawAxis {
+    Extent(u64),
+    Expression(String),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawEntry {
+    name: String,
+    shape: Option<String>,
+    #[serde(rename = "as")]
+    canonical: Option<String>,
+    when: Option<String>,
+    #[serde(default)]
+    optional: bool,
+    partial: Option<String>,
+    ignore: Option<String>,
+    scale: Option<String>,
+    #[serde(default)]
+    add: f64,
+    #[serde(default)]
+    class: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTied {
+    tensor: String,
+    to: String,
+    when: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawClass {
+    shard: ShardMap,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTable {
+    layout: String,
+    family: String,
+    /// Where the facts come from; for readers of the file.
+    #[serde(default, rename = "source")]
+    _source: String,
+    vocab: Option<String>,
+    #[serde(default)]
+    axes: BTreeMap<String, RawAxis>,
+    #[serde(default)]
+    shard: ShardMap,
+    #[serde(default)]
+    class: BTreeMap<String, RawClass>,
+    #[serde(default)]
+    tensor: Vec<RawEntry>,
+    #[serde(default)]
+    tied: Vec<RawTied>,
+}
+
+fn bad(table: &str, message: String) -> Error {
+    Finding::new(codes::BAD_LAYOUT, format!("layout {table}: {message}"))
+        .help("see the rule language in docs/layouts.md")
+        .into()
+}
+
+impl Table {
+    /// Parses and checks a table.
+    ///
+    /// # Errors
+    /// `FS210` naming the entry, all that can be checked without a checkpoint.
+    pub fn parse(text: &str) -> Result<Table> {
+        let raw: RawTable = toml::from_str(text).map_err(|e| bad("file", e.to_string()))?;
+        let fail = |message: String| bad(&raw.layout, message);
+        let mut derived = Derived::new();
+        let mut fixed = Extents::new();
+        for (name, axis) in &raw.axes {
+            match axis {
+                RawAxis::Extent(0) => return Err(fail(format!("axis {name}: extent 0"))),
+                RawAxis::Extent(n) => {
+                    fixed.insert(name.clone(), *n);
+                }
+                RawAxis::Expression(text) => {
+                    derived.insert(name.clone(), expr::parse_dim(text).map_err(fail)?);
+                }
+            }
+        }
+        for name in derived.keys() {
+            if cyclic(name, &derived, &mut Vec::new()) {
+                return Err(fail(format!("axis {name} is derived from itself")));
+            }
+        }
+        // A shard map names the factor as it stands in the shapes; what is divided is its stored extent.
+        let stored = |map: &ShardMap| -> ShardMap {
+            let strip = |a: &String| a.rsplit('~').next().unwrap_or(a).trim().to_string();
+            map.iter().map(|(k, v)| (k.clone(), v.iter().map(strip).collect())).collect()
+        };
+        let mut shards = BTreeMap::from([(String::new(), stored(&raw.shard))]);
+        shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
+
+        let mut entries = Vec::with_capacity(raw.tensor.len());
+        for entry in &raw.tensor {
+            let fail = |message: String| bad(&raw.layout, format!("tensor {:?}: {message}", entry.name));
+            let name = Pattern::parse(&entry.name).map_err(fail)?;
+            let when =
+                entry.when.as_deref().map(Condition::parse).transpose().map_err(fail)?.unwrap_or_default();
+            let shape = entry.shape.as_deref().map(expr::parse_shape).transpose().map_err(fail)?;
+            let Some(shards) = shards.get(&entry.class) else {
+                return Err(fail(format!("there is no [class.{}]", entry.class)));
+            };
+            match (&shape, &entry.ignore) {
+                (None, None) => return Err(fail("it needs a shape, or `ignore` with a reason".into())),
+                (_, Some(reason)) if reason.trim().is_empty() => {
+                    return Err(fail("`ignore` needs a reason".into()))
+                }
+                _ => {}
+            }
+            let canonical = entry.canonical.clone().unwrap_or_else(|| entry.name.clone());
+            if let Some(shape) = &shape {
+                check_shape(shape, &name, &canonical, &derived, shards).map_err(fail)?;
+            }
+            if let Some(dimension) = &entry.partial {
+                if !shards.contains_key(dimension) {
+                    return Err(fail(format!(
+                        "partial = {dimension:?} is not a parallel dimension in [shard]"
+                    )));
+                }
+            }
+            if !entry.add.is_finite() {
+                return Err(fail("add must be finite".into()));
+            }
+            entries.push(Entry {
+                name,
+                shape,
+                canonical,
+                when,
+                optional: entry.optional,
+                partial: entry.partial.clone(),
+                ignore: entry.ignore.clone(),
+                scale: entry.scale.as_deref().map(Scale::parse).transpose().map_err(fail)?,
+                add: entry.add,
+                class: entry.class.clone(),
+                generic: false,
+            });
+        }
+        let mut tied = Vec::new();
+        for t in &raw.tied {
+            let when = t.when.as_deref().map(Condition::parse).transpose().map_err(fail)?.unwrap_or_default();
+            tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
+        }
+        Ok(Table {
+            name: raw.layout,
+            family: raw.family,
+            vocab: raw.vocab,
+            derived,
+            fixed,
+            shards,
+            entries,
+            tied,
+        })
+    }
+
+    /// A table without rules, to be filled with pass-through entries.
+    pub fn generic() -> Table {
+        Table {
+            name: "generic".into(),
+            family: "generic".into(),
+            vocab: None,
+            derived: Derived::new(),
+            fixed: Extents::new(),
+            shards: BTreeMap::from([(String::new(), ShardMap::new())]),
+            entries: Vec::new(),
+            tied: Vec::new(),
+        }
+    }
+
+    /// Degree by which the stored extent of `axis` is divided in entries of `class`, with the
+    /// parallel dimension that divides it.
+    pub fn divided_by(&self, class: &str, axis: &str) -> Option<&str> {
+        let map = self.shards.get(class)?;
+        map.iter().find(|(_, axes)| axes.iter().any(|a| a == axis)).map(|(dimension, _)| dimension.as_str())
+    }
+}
+
+/// True if expanding `name` would come back to a name on the way.
+fn cyclic(name: &str, derived: &Derived, way: &mut Vec<String>) -> bool {
+    fn names(factors: &[Factor], out: &mut Vec<String>) {
+        for factor in factors {
+            match factor {
+                Factor::Axis { name, .. } => out.push(name.clone()),
+                Factor::Alternatives(all) => all.iter().for_each(|(_, inner)| names(inner, out)),
+            }
+        }
+    }
+    let Some(inner) = derived.get(name) else { return false };
+    if way.iter().any(|n| n == name) {
+        return true;
+    }
+    way.push(name.to_string());
+    let mut used = Vec::new();
+    names(inner, &mut used);
+    let found = used.iter().any(|n| cyclic(n, derived, way));
+    way.pop();
+    found
+}
+
+fn check_shape(
+    shape: &Shape,
+    name: &Pattern,
+    canonical: &str,
+    derived: &Derived,
+    shards: &ShardMap,
+) -> std::result::Result<(), String> {
+    let mut names = Vec::new();
+    shape.dims.iter().for_each(|dim| expr::names_in(dim, derived, &mut names));
+    // Any extents will do: which atoms there are does not depend on them.
+    let ones: Extents = names.iter().map(|n| (n.clone(), 1)).collect();
+    let atoms = shape.lower(derived, &ones)?;
+    let mut keys = Vec::new();
+    for atom in &atoms {
+        if atom.tags.is_empty() == canonical.contains("{}") {
+            return Err("`as` holds {} exactly where the shape has tagged alternatives".into());
+        }
+        let key = (atom.tags.clone(), atom.derived_tags.clone());
+        if keys.contains(&key) {
+            return Err(format!("the tags {:?} are chosen twice", atom.tags));
+        }
+        keys.push(key);
+        for (axis, _) in &atom.axes {
+            if name.variables().any(|v| v.axis == *axis && !v.extent) {
+                return Err(format!("axis {axis} stands both in the name and in the shape"));
+            }
+        }
+        for (dimension, axes) in shards {
+            let divided: Vec<&String> = axes
+                .iter()
+                .filter(|divided| {
+                    atom.axes
+                        .iter()
+                        .any(|(axis, _)| axis == *divided || stored_name(shape, axis) == **divided)
+                })
+                .collect();
+            if divided.len() > 1 {
+                return Err(format!("{dimension} divides two axes of one tensor: {divided:?}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The stored extent's name of a real axis in a shape (`P` for `V` in `V~P`).
+pub(crate) fn stored_name(shape: &Shape, axis: &str) -> String {
+    fn find(factors: &[Factor], axis: &str) -> Option<String> {
+        factors.iter().find_map(|factor| match factor {
+            Factor::Axis { name, padded } if name == axis => {
+                Some(padded.clone().unwrap_or_else(|| name.clone()))
+            }
+            Factor::Axis { .. } => None,
+            Factor::Alternatives(alternatives) => {
+                alternatives.iter().find_map(|(_, inner)| find(inner, axis))
+            }
+        })
+    }
+    shape.dims.iter().find_map(|dim| find(dim, axis)).unwrap_or_else(|| axis.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+        layout = "toy"
+        family = "toy"
+        vocab = "V"
+        [axes]
+        t = 2
+        d = "t*c"
+        [shard]
+        tp = ["V~P", "g"]
+        [[tensor]]
+        name = "embed.(weight|w)"
+        shape = "[V~P, H]"
+        as = "embed"
+        [[tensor]]
+        name = "layers.{L}.qkv"
+        shape = "[g*(q:r|k:1|v:1)*d, H]"
+        as = "attn.{}"
+        when = "bias & !tied"
+        scale = "1/sqrt(d)"
+        [[tensor]]
+        name = "layers.{L}.inv_freq"
+        ignore = "recomputed"
+    "#;
+
+    #[test]
+    fn parses_a_table() {
+        let table = Table::parse(GOOD).unwrap();
+        assert_eq!(table.entries.len(), 3);
+        assert_eq!(table.divided_by("", "P"), Some("tp"));
+        let scale = table.entries[1].scale.as_ref().unwrap();
+        let extents = Extents::from([("t".into(), 2), ("c".into(), 8)]);
+        assert_eq!(scale.value(&table.derived, &extents), Some(0.25));
+        let facts = Facts::from([("bias".into(), true)]);
+        assert_eq!(table.entries[1].when.holds(&facts), Truth::Unknown("tied".into()));
+    }
+
+    #[test]
+    fn refuses_bad_tables() {
+        for (find, replace, wanted) in [
+            ("[V~P, H]", "[V~P, H", "expected ']'"),
+            ("as = \"attn.{}\"", "as = \"attn\"", "`as` holds {}"),
+            ("\"[V~P, H]\"", "\"[V~P, g]\"", "divides two axes"),
+            ("layers.{L}.qkv", "layers.{g}.qkv", "both in the name and in the shape"),
+            ("ignore = \"recomputed\"", "", "it needs a shape"),
+            ("t = 2", "t = 2\nunknown_axis = \"(\"", "expected"),
+            ("when = ", "whenn = ", "unknown field"),
+            ("d = \"t*c\"", "d = \"t*d\"", "derived from itself"),
+        ] {
+            let text = GOOD.replace(find, replace);
+            let message = Table::parse(&text).unwrap_err().to_string();
+            assert!(message.contains(wanted), "{wanted:?} not in {message}");
+        }
+    }
+}
