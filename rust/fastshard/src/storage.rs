@@ -176,3 +176,41 @@ impl SourceFile {
             .into()
     }
 }
+
+impl SourceFile {
+    /// A file without a name in `dir`, filled by `fill` and read back like `origin`, whose name it
+    /// bears in messages. It is gone when dropped.
+    pub(crate) fn unpacked(
+        dir: &Path,
+        origin: &Path,
+        fill: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()>,
+    ) -> Result<Self> {
+        use std::io::Write;
+        let mut file = unnamed(dir).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
+        fill(&mut |bytes| file.write_all(bytes).map_err(|e| Error::io(dir, "cannot write a temporary file", &e)))?;
+        let meta = file.metadata().map_err(|e| Error::io(dir, "cannot stat", &e))?;
+        Ok(SourceFile {
+            path: origin.to_path_buf(),
+            file,
+            stamp: Stamp::of(&meta),
+            network: false,
+            map: OnceLock::new(),
+        })
+    }
+}
+
+/// A read-write file that no directory names.
+fn unnamed(dir: &Path) -> std::io::Result<File> {
+    use rustix::fs::{openat, Mode, OFlags, CWD};
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    match openat(CWD, dir, flags | OFlags::TMPFILE, Mode::RUSR | Mode::WUSR) {
+        Ok(fd) => Ok(File::from(fd)),
+        // Not every filesystem knows O_TMPFILE: make a name and take it away at once.
+        Err(_) => {
+            let path = dir.join(format!(".fastshard-unpacked-{}-{:p}", std::process::id(), &flags));
+            let fd = openat(CWD, &path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)?;
+            std::fs::remove_file(&path)?;
+            Ok(File::from(fd))
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! Reads a box of a stored tensor into memory: pieces found, runs read, checksums taken on the way.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use crate::boxes::{Spread, SubBox};
+use crate::error::Result;
+use crate::format::{torch_zip, Blob};
+use crate::hash::{crc32, Segments};
+use crate::kernel::{self, StridedBox};
+use crate::plan::{PartAxis, Pieces, Plan, PlanBlob, StoredTensor};
+use crate::storage::SourceFile;
+use crate::tensor::c_strides;
+
+/// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
+const LONG_RUN: u64 = 32 << 10;
+
+/// The source files of a plan, with the state that reading them builds up.
+pub struct Sources<'p> {
+    plan: &'p Plan,
+    files: &'p [Arc<SourceFile>],
+    /// Where deflated blobs are unpacked to.
+    scratch_dir: PathBuf,
+    unpacked: Vec<OnceLock<SourceFile>>,
+    unpacking: Mutex<()>,
+    checksums: Vec<Mutex<Segments>>,
+    tracked: Vec<bool>,
+}
+
+/// Where the elements of a box go: a buffer, the first element's index and the steps per axis.
+pub struct Into<'a> {
+    /// Buffer.
+    pub bytes: &'a mut [u8],
+    /// Index of the box's first element in the buffer, in elements.
+    pub base: u64,
+    /// Step per axis, in elements.
+    pub strides: &'a [u64],
+}
+
+impl<'p> Sources<'p> {
+    /// Sources of a plan. `files` are in the order of [`Plan::sources`]; deflated members are
+    /// unpacked to unnamed files in `scratch_dir`. Checksums are kept for `tracked` blobs.
+    pub fn new(plan: &'p Plan, files: &'p [Arc<SourceFile>], scratch_dir: PathBuf, tracked: Vec<bool>) -> Self {
+        let n = plan.blobs.len();
+        Sources {
+            plan,
+            files,
+            scratch_dir,
+            unpacked: (0..n).map(|_| OnceLock::new()).collect(),
+            unpacking: Mutex::new(()),
+            checksums: (0..n).map(|_| Mutex::new(Segments::default())).collect(),
+            tracked,
+        }
+    }
+
+    /// The file and offset at which a blob's data lies, unpacked first if it is deflated.
+    fn locate(&self, index: u32) -> Result<(&SourceFile, u64)> {
+        let blob = &self.plan.blobs[index as usize];
+        let file = &self.files[blob.file as usize];
+        if !blob.deflated {
+            return Ok((file, blob.offset));
+        }
+        let slot = &self.unpacked[index as usize];
+        if slot.get().is_none() {
+            let _one = self.unpacking.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            if slot.get().is_none() {
+                let unpacked = self.unpack(file, blob)?;
+                let _ = slot.set(unpacked);
+            }
+        }
+        Ok((slot.get().expect("set above"), 0))
+    }
+
+    fn unpack(&self, file: &SourceFile, blob: &PlanBlob) -> Result<SourceFile> {
+        let blob = Blob {
+            offset: blob.offset,
+            stored_len: blob.stored_len,
+            len: blob.len,
+            crc32: blob.crc32,
+            deflated: true,
+            member: blob.member.clone(),
+        };
+        SourceFile::unpacked(&self.scratch_dir, file.path(), |write| {
+            torch_zip::inflate(file, &blob, &mut |bytes| write(bytes))
+        })
+    }
+
+    fn note(&self, blob: u32, offset: u64, bytes: &[u8]) {
+        if self.tracked[blob as usize] {
+            let crc = crc32(bytes);
+            let mut segments = self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            segments.add(offset, bytes.len() as u64, crc);
+        }
+    }
+
+    /// Segments seen of a blob.
+    pub fn segments(&self, blob: u32) -> Segments {
+        self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// Whether checksums are kept for a blob.
+    pub fn is_tracked(&self, blob: u32) -> bool {
+        self.tracked[blob as usize]
+    }
+
+    /// Reads what no view has read of a tracked blob, so that its checksum is whole. Reads stop at
+    /// `cuts`, so that the checksum of every tensor between them can be told.
+    pub fn finish(&self, blob: u32, cuts: &[u64], buffer: &mut [u8]) -> Result<()> {
+        let len = self.plan.blobs[blob as usize].len;
+        let (file, base) = self.locate(blob)?;
+        for (mut lo, hi) in self.segments(blob).gaps(0, len) {
+            while lo < hi {
+                let cut = cuts.iter().copied().filter(|c| *c > lo).min().unwrap_or(hi);
+                let n = (hi.min(cut) - lo).min(buffer.len() as u64);
+                file.read_at(base + lo, &mut buffer[..n as usize])?;
+                self.note(blob, lo, &buffer[..n as usize]);
+                lo += n;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the box `part` of `axes` of a stored tensor into `into`. `scratch` bounds what is read
+    /// at a time where runs are short.
+    pub fn read(
+        &self,
+        stored: &StoredTensor,
+        axes: &[PartAxis],
+        src_base: &[u64],
+        part: &SubBox,
+        into: &mut Into,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let item = stored.dtype.size();
+        match &stored.pieces {
+            Pieces::View { blob, offset, strides } => {
+                let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
+                let base = src_base.iter().zip(strides).map(|(i, s)| i * s).sum();
+                let spread = Spread::new(base, steps);
+                self.copy(*blob, *offset, item, &spread, part, into, scratch)
+            }
+            Pieces::Ranges(pieces) => {
+                let strides = c_strides(&stored.shape);
+                let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
+                let base = src_base.iter().zip(&strides).map(|(i, s)| i * s).sum();
+                let spread = Spread::new(base, steps.clone());
+                if part.len.contains(&0) {
+                    return Ok(());
+                }
+                let (first, end) = (spread.first(part), spread.end(part));
+                let from = pieces.partition_point(|p| p.start + p.len <= first);
+                for piece in pieces[from..].iter().take_while(|p| p.start < end) {
+                    let mut found = Vec::new();
+                    spread.cut(part, piece.start, piece.start + piece.len, &mut |sub| found.push(sub.clone()));
+                    for sub in found {
+                        // Positions count from the piece's first element.
+                        let inside = Spread::new(0, steps.clone());
+                        let shift = spread.first(&sub) - piece.start;
+                        let local = SubBox { start: vec![0; sub.len.len()], len: sub.len.clone() };
+                        let offset = piece.offset + shift * item as u64;
+                        let mut rest = into.shifted(part, &sub);
+                        self.copy(piece.blob, offset, item, &inside, &local, &mut rest, scratch)?;
+                    }
+                }
+                Ok(())
+            }
+            Pieces::Boxes(pieces) => {
+                let rank = stored.shape.len();
+                let dims: Vec<Spread> = (0..rank)
+                    .map(|d| {
+                        let steps = axes.iter().map(|a| if a.dim as usize == d { a.step } else { 0 }).collect();
+                        Spread::new(src_base[d], steps)
+                    })
+                    .collect();
+                if part.len.contains(&0) {
+                    return Ok(());
+                }
+                for piece in pieces {
+                    let outside = (0..rank).any(|d| {
+                        dims[d].first(part) >= piece.lo[d] + piece.len[d] || dims[d].end(part) <= piece.lo[d]
+                    });
+                    if outside || piece.len.contains(&0) {
+                        continue;
+                    }
+                    let mut found = vec![part.clone()];
+                    for d in 0..rank {
+                        let mut next = Vec::new();
+                        for sub in &found {
+                            let (lo, hi) = (piece.lo[d], piece.lo[d] + piece.len[d]);
+                            dims[d].cut(sub, lo, hi, &mut |s| next.push(s.clone()));
+                        }
+                        found = next;
+                    }
+                    let strides = c_strides(&piece.len);
+                    let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
+                    for sub in found {
+                        let shift: u64 =
+                            (0..rank).map(|d| (dims[d].first(&sub) - piece.lo[d]) * strides[d]).sum();
+                        let inside = Spread::new(0, steps.clone());
+                        let local = SubBox { start: vec![0; sub.len.len()], len: sub.len.clone() };
+                        let offset = piece.offset + shift * item as u64;
+                        let mut rest = into.shifted(part, &sub);
+                        self.copy(piece.blob, offset, item, &inside, &local, &mut rest, scratch)?;
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies a box that lies in one blob.
+    #[allow(clippy::too_many_arguments)]
+    fn copy(
+        &self,
+        blob: u32,
+        offset: u64,
+        item: usize,
+        spread: &Spread,
+        part: &SubBox,
+        into: &mut Into,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let (file, data) = self.locate(blob)?;
+        let item64 = item as u64;
+        let mut axes: Vec<Axis> = part
+            .len
+            .iter()
+            .zip(spread.strides())
+            .zip(into.strides)
+            .filter(|((n, _), _)| **n != 1)
+            .map(|((&n, &src), &dst)| Axis { n, src, dst })
+            .collect();
+        if axes.iter().any(|a| a.n == 0) {
+            return Ok(());
+        }
+        coalesce(&mut axes);
+        let first = offset + spread.first(part) * item64;
+        self.copy_axes(Place { file, data, blob, item }, first, &axes, into.base, into.bytes, scratch)
+    }
+
+    fn copy_axes(
+        &self,
+        place: Place,
+        first: u64,
+        axes: &[Axis],
+        dst: u64,
+        bytes: &mut [u8],
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let item = place.item as u64;
+        let run = match axes.last() {
+            None => 1,
+            Some(a) if a.src == 1 && a.dst == 1 => a.n,
+            Some(_) => 0,
+        };
+        let outer = &axes[..axes.len() - usize::from(run > 0 && !axes.is_empty())];
+        if run > 0 && (outer.is_empty() || run * item >= LONG_RUN) {
+            return self.read_runs(&place, first, outer, run, dst, bytes);
+        }
+        let volume: u64 = axes.iter().map(|a| a.n).product();
+        let span: u64 = axes.iter().map(|a| (a.n - 1) * a.src).sum::<u64>() + 1;
+        if span <= 2 * volume && span * item <= scratch.len() as u64 {
+            let buffer = &mut scratch[..(span * item) as usize];
+            place.file.read_at(place.data + first, buffer)?;
+            if span == volume {
+                self.note(place.blob, first, buffer);
+            }
+            scatter(buffer, 0, bytes, dst, axes, place.item);
+            return Ok(());
+        }
+        if span <= 2 * volume || place.file.is_network() {
+            // Too much at a time: halve the axis that reaches furthest in the source.
+            let widest = (0..axes.len()).filter(|&k| axes[k].n > 1).max_by_key(|&k| axes[k].src * axes[k].n);
+            if let Some(k) = widest {
+                let half = axes[k].n / 2;
+                let mut part = axes.to_vec();
+                for (skip, n) in [(0, half), (half, axes[k].n - half)] {
+                    part[k].n = n;
+                    let first = first + skip * axes[k].src * item;
+                    let dst = dst + skip * axes[k].dst;
+                    let trimmed: Vec<Axis> = part.iter().copied().filter(|a| a.n != 1).collect();
+                    self.copy_axes(place, first, &trimmed, dst, bytes, scratch)?;
+                }
+                return Ok(());
+            }
+        }
+        // Sparse on a local filesystem: the map gathers without reading what lies between.
+        place.file.unchanged()?;
+        let map = place.file.map()?;
+        let (lo, hi) = (place.data + first, place.data + first + span * item);
+        scatter(&map[lo as usize..hi as usize], 0, bytes, dst, axes, place.item);
+        place.file.forget(lo, hi - lo);
+        Ok(())
+    }
+
+    /// Reads runs of `run` elements, one per position on `outer`, straight to where they belong.
+    fn read_runs(&self, place: &Place, first: u64, outer: &[Axis], run: u64, dst: u64, bytes: &mut [u8]) -> Result<()> {
+        let item = place.item as u64;
+        if let Some((axis, inner)) = outer.split_first() {
+            for i in 0..axis.n {
+                self.read_runs(place, first + i * axis.src * item, inner, run, dst + i * axis.dst, bytes)?;
+            }
+            return Ok(());
+        }
+        let (start, len) = ((dst * item) as usize, (run * item) as usize);
+        let target = &mut bytes[start..start + len];
+        place.file.read_at(place.data + first, target)?;
+        self.note(place.blob, first, target);
+        Ok(())
+    }
+}
+
+impl Into<'_> {
+    /// The same destination for a sub-box of `part`.
+    fn shifted(&mut self, part: &SubBox, sub: &SubBox) -> Into<'_> {
+        let shift: u64 = sub.start.iter().zip(&part.start).zip(self.strides).map(|((s, p), d)| (s - p) * d).sum();
+        Into { bytes: self.bytes, base: self.base + shift, strides: self.strides }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    file: &'a SourceFile,
+    data: u64,
+    blob: u32,
+    item: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Axis {
+    n: u64,
+    src: u64,
+    dst: u64,
+}
+
+/// Orders axes by destination and merges those that are one run on both sides.
+fn coalesce(axes: &mut Vec<Axis>) {
+    axes.sort_by_key(|a| (std::cmp::Reverse(a.dst), std::cmp::Reverse(a.src)));
+    let mut out: Vec<Axis> = Vec::with_capacity(axes.len());
+    for axis in axes.drain(..) {
+        match out.last_mut() {
+            Some(last) if last.src == axis.src * axis.n && last.dst == axis.dst * axis.n => {
+                *last = Axis { n: last.n * axis.n, src: axis.src, dst: axis.dst };
+            }
+            _ => out.push(axis),
+        }
+    }
+    *axes = out;
+}
+
+fn scatter(src: &[u8], src_base: u64, dst: &mut [u8], dst_base: u64, axes: &[Axis], item: usize) {
+    let extents: Vec<u64> = axes.iter().map(|a| a.n).collect();
+    let src_strides: Vec<u64> = axes.iter().map(|a| a.src).collect();
+    let dst_strides: Vec<u64> = axes.iter().map(|a| a.dst).collect();
+    let shape = StridedBox { extents: &extents, src_strides: &src_strides, dst_strides: &dst_strides };
+    kernel::copy(src, src_base, dst, dst_base, &shape, item);
+}

@@ -1,0 +1,420 @@
+//! The plan: every output tensor as views over pieces of source files.
+//!
+//! A plan is a document. It can be printed, compared and digested; the digest names the run. The
+//! engine executes nothing else.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::boxes::Spread;
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::tensor::{c_strides, element_count, Dtype};
+
+/// Version of the plan's JSON form.
+pub const PLAN_VERSION: u32 = 1;
+
+/// A source file as the plan names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanFile {
+    /// Path relative to its root.
+    pub path: String,
+    /// Index of the root (one per CKPT given).
+    pub root: u32,
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time, nanoseconds since the epoch.
+    pub mtime_ns: i64,
+    /// BLAKE3 of the header, hexadecimal.
+    pub header: String,
+}
+
+/// A range of a source file that pieces lie in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanBlob {
+    /// Index into [`Plan::sources`].
+    pub file: u32,
+    /// Offset of the first byte in the file.
+    pub offset: u64,
+    /// Bytes in the file.
+    pub stored_len: u64,
+    /// Bytes of data.
+    pub len: u64,
+    /// CRC32 of the data, where the container has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crc32: Option<u32>,
+    /// True if the bytes are deflate-compressed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deflated: bool,
+    /// Name of the member in the container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<String>,
+}
+
+/// Where a stored tensor's elements lie.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pieces {
+    /// One strided view over a blob: byte offset in its data and strides in elements.
+    View {
+        /// Index into [`Plan::blobs`].
+        blob: u32,
+        /// Byte offset in the blob's data.
+        offset: u64,
+        /// Strides in elements.
+        strides: Vec<u64>,
+    },
+    /// Boxes that tile the tensor, each C-ordered (DCP chunks, zarr blocks).
+    Boxes(Vec<BoxPiece>),
+    /// Ranges that tile the tensor's C-ordered elements (flat optimizer partitions), sorted by `start`.
+    Ranges(Vec<RangePiece>),
+}
+
+/// One box of a stored tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BoxPiece {
+    /// First index in each dimension.
+    pub lo: Vec<u64>,
+    /// Extent in each dimension.
+    pub len: Vec<u64>,
+    /// Index into [`Plan::blobs`].
+    pub blob: u32,
+    /// Byte offset in the blob's data.
+    pub offset: u64,
+}
+
+/// One range of a stored tensor's C-ordered elements.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RangePiece {
+    /// First element.
+    pub start: u64,
+    /// Number of elements.
+    pub len: u64,
+    /// Index into [`Plan::blobs`].
+    pub blob: u32,
+    /// Byte offset in the blob's data.
+    pub offset: u64,
+}
+
+/// A tensor as the source's framework names it on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredTensor {
+    /// Name in the layout's terms.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape on its rank.
+    pub shape: Vec<u64>,
+    /// Where its elements lie.
+    pub pieces: Pieces,
+    /// Rank in the field's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<String>,
+    /// The rule it was matched to: tensors of one rule are alike over layers and ranks.
+    pub rule: u32,
+    /// Position on the axes bound by its name, e.g. the layer.
+    pub index: Vec<u64>,
+    /// Tensor-parallel rank, if the rule divides the tensor (or sums it) over ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard: Option<u64>,
+}
+
+impl StoredTensor {
+    /// Bytes of the tensor's elements.
+    pub fn nbytes(&self) -> u64 {
+        element_count(&self.shape).unwrap_or(0) * self.dtype.size() as u64
+    }
+}
+
+/// An axis of a part: how far one step moves in the destination and in the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartAxis {
+    /// Extent.
+    pub n: u64,
+    /// Step in the output tensor's C-ordered elements.
+    pub dst: u64,
+    /// Dimension of the stored tensor.
+    pub dim: u32,
+    /// Step in that dimension.
+    pub step: u64,
+}
+
+/// How the sources of a part make one value.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Combine {
+    /// One source, or several that must be bit-equal: the first is taken.
+    Equal,
+    /// Sources are averaged in float32 in the order given, rounded once.
+    Mean,
+    /// Sources are summed in float32 in the order given, rounded once.
+    Sum,
+    /// Sum or copy depending on a fact that is not known: all elements must be zero.
+    Zero(String),
+}
+
+/// A change of values, applied in float32 in the order listed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Op {
+    /// x * factor
+    Scale(f32),
+    /// x + term
+    Add(f32),
+}
+
+impl Op {
+    /// True if the op loses no bits of a normal number: a scale by a power of two.
+    pub fn is_exact(self) -> bool {
+        matches!(self, Op::Scale(x) if x.to_bits() & 0x007f_ffff == 0)
+    }
+}
+
+/// A box of an output tensor and where its values come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// Axes by falling `dst` step.
+    pub axes: Vec<PartAxis>,
+    /// First element in the output tensor.
+    pub dst_base: u64,
+    /// First index in each dimension of the stored tensors.
+    pub src_base: Vec<u64>,
+    /// Indices into [`Plan::stored`]; all have the same shape.
+    pub sources: Vec<u32>,
+    /// How several sources make one value.
+    pub combine: Combine,
+    /// Value ops.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ops: Vec<Op>,
+}
+
+impl Part {
+    /// Extents of the axes.
+    pub fn extents(&self) -> Vec<u64> {
+        self.axes.iter().map(|a| a.n).collect()
+    }
+
+    /// Number of elements.
+    pub fn volume(&self) -> u64 {
+        self.axes.iter().map(|a| a.n).product()
+    }
+
+    /// The part in the output tensor's C-ordered elements.
+    pub fn dst(&self) -> Spread {
+        Spread::new(self.dst_base, self.axes.iter().map(|a| a.dst).collect())
+    }
+}
+
+/// What stands where no part reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fill {
+    /// Parts cover every element.
+    None,
+    /// Zeros: padding.
+    Zero,
+    /// Negative zeros: the neutral term of a sum that must keep the sign of a zero.
+    NegativeZero,
+}
+
+/// An output tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Output {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// Boxes that make it, disjoint.
+    pub parts: Vec<Part>,
+    /// What stands elsewhere.
+    pub fill: Fill,
+    /// Index into [`Plan::files`].
+    pub file: u32,
+    /// Offset of its first byte in that file.
+    pub offset: u64,
+}
+
+impl Output {
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        element_count(&self.shape).unwrap_or(0)
+    }
+
+    /// Bytes.
+    pub fn nbytes(&self) -> u64 {
+        self.elements() * self.dtype.size() as u64
+    }
+}
+
+/// A region of the sources that no output takes and that should be zero (vocabulary padding).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PadRegion {
+    /// Index into [`Plan::stored`].
+    pub stored: u32,
+    /// Axes; `dst` is unused.
+    pub axes: Vec<PartAxis>,
+    /// First index in each dimension of the stored tensor.
+    pub src_base: Vec<u64>,
+}
+
+/// An output file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutFile {
+    /// File name, relative to the result.
+    pub name: String,
+    /// Bytes before the data: length prefix and padded header.
+    pub header_len: u64,
+    /// Bytes in all.
+    pub size: u64,
+}
+
+/// The plan.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Plan {
+    /// [`PLAN_VERSION`].
+    pub version: u32,
+    /// What the plan makes, in words: `merge`, `hf`, ...
+    pub target: String,
+    /// Source files.
+    pub sources: Vec<PlanFile>,
+    /// Data ranges of the source files.
+    pub blobs: Vec<PlanBlob>,
+    /// Tensors of the sources.
+    pub stored: Vec<StoredTensor>,
+    /// Names of the rules that `stored` refers to.
+    pub rules: Vec<String>,
+    /// Output tensors, in file order.
+    pub outputs: Vec<Output>,
+    /// Output files.
+    pub files: Vec<OutFile>,
+    /// Regions that should be zero.
+    pub pads: Vec<PadRegion>,
+    /// Small text files written besides, by name (config.json and the like).
+    pub texts: BTreeMap<String, String>,
+    /// Degree of each parallel dimension of the source.
+    pub topology: BTreeMap<String, u64>,
+    /// Extents of the axes, for the reader.
+    pub axes: BTreeMap<String, u64>,
+    /// What was noted while planning.
+    pub notes: Vec<Finding>,
+}
+
+struct Digesting(blake3::Hasher);
+
+impl std::io::Write for Digesting {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.update(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// BLAKE3 of the plan's JSON form, hexadecimal: the run's id and its resume key.
+    pub fn digest(&self) -> String {
+        let mut sink = Digesting(blake3::Hasher::new());
+        serde_json::to_writer(&mut sink, self).expect("a plan is plain data");
+        sink.0.finalize().to_hex().to_string()
+    }
+
+    /// Bytes of all output files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|f| f.size).sum::<u64>() + self.texts.values().map(|t| t.len() as u64).sum::<u64>()
+    }
+
+    /// Checks what the engine relies on, wherever the plan came from: indices, bounds, and that each
+    /// output's parts have the volume of the output. (That they are disjoint is proven when they are
+    /// composed.)
+    ///
+    /// # Errors
+    /// `FS205`/`FS206` naming the output.
+    pub fn validate(&self) -> Result<()> {
+        let mut findings = Vec::new();
+        for output in &self.outputs {
+            let mut fail = |code, what: &str, expected: String, got: String| {
+                findings.push(Finding::new(code, what).tensor(&output.name).expected(expected, got));
+            };
+            let elements = output.elements();
+            let mut covered = 0u64;
+            for part in &output.parts {
+                let Some(stored) = part.sources.iter().map(|&s| self.stored.get(s as usize)).collect::<Option<Vec<_>>>()
+                else {
+                    fail(codes::HOLE, "a part names a stored tensor that is not there", "".into(), "".into());
+                    continue;
+                };
+                covered += part.volume();
+                if part.volume() == 0 {
+                    continue;
+                }
+                let end = part.dst_base + part.axes.iter().map(|a| (a.n - 1) * a.dst).sum::<u64>();
+                if end >= elements {
+                    fail(codes::OVERLAP, "a part leaves the tensor", format!("{elements} elements"), format!("{end}"));
+                }
+                for tensor in stored {
+                    let mut last = part.src_base.clone();
+                    for axis in &part.axes {
+                        if let Some(at) = last.get_mut(axis.dim as usize) {
+                            *at += (axis.n - 1) * axis.step;
+                        }
+                    }
+                    if last.len() != tensor.shape.len() || last.iter().zip(&tensor.shape).any(|(l, n)| l >= n) {
+                        fail(
+                            codes::HOLE,
+                            "a part reads outside its source",
+                            format!("{} {:?}", tensor.name, tensor.shape),
+                            format!("{last:?}"),
+                        );
+                    }
+                }
+            }
+            if covered > elements || (covered < elements && output.fill == Fill::None) {
+                let code = if covered > elements { codes::OVERLAP } else { codes::HOLE };
+                fail(code, "elements covered", elements.to_string(), covered.to_string());
+            }
+        }
+        if findings.is_empty() {
+            Ok(())
+        } else {
+            Err(findings.into())
+        }
+    }
+
+    /// Whole stored tensors as outputs, for hashing what is there: one output per stored tensor.
+    pub fn identity_outputs(&self) -> Vec<Output> {
+        self.stored
+            .iter()
+            .enumerate()
+            .map(|(i, tensor)| {
+                let axes = tensor
+                    .shape
+                    .iter()
+                    .zip(c_strides(&tensor.shape))
+                    .enumerate()
+                    .map(|(dim, (&n, dst))| PartAxis { n, dst, dim: dim as u32, step: 1 })
+                    .collect();
+                Output {
+                    name: tensor.name.clone(),
+                    dtype: tensor.dtype,
+                    shape: tensor.shape.clone(),
+                    parts: vec![Part {
+                        axes,
+                        dst_base: 0,
+                        src_base: vec![0; tensor.shape.len()],
+                        sources: vec![i as u32],
+                        combine: Combine::Equal,
+                        ops: Vec::new(),
+                    }],
+                    fill: Fill::None,
+                    file: 0,
+                    offset: 0,
+                }
+            })
+            .collect()
+    }
+}
