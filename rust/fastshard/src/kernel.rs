@@ -1,0 +1,17 @@
+//! The loops that touch every byte: strided box copies, dtype conversion and value scans.
+//!
+//! Everything here is single-threaded and allocates nothing; callers split work into tiles. Together
+//! with `storage` these are the only modules where `unsafe` is allowed. Each public function proves its
+//! bounds once, before the first byte moves, and the loops below rely on that proof.
+
+mod convert;
+mod copy;
+mod scan;
+mod transpose;
+
+pub use convert::{convert, from_f32, to_f32};
+pub use copy::{copy, StridedBox, MAX_RANK};
+pub use scan::{count_non_finite, is_constant, is_zero};
+
+#[cfg(target_endian = "big")]
+compile_error!("tensor bytes are little endian and are viewed as native numbers");
