@@ -1,13 +1,180 @@
-//! torch zip files (`.pt`, `.bin`).
-use super::ParsedFile;
-use crate::error::{Error, Result};
+//! torch zip files (`.pt`, `.bin`), as `torch.save` writes them since torch 1.6.
+//!
+//! A zip archive `<name>/data.pkl` (a pickle of everything but the tensor data), `<name>/data/<key>`
+//! (the bytes of one storage each), `<name>/byteorder`, `<name>/version`; see
+//! `torch/serialization.py::_save`. torch does not check the CRC of the data when it loads; the
+//! checksums are kept in the blobs so that a caller can.
+
+use std::io::Read;
+
+use super::{pickle, Blob, ParsedFile};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
 
-/// Reads the header of a torch zip file.
-pub fn parse(_file: &SourceFile) -> Result<ParsedFile> {
-    unimplemented!()
+mod members;
+mod tensors;
+
+use members::{Archive, Member};
+
+/// Bytes that [`inflate`] hands on at a time.
+const CHUNK: usize = 256 << 10;
+/// Bytes accepted in `byteorder`, which holds `little` or `big`.
+const MAX_BYTEORDER: u64 = 16;
+
+/// Reads what a torch zip file says and validates it: container, pickle, and that each tensor lies
+/// inside its storage. The only payload read is the pickle.
+///
+/// Refused with `FS312` if the file was cut short, `FS604` for the container, `FS602` for the
+/// pickle, `FS301` if its bytes are damaged, `FS513`/`FS514` for zip files of other kinds.
+pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
+    parse_range(file, 0, file.size())
 }
+
+/// Like [`parse`], for a torch zip file that lies at bytes `start..start + len` of another file, as
+/// in the `.distcp` files of torch's distributed checkpoints. Blob offsets are those of `file`.
+pub fn parse_range(file: &SourceFile, start: u64, len: u64) -> Result<ParsedFile> {
+    let archive = Archive::read(file, start, len)?;
+    let prefix = prefix(file, &archive)?;
+    if let Some(member) = archive.get(&format!("{prefix}byteorder")) {
+        let order = read_member(file, member, MAX_BYTEORDER)?;
+        if order.trim_ascii() != b"little" {
+            let order = String::from_utf8_lossy(&order).into_owned();
+            return Err(Finding::new(codes::UNSUPPORTED, "the byte order is not supported")
+                .file(file.path())
+                .expected("little", order)
+                .help("load the file and save it again on a little-endian machine")
+                .into());
+        }
+    }
+    let pkl = archive.get(&format!("{prefix}data.pkl")).expect("the prefix was found by it");
+    let pkl = read_member(file, pkl, pickle::LIMITS.stream as u64)?;
+    let pickle = pickle::parse_bytes(&pkl, file.path())?;
+
+    let mut digest = blake3::Hasher::new();
+    digest.update(&pkl);
+    for member in archive.by_name() {
+        digest.update(member.name.as_bytes());
+        digest.update(&member.crc32.to_le_bytes());
+        digest.update(&member.len.to_le_bytes());
+    }
+    let header_digest = *digest.finalize().as_bytes();
+    tensors::assemble(file, &archive, &prefix, pickle, header_digest)
+}
+
 /// The refusal of a legacy (non-zip) torch file.
-pub fn legacy_refusal(_file: &SourceFile) -> Error {
-    unimplemented!()
+pub fn legacy_refusal(file: &SourceFile) -> Error {
+    Finding::new(
+        codes::UNSUPPORTED,
+        "a torch file of the format before torch 1.6, which is not a zip archive",
+    )
+    .file(file.path())
+    .help("save it again under torch >= 1.6: `torch.save(torch.load(f, weights_only=True), f)`")
+    .into()
+}
+
+/// The folder of the archive, with its slash: where the one `data.pkl` is.
+fn prefix(file: &SourceFile, archive: &Archive) -> Result<String> {
+    let refuse = |code, message: &str, help: &str| -> Error {
+        Finding::new(code, message).file(file.path()).help(help).into()
+    };
+    let mut found = archive.members().iter().filter_map(|member| {
+        let prefix = member.name.strip_suffix("data.pkl")?;
+        (prefix.find('/') == Some(prefix.len().wrapping_sub(1))).then_some(prefix)
+    });
+    let Some(prefix) = found.next() else {
+        let help = "name the checkpoint's own files; this one was not written by torch.save";
+        return Err(refuse(codes::NOT_A_CHECKPOINT, "a zip archive without data.pkl", help));
+    };
+    if found.next().is_some() {
+        return Err(refuse(
+            codes::UNSAFE_ZIP,
+            "more than one data.pkl",
+            "keep to files that torch.save wrote",
+        ));
+    }
+    let script = |m: &Member| {
+        m.name.strip_prefix(prefix).is_some_and(|name| name == "constants.pkl" || name.starts_with("code/"))
+    };
+    if archive.members().iter().any(script) {
+        let help = "load it with torch.jit.load and save its state_dict() with torch.save";
+        return Err(refuse(codes::UNSUPPORTED, "a TorchScript archive", help));
+    }
+    Ok(prefix.to_string())
+}
+
+/// The content of a small member, inflated within `cap` bytes and checked against its CRC.
+fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> {
+    if member.len > cap {
+        return Err(Finding::new(codes::UNSAFE_ZIP, format!("size of {}", member.name))
+            .file(file.path())
+            .expected(format!("at most {cap} bytes"), format!("{} bytes", member.len))
+            .into());
+    }
+    let blob = member.blob();
+    if blob.deflated {
+        let mut content = Vec::new();
+        inflate(file, &blob, &mut |bytes| {
+            content.extend_from_slice(bytes);
+            Ok(())
+        })?;
+        return Ok(content);
+    }
+    let content = file.read_vec(blob.offset, blob.len as usize)?;
+    check_crc(file, &blob, crc32fast::hash(&content))?;
+    Ok(content)
+}
+
+/// Streams the data of a deflated blob to `sink`, in pieces of 256 KiB at most.
+///
+/// Never hands on more than `blob.len` bytes (`FS604` beyond that). The length and the CRC32 are
+/// checked at the end (`FS301`), so the pieces count only once this has returned.
+pub fn inflate(file: &SourceFile, blob: &Blob, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let stored = members::Region::new(file, blob.offset, blob.stored_len);
+    let mut decoder = flate2::bufread::DeflateDecoder::new(std::io::BufReader::with_capacity(CHUNK, stored));
+    let mut buffer = vec![0; CHUNK];
+    let mut crc = crc32fast::Hasher::new();
+    let mut len = 0u64;
+    loop {
+        let n = decoder.read(&mut buffer).map_err(|e| match e.downcast::<Error>() {
+            Ok(error) => error,
+            Err(e) => damaged(file, blob, &format!("the compressed data cannot be read: {e}")).into(),
+        })?;
+        if n == 0 {
+            break;
+        }
+        len += n as u64;
+        if len > blob.len {
+            return Err(Finding::new(codes::UNSAFE_ZIP, format!("data of {}", name(blob)))
+                .file(file.path())
+                .expected(format!("{} bytes", blob.len), "more")
+                .into());
+        }
+        crc.update(&buffer[..n]);
+        sink(&buffer[..n])?;
+    }
+    if len != blob.len || decoder.total_in() != blob.stored_len {
+        return Err(damaged(file, blob, "data").expected(format!("{} bytes", blob.len), len).into());
+    }
+    check_crc(file, blob, crc.finalize())
+}
+
+fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {
+    match blob.crc32 {
+        Some(want) if want != got => {
+            let finding = damaged(file, blob, "CRC32");
+            Err(finding.expected(format!("{want:08x}"), format!("{got:08x}")).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+fn damaged(file: &SourceFile, blob: &Blob, what: &str) -> Finding {
+    Finding::new(codes::CRC, format!("{}: {what}", name(blob)))
+        .file(file.path())
+        .help("the file was damaged after it was written: copy it again from the node that wrote it")
+}
+
+fn name(blob: &Blob) -> &str {
+    blob.member.as_deref().unwrap_or("a deflated blob")
 }

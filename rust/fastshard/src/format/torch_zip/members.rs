@@ -1,0 +1,421 @@
+//! The zip container: its members, validated against each other and against the file.
+//!
+//! The `zip` crate reads the central directory. It is made for any archive there is, so the checks
+//! that leave one reading only are here: one end record, at the end; no member twice, none over
+//! another or outside the file; local headers that agree with the central directory. Offsets and
+//! field layouts follow PKWARE's APPNOTE 6.3, sections 4.3.7 (local header) to 4.3.16 (end record).
+
+use std::collections::HashMap;
+use std::io::{self, Read, Seek, SeekFrom};
+
+use zip::read::{ArchiveOffset, Config};
+use zip::{CompressionMethod, ZipArchive};
+
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::format::Blob;
+use crate::storage::SourceFile;
+
+/// Most members accepted: a member is a storage, and the directory is held in memory.
+const MAX_MEMBERS: u64 = 1 << 20;
+/// Largest central directory accepted, in bytes.
+const MAX_DIRECTORY: u64 = 256 << 20;
+/// Deflate makes at most 1032 bytes from one (zlib's technical notes).
+const MAX_RATIO: u64 = 1032;
+/// Bytes of an end record without comment, and of the longest comment.
+const END: usize = 22;
+const MAX_COMMENT: usize = 0xffff;
+/// Bytes of a zip64 end record locator, and of a zip64 end record without extension.
+const LOCATOR: u64 = 20;
+const END64: usize = 56;
+/// Bytes of a local header, and of a header of the central directory, before the name.
+const LOCAL: usize = 30;
+const CENTRAL: usize = 46;
+/// Flag bit: CRC and sizes follow the data, and the local header may leave them 0.
+const DESCRIPTOR: u16 = 1 << 3;
+/// What a 32-bit field holds if the zip64 extra field has the value.
+const IN_ZIP64: u64 = 0xffff_ffff;
+
+/// A member of the archive.
+#[derive(Debug)]
+pub(super) struct Member {
+    /// Name with all folders.
+    pub(super) name: String,
+    /// CRC32 of the content.
+    pub(super) crc32: u32,
+    /// Bytes of the content.
+    pub(super) len: u64,
+    /// Bytes in the file.
+    stored_len: u64,
+    /// Offset of the stored bytes in the file.
+    data: u64,
+    /// Offset of the local header in the file.
+    header: u64,
+    deflated: bool,
+}
+
+impl Member {
+    pub(super) fn blob(&self) -> Blob {
+        Blob {
+            offset: self.data,
+            stored_len: self.stored_len,
+            len: self.len,
+            crc32: Some(self.crc32),
+            deflated: self.deflated,
+            member: Some(self.name.clone()),
+        }
+    }
+}
+
+/// A validated archive.
+#[derive(Debug)]
+pub(super) struct Archive {
+    /// In the order of the file.
+    members: Vec<Member>,
+    by_name: HashMap<String, usize>,
+}
+
+impl Archive {
+    /// All members in the order of the file.
+    pub(super) fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&Member> {
+        self.by_name.get(name).map(|&i| &self.members[i])
+    }
+
+    /// All members in the order of their names.
+    pub(super) fn by_name(&self) -> Vec<&Member> {
+        let mut members: Vec<&Member> = self.members.iter().collect();
+        members.sort_by(|a, b| a.name.cmp(&b.name));
+        members
+    }
+
+    /// Reads and validates the archive at bytes `start..start + len` of `file`.
+    pub(super) fn read(file: &SourceFile, start: u64, len: u64) -> Result<Archive> {
+        let in_file = start.checked_add(len).filter(|&end| end <= file.size());
+        let end = in_file.ok_or_else(|| -> Error {
+            let end = start.saturating_add(len);
+            truncated(file).expected(format!("at least {end} bytes"), format!("{} bytes", file.size())).into()
+        })?;
+        let directory = Directory::find(file, start, end)?;
+        let config = Config { archive_offset: ArchiveOffset::Known(0) };
+        let mut zip =
+            ZipArchive::with_config(config, Region::new(file, start, len)).map_err(|e| zip_error(file, e))?;
+        if zip.central_directory_start() != directory.start {
+            return Err(unsafe_zip(file, "start of the central directory")
+                .expected(directory.start, zip.central_directory_start())
+                .into());
+        }
+        if zip.len() as u64 != directory.members {
+            return Err(unsafe_zip(file, "distinct member names")
+                .expected(directory.members, zip.len())
+                .into());
+        }
+
+        let mut members = Vec::with_capacity(zip.len());
+        for index in 0..zip.len() {
+            let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, e))?;
+            let name = std::str::from_utf8(entry.name_raw()).ok().filter(|name| !name.contains('\0'));
+            let name = name.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?.to_string();
+            let unsupported = |what: String| -> Error {
+                Finding::new(codes::UNSUPPORTED, format!("{name}: {what}")).file(file.path()).into()
+            };
+            if entry.encrypted() {
+                return Err(unsupported("encrypted members are not supported".into()));
+            }
+            let deflated = match entry.compression() {
+                CompressionMethod::Stored => false,
+                CompressionMethod::Deflated => true,
+                method => return Err(unsupported(format!("compression method {method} is not supported"))),
+            };
+            let mut member = Member {
+                crc32: entry.crc32(),
+                len: entry.size(),
+                stored_len: entry.compressed_size(),
+                data: 0,
+                header: start.saturating_add(entry.header_start()),
+                deflated,
+                name,
+            };
+            drop(entry);
+            member.data = local_header(file, &member, start + directory.start)?;
+            check_sizes(file, &member)?;
+            members.push(member);
+        }
+
+        members.sort_by_key(|m| (m.header, m.data));
+        let mut at = (start, "the start of the archive");
+        for member in &members {
+            if member.header < at.0 {
+                return Err(unsafe_zip(file, &format!("{} overlaps {}", member.name, at.1))
+                    .expected(format!("start at byte {} or later", at.0), format!("byte {}", member.header))
+                    .into());
+            }
+            at = (member.data + member.stored_len, &member.name);
+        }
+        let by_name = members.iter().enumerate().map(|(i, m)| (m.name.clone(), i)).collect();
+        Ok(Archive { members, by_name })
+    }
+}
+
+/// What the end records say of the central directory.
+struct Directory {
+    /// Offset from the start of the archive.
+    start: u64,
+    members: u64,
+}
+
+impl Directory {
+    /// Reads the end record, which must be the last thing in `start..end`, and its zip64 part.
+    fn find(file: &SourceFile, start: u64, end: u64) -> Result<Directory> {
+        let tail_len = (end - start).min((END + MAX_COMMENT) as u64) as usize;
+        let tail = file.read_vec(end - tail_len as u64, tail_len)?;
+        let ends_here = |&i: &usize| {
+            tail[i..].starts_with(b"PK\x05\x06") && i + END + usize::from(u16_at(&tail, i + 20)) == tail_len
+        };
+        let Some(at) = (0..(tail_len + 1).saturating_sub(END)).rev().find(ends_here) else {
+            return Err(truncated(file)
+                .expected("a zip end record as the last bytes", format!("none in {} bytes", end - start))
+                .into());
+        };
+        let record = &tail[at..];
+        let mut directory_end = end - start - (tail_len - at) as u64;
+        let mut fields = [
+            u64::from(u16_at(record, 4)),  // number of this disk
+            u64::from(u16_at(record, 6)),  // disk of the directory
+            u64::from(u16_at(record, 8)),  // members on this disk
+            u64::from(u16_at(record, 10)), // members
+            u64::from(u32_at(record, 12)), // bytes of the directory
+            u64::from(u32_at(record, 16)), // start of the directory
+        ];
+        let locator =
+            directory_end.checked_sub(LOCATOR).map(|at| file.read_vec(start + at, LOCATOR as usize));
+        let locator = locator.transpose()?.filter(|locator| locator.starts_with(b"PK\x06\x07"));
+        if let Some(locator) = locator {
+            let at = u64_at(&locator, 8);
+            let inside = at.checked_add(END64 as u64 + LOCATOR).is_some_and(|end| end <= directory_end);
+            if !inside {
+                return Err(unsafe_zip(file, "the zip64 end record lies outside the archive").into());
+            }
+            let record = file.read_vec(start + at, END64)?;
+            if !record.starts_with(b"PK\x06\x06") {
+                return Err(unsafe_zip(file, "no zip64 end record where its locator points").into());
+            }
+            let wide = [
+                u64::from(u32_at(&record, 16)),
+                u64::from(u32_at(&record, 20)),
+                u64_at(&record, 24),
+                u64_at(&record, 32),
+                u64_at(&record, 40),
+                u64_at(&record, 48),
+            ];
+            for (i, (field, wide)) in fields.iter_mut().zip(wide).enumerate() {
+                let in_wide = if i < 4 { 0xffff } else { IN_ZIP64 };
+                if *field != wide && *field != in_wide {
+                    return Err(unsafe_zip(file, "the zip64 end record contradicts the end record")
+                        .expected(*field, wide)
+                        .into());
+                }
+                *field = wide;
+            }
+            directory_end = at;
+        }
+        let [disk, directory_disk, here, members, len, offset] = fields;
+        if disk != 0 || directory_disk != 0 || here != members {
+            return Err(unsafe_zip(file, "an archive of several disks").into());
+        }
+        if offset.checked_add(len) != Some(directory_end) {
+            return Err(unsafe_zip(file, "end of the central directory")
+                .expected(format!("byte {directory_end}"), format!("byte {offset} + {len}"))
+                .into());
+        }
+        if members > MAX_MEMBERS || len > MAX_DIRECTORY {
+            return Err(unsafe_zip(file, "central directory")
+                .expected(
+                    format!("at most {MAX_MEMBERS} members in {MAX_DIRECTORY} bytes"),
+                    format!("{members} members in {len} bytes"),
+                )
+                .into());
+        }
+        let headers = count_headers(&file.read_vec(start + offset, len as usize)?);
+        if headers != Some(members) {
+            let got = headers.map_or("bytes that are no headers".into(), |n| format!("{n} headers"));
+            return Err(unsafe_zip(file, "content of the central directory")
+                .expected(format!("{members} headers"), got)
+                .into());
+        }
+        Ok(Directory { start: offset, members })
+    }
+}
+
+/// Headers that fill a central directory exactly, `None` if something else does. Readers go by the
+/// number or by the size, so one that fits only one of them hides members from some.
+fn count_headers(mut directory: &[u8]) -> Option<u64> {
+    let mut count = 0;
+    while !directory.is_empty() {
+        let fixed = directory.get(..CENTRAL).filter(|header| header.starts_with(b"PK\x01\x02"))?;
+        let variable: usize = [28, 30, 32].iter().map(|&at| usize::from(u16_at(fixed, at))).sum();
+        directory = directory.get(CENTRAL + variable..)?;
+        count += 1;
+    }
+    Some(count)
+}
+
+/// Checks a member's local header against the central directory; returns the offset of its data.
+fn local_header(file: &SourceFile, member: &Member, directory: u64) -> Result<u64> {
+    let outside = || -> Error {
+        unsafe_zip(file, &format!("{} reaches into the central directory", member.name))
+            .expected(format!("an end up to byte {directory}"), format!("a start at byte {}", member.header))
+            .into()
+    };
+    let name_at =
+        member.header.checked_add(LOCAL as u64).filter(|&at| at <= directory).ok_or_else(outside)?;
+    let fixed = file.read_vec(member.header, LOCAL)?;
+    let (name_len, extra_len) = (usize::from(u16_at(&fixed, 26)), usize::from(u16_at(&fixed, 28)));
+    let data = name_at + (name_len + extra_len) as u64;
+    if data.checked_add(member.stored_len).is_none_or(|end| end > directory) {
+        return Err(outside());
+    }
+    let rest = file.read_vec(name_at, name_len + extra_len)?;
+    let (name, extra) = rest.split_at(name_len);
+    let differs = |what: &str, central: String, local: String| -> Error {
+        unsafe_zip(file, &format!("{}: {what} in the local header", member.name))
+            .expected(central, local)
+            .into()
+    };
+    if !fixed.starts_with(b"PK\x03\x04") {
+        return Err(differs(
+            "signature",
+            "504b0304".into(),
+            format!("{:08x}", u32_at(&fixed, 0).swap_bytes()),
+        ));
+    }
+    if name != member.name.as_bytes() {
+        return Err(differs("name", member.name.clone(), String::from_utf8_lossy(name).into_owned()));
+    }
+    let method = u16_at(&fixed, 8);
+    if method != if member.deflated { 8 } else { 0 } {
+        return Err(differs("compression method", u8::from(member.deflated).to_string(), method.to_string()));
+    }
+    // With a descriptor, writers leave the fields 0; torch's does so even in the zip64 extra field.
+    let left_out = u16_at(&fixed, 6) & DESCRIPTOR != 0;
+    let crc32 = u32_at(&fixed, 14);
+    if crc32 != member.crc32 && !(left_out && crc32 == 0) {
+        return Err(differs("CRC32", format!("{:08x}", member.crc32), format!("{crc32:08x}")));
+    }
+    let mut wide = zip64_extra(extra).chunks_exact(8).map(|chunk| u64_at(chunk, 0));
+    for (what, central, at) in [("size", member.len, 22), ("stored size", member.stored_len, 18)] {
+        let local = u64::from(u32_at(&fixed, at));
+        let local = if local == IN_ZIP64 { wide.next().unwrap_or(local) } else { local };
+        if local != central && !(left_out && local == 0) {
+            return Err(differs(what, central.to_string(), local.to_string()));
+        }
+    }
+    Ok(data)
+}
+
+/// Sizes of one member that fit each other and the method.
+fn check_sizes(file: &SourceFile, member: &Member) -> Result<()> {
+    let possible = match member.deflated {
+        false => member.len == member.stored_len,
+        true => member.len / MAX_RATIO <= member.stored_len,
+    };
+    if possible {
+        return Ok(());
+    }
+    Err(unsafe_zip(file, &format!("{}: size that its stored bytes cannot have", member.name))
+        .expected(
+            if member.deflated {
+                format!("at most {MAX_RATIO} times {} bytes", member.stored_len)
+            } else {
+                format!("{} bytes", member.stored_len)
+            },
+            format!("{} bytes", member.len),
+        )
+        .into())
+}
+
+/// The content of the zip64 field (id 1) among the extra fields, empty if there is none.
+fn zip64_extra(mut extra: &[u8]) -> &[u8] {
+    while extra.len() >= 4 {
+        let (id, len) = (u16_at(extra, 0), usize::from(u16_at(extra, 2)));
+        let Some(content) = extra.get(4..4 + len) else { break };
+        if id == 1 {
+            return content;
+        }
+        extra = &extra[4 + len..];
+    }
+    &[]
+}
+
+fn truncated(file: &SourceFile) -> Finding {
+    Finding::new(codes::TRUNCATED, "the file was cut short (or bytes follow its end)")
+        .file(file.path())
+        .help("copy it again from the node that wrote it")
+}
+
+fn unsafe_zip(file: &SourceFile, message: &str) -> Finding {
+    Finding::new(codes::UNSAFE_ZIP, message)
+        .file(file.path())
+        .help("damaged, or not written by torch: copy it again from the node that wrote it")
+}
+
+fn zip_error(file: &SourceFile, error: zip::result::ZipError) -> Error {
+    match error {
+        zip::result::ZipError::Io(e) => match e.downcast::<Error>() {
+            Ok(error) => error,
+            Err(e) => unsafe_zip(file, &format!("the zip container cannot be read: {e}")).into(),
+        },
+        error => unsafe_zip(file, &format!("the zip container cannot be read: {error}")).into(),
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from(u16_at(bytes, at)) | u32::from(u16_at(bytes, at + 2)) << 16
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+/// A range of a file as a reader. Errors of the file travel inside the I/O errors.
+pub(super) struct Region<'a> {
+    file: &'a SourceFile,
+    start: u64,
+    len: u64,
+    at: u64,
+}
+
+impl<'a> Region<'a> {
+    /// The caller has checked that `start + len` lies in the file.
+    pub(super) fn new(file: &'a SourceFile, start: u64, len: u64) -> Self {
+        Region { file, start, len, at: 0 }
+    }
+}
+
+impl Read for Region<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.len.saturating_sub(self.at).min(buffer.len() as u64) as usize;
+        self.file.read_at(self.start + self.at.min(self.len), &mut buffer[..n]).map_err(io::Error::other)?;
+        self.at += n as u64;
+        Ok(n)
+    }
+}
+
+impl Seek for Region<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let at = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.len.checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
