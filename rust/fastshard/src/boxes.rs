@@ -66,7 +66,15 @@ impl Spread {
         self.cut_from(0, self.first(part), &mut current, lo, hi, emit);
     }
 
-    fn cut_from(&self, depth: usize, first: u64, part: &mut SubBox, lo: u64, hi: u64, emit: &mut dyn FnMut(&SubBox)) {
+    fn cut_from(
+        &self,
+        depth: usize,
+        first: u64,
+        part: &mut SubBox,
+        lo: u64,
+        hi: u64,
+        emit: &mut dyn FnMut(&SubBox),
+    ) {
         // Reach of the axes from `depth` inwards; the outer ones are already narrowed to one index.
         let reach = |from: usize, part: &SubBox| -> u64 {
             self.order[from..].iter().map(|&k| (part.len[k] - 1) * self.strides[k]).sum()

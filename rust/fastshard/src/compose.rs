@@ -11,7 +11,9 @@ use crate::codes;
 use crate::error::{Finding, Severity};
 use crate::layout::bind::{Known, Local};
 use crate::layout::expr::Extents;
-use crate::layout::resolve::{unknown_fact, AtomBox, Instance, Lowering, Outside, Placement, Registry, Resolved, Stored, Unit};
+use crate::layout::resolve::{
+    unknown_fact, AtomBox, Instance, Lowering, Outside, Placement, Registry, Resolved, Stored, Unit,
+};
 use crate::layout::table::{Entry, Table, Truth};
 use crate::plan::{Combine, Fill, Op, Output, PadRegion, Part, PartAxis};
 use crate::tensor::{c_strides, Dtype};
@@ -181,7 +183,13 @@ fn first_overlap(boxes: &[(Vec<u64>, Vec<u64>)]) -> Option<(usize, usize)> {
 }
 
 /// Parts of an output axis by axis; axes of extent 1 only move the bases.
-fn make_part(shape: &[u64], want: &AtomBox, have: &AtomBox, lo: &[u64], hi: &[u64]) -> (Vec<PartAxis>, u64, Vec<u64>) {
+fn make_part(
+    shape: &[u64],
+    want: &AtomBox,
+    have: &AtomBox,
+    lo: &[u64],
+    hi: &[u64],
+) -> (Vec<PartAxis>, u64, Vec<u64>) {
     let strides = c_strides(shape);
     let mut dst_base: u64 = want.atom.base.iter().zip(&strides).map(|(b, s)| b * s).sum();
     let mut src_base = have.atom.base.clone();
@@ -201,7 +209,14 @@ fn make_part(shape: &[u64], want: &AtomBox, have: &AtomBox, lo: &[u64], hi: &[u6
     (axes, dst_base, src_base)
 }
 
-fn value_ops(source: &Table, from: &Entry, from_extents: &Extents, target: &Table, to: &Entry, to_extents: &Extents) -> Vec<Op> {
+fn value_ops(
+    source: &Table,
+    from: &Entry,
+    from_extents: &Extents,
+    target: &Table,
+    to: &Entry,
+    to_extents: &Extents,
+) -> Vec<Op> {
     let factor = |table: &Table, entry: &Entry, extents: &Extents| {
         entry.scale.as_ref().and_then(|s| s.value(&table.derived, extents)).unwrap_or(1.0)
     };
@@ -304,7 +319,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     findings.extend(local.findings.iter().cloned());
 
     let facts = if merging { &source.outside.facts } else { &target.outside.facts };
-    let wanted = if merging { own_names(source) } else { table_names(table, facts, &extents, &known, &mut findings) };
+    let wanted =
+        if merging { own_names(source) } else { table_names(table, facts, &extents, &known, &mut findings) };
 
     let mut lowering = Lowering::new(table, &local);
     // Registers the target's keys before ties are looked up.
@@ -336,9 +352,11 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         }
         let keep = (target.wanted)(&name);
         let shape: Vec<u64> = match &entry.shape {
-            Some(shape) => {
-                shape.extents(&table.derived, local.of(&entry.class)).into_iter().map(|n| n.unwrap_or(0)).collect()
-            }
+            Some(shape) => shape
+                .extents(&table.derived, local.of(&entry.class))
+                .into_iter()
+                .map(|n| n.unwrap_or(0))
+                .collect(),
             None => continue,
         };
         let built = build(&index, target, table, entry, &extents, registry, &name, &shape, boxes, &mut used);
@@ -358,7 +376,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
 
     let mut pads = Vec::new();
     // Where something is missing already, what is left over is only its echo.
-    let judge_leftovers = findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
+    let judge_leftovers =
+        findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
     for (i, instance) in source.resolved.instances.iter().enumerate() {
         let stored = &source.stored[instance.tensor as usize];
         for (b, held) in instance.boxes.iter().enumerate() {
@@ -448,16 +467,24 @@ fn table_names(
         let Some(positions) = positions(entry, extents) else {
             if !entry.optional {
                 findings.push(
-                    Finding::new(codes::UNBOUND_AXIS, format!("layout {}: the number of layers is not known", table.name))
-                        .tensor(entry.name.text())
-                        .help("give the model's config with --config"),
+                    Finding::new(
+                        codes::UNBOUND_AXIS,
+                        format!("layout {}: the number of layers is not known", table.name),
+                    )
+                    .tensor(entry.name.text())
+                    .help("give the model's config with --config"),
                 );
             }
             continue;
         };
         for index in positions {
             for coords in &all_ranks {
-                wanted.push(Wanted { entry: i, index: index.clone(), choices: Vec::new(), coords: coords.clone() });
+                wanted.push(Wanted {
+                    entry: i,
+                    index: index.clone(),
+                    choices: Vec::new(),
+                    coords: coords.clone(),
+                });
             }
         }
     }
@@ -516,9 +543,11 @@ fn build(
             });
             let (first, first_box) = index.get(held[0]);
             let rule = &source.table.entries[first.entry as usize];
-            if let Some(other) = held.iter().map(|&h| index.get(h)).find(|(other, b)| {
-                other.entry != first.entry && b.atom.key == first_box.atom.key
-            }) {
+            if let Some(other) = held
+                .iter()
+                .map(|&h| index.get(h))
+                .find(|(other, b)| other.entry != first.entry && b.atom.key == first_box.atom.key)
+            {
                 findings.push(twice(source, name, first, other.0));
                 continue;
             }
@@ -545,7 +574,9 @@ fn build(
             let combine = match &first.placement {
                 Placement::Sum(_) => Combine::Sum,
                 Placement::SumOrCopy(_, fact) => Combine::Zero(fact.clone()),
-                Placement::Parts if held.len() > 1 && ranks && target.replicas == Replicas::Mean => Combine::Mean,
+                Placement::Parts if held.len() > 1 && ranks && target.replicas == Replicas::Mean => {
+                    Combine::Mean
+                }
                 Placement::Parts => Combine::Equal,
             };
             // A part reads all its sources one way; a tied copy stored in another layout cannot be compared.
@@ -684,19 +715,22 @@ fn completeness(source: &Source) -> Vec<Finding> {
             *layers.entry((axis.clone(), *at)).or_default() += 1;
         }
     }
-    let has_any = |axis: &str, at: u64| {
-        source.resolved.instances.iter().any(|i| i.index.get(axis) == Some(&at))
-    };
+    let has_any =
+        |axis: &str, at: u64| source.resolved.instances.iter().any(|i| i.index.get(axis) == Some(&at));
     let mut gone: Vec<(String, u64)> = Vec::new();
     for ((axis, at), count) in layers {
         if !has_any(&axis, at) {
             let n = source.resolved.extents.get(&axis).copied().unwrap_or(0);
-            let held: Vec<String> = (0..n).map(|i| if has_any(&axis, i) { i.to_string() } else { "_".into() }).collect();
+            let held: Vec<String> =
+                (0..n).map(|i| if has_any(&axis, i) { i.to_string() } else { "_".into() }).collect();
             let held = if n <= 128 { held.join(",") } else { format!("{n} positions") };
             findings.push(
-                Finding::new(codes::MISSING_LAYER, format!("position {at} on axis {axis}: none of its {count} tensors is there"))
-                    .expected(format!("{axis} 0..{n}"), held)
-                    .help("copy the files of this layer from the pipeline stage that owned it"),
+                Finding::new(
+                    codes::MISSING_LAYER,
+                    format!("position {at} on axis {axis}: none of its {count} tensors is there"),
+                )
+                .expected(format!("{axis} 0..{n}"), held)
+                .help("copy the files of this layer from the pipeline stage that owned it"),
             );
             gone.push((axis, at));
         }
@@ -718,7 +752,11 @@ fn completeness(source: &Source) -> Vec<Finding> {
 /// True if another rule's tensors hold the canonical tensors of this one (a tied or alternative form).
 fn covered_by_other(source: &Source, entry: usize) -> bool {
     let rule = &source.table.entries[entry];
-    source.table.tied.iter().any(|t| t.tensor == rule.canonical && t.when.holds(&source.outside.facts) == Truth::Holds)
+    source
+        .table
+        .tied
+        .iter()
+        .any(|t| t.tensor == rule.canonical && t.when.holds(&source.outside.facts) == Truth::Holds)
         || source.table.entries.iter().enumerate().any(|(i, other)| {
             i != entry
                 && other.name == rule.name

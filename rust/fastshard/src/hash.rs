@@ -114,7 +114,11 @@ mod tests {
                     .enumerate()
                     .map(|(i, chunk)| tile_value(chunk, i as u64, tile, total))
                     .collect();
-                assert_eq!(tensor_hash(&values, tile, total), *blake3::hash(&bytes).as_bytes(), "{tile} {total}");
+                assert_eq!(
+                    tensor_hash(&values, tile, total),
+                    *blake3::hash(&bytes).as_bytes(),
+                    "{tile} {total}"
+                );
             }
         }
     }

@@ -3,12 +3,17 @@
 //! See ARCHITECTURE.md in the repository for the ideas and the order of the modules.
 
 pub mod boxes;
+pub mod catalog;
 pub mod codes;
 pub mod compose;
+pub mod engine;
 pub mod error;
 pub mod format;
+pub mod hash;
+pub mod kernel;
 pub mod layout;
 pub mod plan;
+pub mod request;
 pub mod storage;
 pub mod tensor;
 pub mod value;

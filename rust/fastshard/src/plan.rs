@@ -325,7 +325,8 @@ impl Plan {
 
     /// Bytes of all output files.
     pub fn bytes(&self) -> u64 {
-        self.files.iter().map(|f| f.size).sum::<u64>() + self.texts.values().map(|t| t.len() as u64).sum::<u64>()
+        self.files.iter().map(|f| f.size).sum::<u64>()
+            + self.texts.values().map(|t| t.len() as u64).sum::<u64>()
     }
 
     /// Checks what the engine relies on, wherever the plan came from: indices, bounds, and that each
@@ -343,7 +344,8 @@ impl Plan {
             let elements = output.elements();
             let mut covered = 0u64;
             for part in &output.parts {
-                let Some(stored) = part.sources.iter().map(|&s| self.stored.get(s as usize)).collect::<Option<Vec<_>>>()
+                let Some(stored) =
+                    part.sources.iter().map(|&s| self.stored.get(s as usize)).collect::<Option<Vec<_>>>()
                 else {
                     fail(codes::HOLE, "a part names a stored tensor that is not there", "".into(), "".into());
                     continue;
@@ -354,7 +356,12 @@ impl Plan {
                 }
                 let end = part.dst_base + part.axes.iter().map(|a| (a.n - 1) * a.dst).sum::<u64>();
                 if end >= elements {
-                    fail(codes::OVERLAP, "a part leaves the tensor", format!("{elements} elements"), format!("{end}"));
+                    fail(
+                        codes::OVERLAP,
+                        "a part leaves the tensor",
+                        format!("{elements} elements"),
+                        format!("{end}"),
+                    );
                 }
                 for tensor in stored {
                     let mut last = part.src_base.clone();
@@ -363,7 +370,8 @@ impl Plan {
                             *at += (axis.n - 1) * axis.step;
                         }
                     }
-                    if last.len() != tensor.shape.len() || last.iter().zip(&tensor.shape).any(|(l, n)| l >= n) {
+                    if last.len() != tensor.shape.len() || last.iter().zip(&tensor.shape).any(|(l, n)| l >= n)
+                    {
                         fail(
                             codes::HOLE,
                             "a part reads outside its source",

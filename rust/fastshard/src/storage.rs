@@ -187,7 +187,9 @@ impl SourceFile {
     ) -> Result<Self> {
         use std::io::Write;
         let mut file = unnamed(dir).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
-        fill(&mut |bytes| file.write_all(bytes).map_err(|e| Error::io(dir, "cannot write a temporary file", &e)))?;
+        fill(&mut |bytes| {
+            file.write_all(bytes).map_err(|e| Error::io(dir, "cannot write a temporary file", &e))
+        })?;
         let meta = file.metadata().map_err(|e| Error::io(dir, "cannot stat", &e))?;
         Ok(SourceFile {
             path: origin.to_path_buf(),

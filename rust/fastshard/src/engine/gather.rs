@@ -40,7 +40,12 @@ pub struct Into<'a> {
 impl<'p> Sources<'p> {
     /// Sources of a plan. `files` are in the order of [`Plan::sources`]; deflated members are
     /// unpacked to unnamed files in `scratch_dir`. Checksums are kept for `tracked` blobs.
-    pub fn new(plan: &'p Plan, files: &'p [Arc<SourceFile>], scratch_dir: PathBuf, tracked: Vec<bool>) -> Self {
+    pub fn new(
+        plan: &'p Plan,
+        files: &'p [Arc<SourceFile>],
+        scratch_dir: PathBuf,
+        tracked: Vec<bool>,
+    ) -> Self {
         let n = plan.blobs.len();
         Sources {
             plan,
@@ -88,7 +93,8 @@ impl<'p> Sources<'p> {
     fn note(&self, blob: u32, offset: u64, bytes: &[u8]) {
         if self.tracked[blob as usize] {
             let crc = crc32(bytes);
-            let mut segments = self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut segments =
+                self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             segments.add(offset, bytes.len() as u64, crc);
         }
     }
@@ -151,7 +157,8 @@ impl<'p> Sources<'p> {
                 let from = pieces.partition_point(|p| p.start + p.len <= first);
                 for piece in pieces[from..].iter().take_while(|p| p.start < end) {
                     let mut found = Vec::new();
-                    spread.cut(part, piece.start, piece.start + piece.len, &mut |sub| found.push(sub.clone()));
+                    spread
+                        .cut(part, piece.start, piece.start + piece.len, &mut |sub| found.push(sub.clone()));
                     for sub in found {
                         // Positions count from the piece's first element.
                         let inside = Spread::new(0, steps.clone());
@@ -168,7 +175,8 @@ impl<'p> Sources<'p> {
                 let rank = stored.shape.len();
                 let dims: Vec<Spread> = (0..rank)
                     .map(|d| {
-                        let steps = axes.iter().map(|a| if a.dim as usize == d { a.step } else { 0 }).collect();
+                        let steps =
+                            axes.iter().map(|a| if a.dim as usize == d { a.step } else { 0 }).collect();
                         Spread::new(src_base[d], steps)
                     })
                     .collect();
@@ -294,7 +302,15 @@ impl<'p> Sources<'p> {
     }
 
     /// Reads runs of `run` elements, one per position on `outer`, straight to where they belong.
-    fn read_runs(&self, place: &Place, first: u64, outer: &[Axis], run: u64, dst: u64, bytes: &mut [u8]) -> Result<()> {
+    fn read_runs(
+        &self,
+        place: &Place,
+        first: u64,
+        outer: &[Axis],
+        run: u64,
+        dst: u64,
+        bytes: &mut [u8],
+    ) -> Result<()> {
         let item = place.item as u64;
         if let Some((axis, inner)) = outer.split_first() {
             for i in 0..axis.n {
@@ -313,7 +329,8 @@ impl<'p> Sources<'p> {
 impl Into<'_> {
     /// The same destination for a sub-box of `part`.
     fn shifted(&mut self, part: &SubBox, sub: &SubBox) -> Into<'_> {
-        let shift: u64 = sub.start.iter().zip(&part.start).zip(self.strides).map(|((s, p), d)| (s - p) * d).sum();
+        let shift: u64 =
+            sub.start.iter().zip(&part.start).zip(self.strides).map(|((s, p), d)| (s - p) * d).sum();
         Into { bytes: self.bytes, base: self.base + shift, strides: self.strides }
     }
 }

@@ -198,3 +198,29 @@ fn truncated(file: &SourceFile, expected: String) -> Error {
         .help("copy it again from the node that wrote it")
         .into()
 }
+
+/// The bytes before the data of a safetensors file: length prefix and header, padded with spaces
+/// so that the data starts on a page. Tensors follow each other in the order given.
+pub fn header<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>) -> Vec<u8> {
+    let mut json = serde_json::Map::new();
+    json.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
+    let mut at = 0u64;
+    for (name, dtype, shape) in tensors {
+        let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;
+        json.insert(
+            name.into(),
+            serde_json::json!({"dtype": dtype.safetensors_name(), "shape": shape, "data_offsets": [at, end]}),
+        );
+        at = end;
+    }
+    padded(serde_json::to_vec(&json).expect("plain data"), 0)
+}
+
+/// Adds the length prefix and pads to whole pages, `least` bytes at least.
+pub fn padded(mut json: Vec<u8>, least: usize) -> Vec<u8> {
+    let total = (8 + json.len()).next_multiple_of(4096).max(least);
+    json.resize(total - 8, b' ');
+    let mut bytes = ((total - 8) as u64).to_le_bytes().to_vec();
+    bytes.extend(json);
+    bytes
+}

@@ -1,0 +1,101 @@
+//! A checkpoint's files, opened and parsed: what is there, before any layout is put on it.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::{Finding, Result};
+use crate::format::{self, ParsedFile};
+use crate::hash;
+use crate::plan::PlanFile;
+use crate::storage::SourceFile;
+
+/// One file of a checkpoint.
+#[derive(Debug)]
+pub struct CatalogFile {
+    /// Index of its root.
+    pub root: u32,
+    /// Path relative to the root.
+    pub path: String,
+    /// The open file.
+    pub source: Arc<SourceFile>,
+    /// What its header says.
+    pub parsed: ParsedFile,
+}
+
+impl CatalogFile {
+    /// The file as a plan names it.
+    pub fn plan_file(&self) -> PlanFile {
+        let stamp = self.source.stamp();
+        PlanFile {
+            path: self.path.clone(),
+            root: self.root,
+            size: stamp.size,
+            mtime_ns: stamp.mtime_ns as i64,
+            header: hash::hex(&self.parsed.header_digest),
+        }
+    }
+}
+
+/// Files of one checkpoint, from one or more roots.
+#[derive(Debug)]
+pub struct Catalog {
+    /// Directories (or the parents of single files) that were given.
+    pub roots: Vec<PathBuf>,
+    /// Files that could be read, in the order given; `None` where a finding says why not.
+    pub files: Vec<Option<CatalogFile>>,
+    /// Files that could not be read.
+    pub findings: Vec<Finding>,
+}
+
+impl Catalog {
+    /// Opens files, given by root and relative path, and reads their headers on `threads` threads.
+    /// No payload byte is read. A file that cannot be read becomes a finding.
+    pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
+        raise_open_files(files.len() as u64);
+        let next = AtomicUsize::new(0);
+        let slots: Vec<Mutex<Option<Result<CatalogFile>>>> = files.iter().map(|_| Mutex::new(None)).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..threads.clamp(1, files.len().max(1)) {
+                scope.spawn(|| loop {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    let Some((root, path)) = files.get(i) else { break };
+                    let opened = open_one(&roots, *root, path);
+                    *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+                });
+            }
+        });
+        let mut findings = Vec::new();
+        let files = slots
+            .into_iter()
+            .map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                Some(Ok(file)) => Some(file),
+                Some(Err(error)) => {
+                    findings.extend(error.into_findings());
+                    None
+                }
+                None => None,
+            })
+            .collect();
+        Catalog { roots, files, findings }
+    }
+}
+
+fn open_one(roots: &[PathBuf], root: u32, path: &str) -> Result<CatalogFile> {
+    let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
+    let source = SourceFile::open(&full)?;
+    let parsed = format::parse(&source)?;
+    Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source), parsed })
+}
+
+/// Raises the soft limit on open files towards the hard one, where more are needed.
+fn raise_open_files(needed: u64) {
+    use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = needed + 256;
+    if limit.current.is_some_and(|now| now < wanted) {
+        let current = limit.maximum.map_or(wanted, |max| max.min(wanted));
+        // Where it cannot be raised, opening says so by name.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum });
+    }
+}

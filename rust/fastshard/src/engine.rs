@@ -1,0 +1,566 @@
+//! Executes a plan: tiles of output tensors are gathered, checked, hashed and handed to a sink.
+//!
+//! Destination-driven: a tile is a range of one output's bytes, so memory is bounded by workers x
+//! tile whatever the size of a tensor, and hashing goes in any order.
+
+mod gather;
+mod shards;
+mod tile;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::codes;
+use crate::error::{Error, Finding, Result, Severity};
+use crate::hash::{self, ChainingValue};
+use crate::kernel;
+use crate::plan::{Combine, Op, Output, Pieces, Plan};
+use crate::storage::SourceFile;
+
+use gather::Sources;
+use tile::{Drift, Workspace};
+
+/// Smallest tile, in bytes.
+const MIN_TILE: u64 = 256 << 10;
+/// Tile size for runs that are read in order.
+const PLAIN_TILE: u64 = 1 << 20;
+/// Source runs of a transposed read should be at least this long.
+const MIN_RUN: u64 = 4096;
+/// Most findings of one code that are kept; the rest is counted.
+const MAX_FINDINGS_PER_CODE: usize = 1000;
+
+/// Where tiles go.
+pub trait Sink: Sync {
+    /// Takes bytes of an output at an offset in the output's bytes.
+    ///
+    /// # Errors
+    /// Whatever keeps the bytes from being stored.
+    fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Records that a tile is done. `value` is its chaining value.
+    ///
+    /// # Errors
+    /// Whatever keeps the record from being stored.
+    fn done(&self, _output: usize, _tile: u64, _value: &ChainingValue) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A sink that keeps nothing: for verifying.
+pub struct Discard;
+
+impl Sink for Discard {
+    fn write(&self, _output: usize, _offset: u64, _bytes: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Progress and cancellation, shared with another thread.
+#[derive(Debug, Default)]
+pub struct Control {
+    /// Output bytes done.
+    pub done: AtomicU64,
+    /// Output bytes in all.
+    pub total: AtomicU64,
+    /// Set to stop at the next tile.
+    pub cancel: AtomicBool,
+}
+
+/// How to run.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Worker threads.
+    pub threads: usize,
+    /// Anonymous memory of the process that must not be exceeded, in bytes, baseline included.
+    pub memory: u64,
+    /// Folder for members that have to be unpacked.
+    pub scratch_dir: PathBuf,
+    /// Tiles done by an earlier run: (output, tile) -> chaining value.
+    pub finished: BTreeMap<(u32, u64), ChainingValue>,
+}
+
+/// What the engine found out about one output.
+#[derive(Debug, Clone)]
+pub struct OutputReport {
+    /// BLAKE3 of the logical bytes.
+    pub hash: [u8; 32],
+    /// NaN or infinite elements.
+    pub non_finite: u64,
+}
+
+/// The outcome of a run.
+#[derive(Debug)]
+pub struct Report {
+    /// Per output, in the plan's order.
+    pub outputs: Vec<OutputReport>,
+    /// Everything found; no error among them means the content may be published.
+    pub findings: Vec<Finding>,
+    /// Tile sizes, budget and workers, for the reader.
+    pub memory: MemoryUse,
+}
+
+/// Where the memory goes, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Anonymous memory of the process when the run began.
+    pub baseline: u64,
+    /// Workers that fit.
+    pub workers: u64,
+    /// Largest tile.
+    pub tile: u64,
+    /// Baseline + workers x (tile + scratch).
+    pub bound: u64,
+}
+
+/// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.
+pub fn anonymous_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|l| l.strip_prefix("RssAnon:"))
+        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+/// The tile size an output would like: long source runs for transposed reads, else cache-sized.
+fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
+    let item = output.dtype.size() as u64;
+    let mut wanted = PLAIN_TILE;
+    for part in &output.parts {
+        let stored = &plan.stored[part.sources[0] as usize];
+        let strides = match &stored.pieces {
+            Pieces::View { strides, .. } => strides.clone(),
+            _ => crate::tensor::c_strides(&stored.shape),
+        };
+        let source_step = |a: &crate::plan::PartAxis| a.step * strides[a.dim as usize];
+        let inner = part.axes.iter().min_by_key(|a| a.dst);
+        if inner.is_some_and(|a| source_step(a) > 1) {
+            if let Some(run) = part.axes.iter().find(|a| source_step(a) == 1) {
+                let rows = (MIN_RUN / item).clamp(1, run.n);
+                wanted = wanted.max((rows * run.dst * item).next_power_of_two());
+            }
+        }
+    }
+    wanted.min(output.nbytes().next_power_of_two().max(1024))
+}
+
+/// Divides the memory budget: tile sizes per output and the number of workers.
+fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
+    let baseline = anonymous_memory();
+    let available = options.memory.saturating_sub(baseline);
+    let least = Workspace::bytes(MIN_TILE);
+    if available < least {
+        return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
+            .expected(
+                format!(
+                    "at least {} MiB (baseline {} MiB + one tile)",
+                    (baseline + least).div_ceil(1 << 20),
+                    baseline >> 20
+                ),
+                format!("{} MiB", options.memory >> 20),
+            )
+            .help("raise --memory")
+            .into());
+    }
+    let wanted: Vec<u64> = plan.outputs.iter().map(|o| wanted_tile(plan, o)).collect();
+    let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
+    // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
+    let mut workers = options.threads.max(1) as u64;
+    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE)) > available / workers {
+        workers -= 1;
+    }
+    let mut cap = MIN_TILE;
+    while Workspace::bytes(cap * 2) <= available / workers {
+        cap *= 2;
+    }
+    let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
+    let tile = tiles.iter().copied().max().unwrap_or(0);
+    Ok((tiles, MemoryUse { baseline, workers, tile, bound: baseline + workers * Workspace::bytes(tile) }))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Progress {
+    values: Vec<Option<ChainingValue>>,
+    non_finite: u64,
+    drift: BTreeMap<usize, Drift>,
+    undecided: BTreeMap<usize, String>,
+}
+
+struct Run<'a> {
+    plan: &'a Plan,
+    sources: Sources<'a>,
+    sink: &'a dyn Sink,
+    control: &'a Control,
+    tiles: Vec<u64>,
+    /// First global tile index of each output.
+    first: Vec<u64>,
+    total_tiles: u64,
+    next: AtomicU64,
+    next_pad: AtomicU32,
+    outputs: Vec<Mutex<Progress>>,
+    remaining: Vec<AtomicU64>,
+    /// Outputs that still read a blob.
+    readers: Vec<AtomicU32>,
+    blobs_of: Vec<Vec<u32>>,
+    cuts: Vec<Vec<u64>>,
+    findings: Mutex<Vec<Finding>>,
+    failed: Mutex<Option<Error>>,
+}
+
+/// Runs a plan. Findings about the content do not stop the run, so that all are reported; the
+/// caller publishes nothing if one of them is an error.
+///
+/// # Errors
+/// What keeps the run from finishing: I/O, a changed source, a budget too small, an interrupt.
+pub fn execute(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sink: &dyn Sink,
+    options: &Options,
+    control: &Control,
+) -> Result<Report> {
+    plan.validate()?;
+    let (tiles, memory) = budget(plan, options)?;
+    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
+    let tracked = shards::tracked(plan);
+    let readers: Vec<AtomicU32> = (0..plan.blobs.len()).map(|_| AtomicU32::new(0)).collect();
+    // An empty output has no tile that could be its last.
+    for (blobs, _) in blobs_of.iter().zip(&plan.outputs).filter(|(_, o)| o.nbytes() > 0) {
+        blobs.iter().for_each(|&b| {
+            readers[b as usize].fetch_add(1, Ordering::Relaxed);
+        });
+    }
+    let mut first = Vec::with_capacity(plan.outputs.len());
+    let mut total_tiles = 0;
+    let count = |o: &Output, t: u64| o.nbytes().div_ceil(t);
+    for (output, &tile) in plan.outputs.iter().zip(&tiles) {
+        first.push(total_tiles);
+        total_tiles += count(output, tile);
+    }
+    let progress = |o: &Output, t: u64| {
+        Mutex::new(Progress {
+            values: vec![None; count(o, t) as usize],
+            non_finite: 0,
+            drift: BTreeMap::new(),
+            undecided: BTreeMap::new(),
+        })
+    };
+    let run = Run {
+        plan,
+        sources: Sources::new(plan, files, options.scratch_dir.clone(), tracked),
+        sink,
+        control,
+        first,
+        total_tiles,
+        next: AtomicU64::new(0),
+        next_pad: AtomicU32::new(0),
+        outputs: plan.outputs.iter().zip(&tiles).map(|(o, &t)| progress(o, t)).collect(),
+        remaining: plan.outputs.iter().zip(&tiles).map(|(o, &t)| AtomicU64::new(count(o, t))).collect(),
+        tiles,
+        readers,
+        blobs_of,
+        cuts: shards::cuts(plan),
+        findings: Mutex::new(Vec::new()),
+        failed: Mutex::new(None),
+    };
+    control.total.store(plan.outputs.iter().map(Output::nbytes).sum(), Ordering::Relaxed);
+    control.done.store(0, Ordering::Relaxed);
+    run.take_finished(options);
+    std::thread::scope(|scope| {
+        for _ in 1..memory.workers {
+            scope.spawn(|| run.work());
+        }
+        run.work();
+    });
+    if let Some(error) = lock(&run.failed).take() {
+        return Err(error);
+    }
+    if control.cancel.load(Ordering::Relaxed) {
+        return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
+            .help("run again with --resume to continue")
+            .into());
+    }
+    for file in files {
+        file.unchanged()?;
+    }
+    run.report(memory)
+}
+
+fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
+    let mut blobs: Vec<u32> = output
+        .parts
+        .iter()
+        .flat_map(|p| &p.sources)
+        .flat_map(|&s| shards::blobs_of(&plan.stored[s as usize]))
+        .collect();
+    blobs.sort_unstable();
+    blobs.dedup();
+    blobs
+}
+
+impl Run<'_> {
+    fn take_finished(&self, options: &Options) {
+        for (&(output, tile), value) in &options.finished {
+            let Some(slot) = self.outputs.get(output as usize) else { continue };
+            // Comparisons of replicas are not journalled: such outputs are small and done again.
+            let simple = self.plan.outputs[output as usize].parts.iter().all(|p| p.sources.len() == 1);
+            let mut progress = lock(slot);
+            if let (true, Some(value_slot)) = (simple, progress.values.get_mut(tile as usize)) {
+                *value_slot = Some(*value);
+            }
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.control.cancel.load(Ordering::Relaxed) || lock(&self.failed).is_some()
+    }
+
+    fn fail(&self, error: Error) {
+        lock(&self.failed).get_or_insert(error);
+    }
+
+    fn find(&self, finding: Finding) {
+        lock(&self.findings).push(finding);
+    }
+
+    fn work(&self) {
+        let mut work = Workspace::new();
+        if let Err(error) = self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work)) {
+            self.fail(error);
+        }
+    }
+
+    fn work_tiles(&self, work: &mut Workspace) -> Result<()> {
+        loop {
+            let global = self.next.fetch_add(1, Ordering::Relaxed);
+            if global >= self.total_tiles || self.stopped() {
+                break;
+            }
+            // The last output that starts at or before this tile; empty outputs have no tiles.
+            let index = self.first.partition_point(|f| *f <= global) - 1;
+            self.tile(index, global - self.first[index], work)?;
+        }
+        Ok(())
+    }
+
+    fn tile(&self, index: usize, tile: u64, work: &mut Workspace) -> Result<()> {
+        let output = &self.plan.outputs[index];
+        let (size, total) = (self.tiles[index], output.nbytes());
+        let (start, end) = (tile * size, ((tile + 1) * size).min(total));
+        let known = lock(&self.outputs[index]).values[tile as usize];
+        if known.is_none() {
+            let seen = tile::make(self.plan, &self.sources, output, start, end, work)?;
+            let bytes = &work.tile[..(end - start) as usize];
+            let value = hash::tile_value(bytes, tile, size, total);
+            let non_finite = kernel::count_non_finite(output.dtype, bytes);
+            self.sink.write(index, start, bytes)?;
+            self.sink.done(index, tile, &value)?;
+            let mut progress = lock(&self.outputs[index]);
+            progress.values[tile as usize] = Some(value);
+            progress.non_finite += non_finite;
+            for (part, drift) in &seen.drift {
+                progress.drift.entry(*part).or_default().merge(drift);
+            }
+            progress.undecided.extend(seen.undecided);
+        }
+        self.control.done.fetch_add(end - start, Ordering::Relaxed);
+        if self.remaining[index].fetch_sub(1, Ordering::AcqRel) == 1 {
+            for &blob in &self.blobs_of[index] {
+                if self.readers[blob as usize].fetch_sub(1, Ordering::AcqRel) == 1 {
+                    self.finish_blob(blob, work)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Verifies a blob's checksum once its last reader is done.
+    fn finish_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
+        if !self.sources.is_tracked(blob) {
+            return Ok(());
+        }
+        self.sources.finish(blob, &self.cuts[blob as usize], work.span())?;
+        let about = &self.plan.blobs[blob as usize];
+        if let Some(want) = about.crc32 {
+            let got = self.sources.segments(blob).crc(0, about.len).unwrap_or(0);
+            if got != want {
+                let file = &self.plan.sources[about.file as usize].path;
+                let mut finding = Finding::new(
+                    codes::CRC,
+                    format!("CRC32 of member {}", about.member.as_deref().unwrap_or("?")),
+                )
+                .file(file)
+                .expected(format!("{want:08x}"), format!("{got:08x}"))
+                .help("the file was damaged after it was written: copy it again from the node that wrote it");
+                let holders: Vec<&str> = self
+                    .plan
+                    .stored
+                    .iter()
+                    .filter(|s| shards::blobs_of(s).contains(&blob))
+                    .map(|s| s.name.as_str())
+                    .collect();
+                finding.tensor = holders.first().map(|name| match holders.len() {
+                    1 => (*name).to_string(),
+                    n => format!("{name} and {} more in the same storage", n - 1),
+                });
+                self.find(finding);
+            }
+        }
+        Ok(())
+    }
+
+    fn work_pads(&self, work: &mut Workspace) -> Result<()> {
+        loop {
+            let next = self.next_pad.fetch_add(1, Ordering::Relaxed) as usize;
+            let Some(pad) = self.plan.pads.get(next) else { return Ok(()) };
+            if self.stopped() {
+                return Ok(());
+            }
+            if let Some(finding) = tile::check_pad(self.plan, &self.sources, pad, work)? {
+                self.find(self.place(pad.stored, finding));
+            }
+        }
+    }
+
+    /// Names the file and rank of a stored tensor in a finding.
+    fn place(&self, stored: u32, finding: Finding) -> Finding {
+        place(self.plan, stored, finding)
+    }
+
+    fn report(&self, memory: MemoryUse) -> Result<Report> {
+        let mut outputs = Vec::with_capacity(self.plan.outputs.len());
+        for (index, output) in self.plan.outputs.iter().enumerate() {
+            let progress = lock(&self.outputs[index]);
+            let values: Vec<ChainingValue> =
+                progress.values.iter().map(|v| v.expect("every tile is done")).collect();
+            outputs.push(OutputReport {
+                hash: hash::tensor_hash(&values, self.tiles[index], output.nbytes()),
+                non_finite: progress.non_finite,
+            });
+            if progress.non_finite > 0 {
+                self.find(
+                    Finding::new(codes::NON_FINITE, "NaN or infinite elements")
+                        .tensor(&output.name)
+                        .expected("0", progress.non_finite)
+                        .help(
+                            "look at the run that wrote this checkpoint: such a model usually cannot be used",
+                        ),
+                );
+            }
+            for (&p, drift) in &progress.drift {
+                if drift.differing > 0 {
+                    self.find(self.drift_finding(output, p, drift));
+                }
+            }
+            for (&p, fact) in &progress.undecided {
+                let finding = crate::layout::resolve::unknown_fact(fact);
+                let stored = output.parts[p].sources[0];
+                self.find(self.place(stored, finding).tensor(&output.name));
+            }
+            for part in &output.parts {
+                if part.ops.iter().any(|op| !op.is_exact()) {
+                    let ops: Vec<String> = part
+                        .ops
+                        .iter()
+                        .map(|op| match op {
+                            Op::Scale(x) => format!("x {x}"),
+                            Op::Add(x) => format!("+ {x}"),
+                        })
+                        .collect();
+                    self.find(
+                        Finding::new(codes::LOSSY, format!("values changed: {}", ops.join(" ")))
+                            .tensor(&output.name),
+                    );
+                    break;
+                }
+            }
+        }
+        let mut findings = std::mem::take(&mut *lock(&self.findings));
+        findings.extend(shards::duplicates(self.plan, &self.sources)?);
+        findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
+        Ok(Report { outputs, findings: limit(findings), memory })
+    }
+
+    fn drift_finding(&self, output: &Output, p: usize, drift: &Drift) -> Finding {
+        let part = &output.parts[p];
+        let (first, other) = (part.sources[0], part.sources[drift.source]);
+        let names = (&self.plan.stored[first as usize].name, &self.plan.stored[other as usize].name);
+        if names.0 != names.1 {
+            let finding = Finding::new(
+                codes::TIED_DIFFER,
+                format!("differs from {} though the config ties them", names.0),
+            )
+            .expected(
+                "equal values",
+                format!("{} elements differ by up to {:e}", drift.differing, drift.largest),
+            )
+            .help("correct the config (tied or not), or take the right file");
+            return self.place(other, finding);
+        }
+        let what = format!("{} elements differ by up to {:e}", drift.differing, drift.largest);
+        let against =
+            self.plan.stored[first as usize].rank.clone().unwrap_or_else(|| "the first copy".into());
+        if part.combine == Combine::Mean {
+            Finding::new(
+                codes::REPLICAS_AVERAGED,
+                format!("copies differ from {against}'s; averaged in float32"),
+            )
+            .tensor(&output.name)
+            .expected("equal copies", what)
+        } else {
+            let finding = Finding::new(codes::REPLICAS_DIFFER, format!("this copy differs from {against}'s"))
+                .expected("equal copies", what)
+                .help("a file of another step or layer: copy the right one; if the run let replicas drift, --replicas mean averages them");
+            self.place(other, finding)
+        }
+    }
+}
+
+/// Names tensor, file and rank of a stored tensor in a finding.
+pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
+    let tensor = &plan.stored[stored as usize];
+    finding.tensor.get_or_insert_with(|| tensor.name.clone());
+    if finding.rank.is_none() {
+        finding.rank = tensor.rank.clone();
+    }
+    if let Some(blob) = shards::blobs_of(tensor).first() {
+        let file = plan.blobs[*blob as usize].file;
+        finding.file.get_or_insert_with(|| plan.sources[file as usize].path.clone());
+    }
+    finding
+}
+
+/// Keeps the first findings of each code and counts the rest.
+fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
+    findings.sort_by(|a, b| {
+        (std::cmp::Reverse(a.severity), a.code, &a.file, &a.tensor).cmp(&(
+            std::cmp::Reverse(b.severity),
+            b.code,
+            &b.file,
+            &b.tensor,
+        ))
+    });
+    let mut counts: BTreeMap<codes::Code, usize> = BTreeMap::new();
+    let mut out: Vec<Finding> = Vec::new();
+    for finding in findings {
+        let n = counts.entry(finding.code).or_default();
+        *n += 1;
+        if *n <= MAX_FINDINGS_PER_CODE {
+            out.push(finding);
+        }
+    }
+    for (code, n) in counts {
+        if n > MAX_FINDINGS_PER_CODE {
+            out.push(
+                Finding::new(code, format!("and {} more like these", n - MAX_FINDINGS_PER_CODE))
+                    .severity(Severity::Note),
+            );
+        }
+    }
+    out
+}

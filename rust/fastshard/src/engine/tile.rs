@@ -1,0 +1,340 @@
+//! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops.
+
+use crate::boxes::SubBox;
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::kernel::{self, StridedBox};
+use crate::plan::{Combine, Fill, Op, Output, Part, Plan};
+use crate::tensor::{c_strides, Dtype};
+
+use super::gather::{Into, Sources};
+
+/// Elements that a part with several sources or value ops is worked through at a time.
+const CHUNK: u64 = 64 << 10;
+
+/// What was seen while a part's sources were combined.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Drift {
+    /// Elements in which copies differ.
+    pub differing: u64,
+    /// Largest absolute difference.
+    pub largest: f32,
+    /// Index (in the part's sources) of the first copy that differs.
+    pub source: usize,
+}
+
+impl Drift {
+    /// Adds what another tile saw.
+    pub fn merge(&mut self, other: &Drift) {
+        if other.differing > 0 && (self.differing == 0 || other.source < self.source) {
+            self.source = other.source;
+        }
+        self.differing += other.differing;
+        self.largest = self.largest.max(other.largest);
+    }
+}
+
+/// Buffers of one worker, reused from tile to tile.
+pub struct Workspace {
+    /// The tile's bytes.
+    pub tile: Vec<u8>,
+    span: Vec<u8>,
+    dense: Vec<u8>,
+    other: Vec<u8>,
+    sum: Vec<f32>,
+    term: Vec<f32>,
+}
+
+/// Bytes read at a time where runs are short.
+const SPAN: usize = 1 << 20;
+
+impl Workspace {
+    /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
+    pub fn bytes(tile: u64) -> u64 {
+        tile + SPAN as u64 + CHUNK * (16 + 16 + 4 + 4)
+    }
+
+    /// A workspace; buffers grow on use.
+    pub fn new() -> Self {
+        Workspace {
+            tile: Vec::new(),
+            span: vec![0; SPAN],
+            dense: Vec::new(),
+            other: Vec::new(),
+            sum: Vec::new(),
+            term: Vec::new(),
+        }
+    }
+
+    /// A buffer for reading what no view reads.
+    pub fn span(&mut self) -> &mut [u8] {
+        &mut self.span
+    }
+}
+
+impl Default for Workspace {
+    fn default() -> Self {
+        Workspace::new()
+    }
+}
+
+/// What making a tile brought to light.
+#[derive(Debug, Default)]
+pub struct Seen {
+    /// Drift per part that has replicas.
+    pub drift: Vec<(usize, Drift)>,
+    /// Parts whose values must be zero and are not, with the fact they hang on.
+    pub undecided: Vec<(usize, String)>,
+}
+
+/// Fills `work.tile` with bytes `start..end` of an output.
+pub fn make(
+    plan: &Plan,
+    sources: &Sources,
+    output: &Output,
+    start: u64,
+    end: u64,
+    work: &mut Workspace,
+) -> Result<Seen> {
+    let item = output.dtype.size() as u64;
+    let len = (end - start) as usize;
+    if work.tile.len() < len {
+        work.tile.resize(len, 0);
+    }
+    let (lo, hi) = (start / item, end / item);
+    match output.fill {
+        Fill::None => {}
+        Fill::Zero => work.tile[..len].fill(0),
+        Fill::NegativeZero => fill_negative_zero(output.dtype, &mut work.tile[..len]),
+    }
+    let mut seen = Seen::default();
+    for (p, part) in output.parts.iter().enumerate() {
+        if part.volume() == 0 {
+            continue;
+        }
+        let spread = part.dst();
+        let whole = SubBox::whole(&part.extents());
+        if spread.first(&whole) >= hi || spread.end(&whole) <= lo {
+            continue;
+        }
+        let first = &plan.stored[part.sources[0] as usize];
+        let plain = part.sources.len() == 1
+            && part.ops.is_empty()
+            && first.dtype == output.dtype
+            && !matches!(part.combine, Combine::Zero(_));
+        if plain {
+            let mut found = Vec::new();
+            spread.cut(&whole, lo, hi, &mut |sub| found.push(sub.clone()));
+            for sub in found {
+                let mut into = Into {
+                    bytes: &mut work.tile[..len],
+                    base: spread.first(&sub) - lo,
+                    strides: spread.strides(),
+                };
+                sources.read(first, &part.axes, &part.src_base, &sub, &mut into, &mut work.span)?;
+            }
+        } else {
+            let mut at = lo;
+            while at < hi {
+                let next = (at + CHUNK).min(hi);
+                let mut found = Vec::new();
+                spread.cut(&whole, at, next, &mut |sub| found.push(sub.clone()));
+                for sub in found {
+                    combine(
+                        plan,
+                        sources,
+                        output,
+                        p,
+                        part,
+                        &sub,
+                        spread.first(&sub) - lo,
+                        len,
+                        work,
+                        &mut seen,
+                    )?;
+                }
+                at = next;
+            }
+        }
+    }
+    Ok(seen)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn combine(
+    plan: &Plan,
+    sources: &Sources,
+    output: &Output,
+    index: usize,
+    part: &Part,
+    sub: &SubBox,
+    dst: u64,
+    len: usize,
+    work: &mut Workspace,
+    seen: &mut Seen,
+) -> Result<()> {
+    let stored: Vec<_> = part.sources.iter().map(|&s| &plan.stored[s as usize]).collect();
+    let from = stored[0].dtype;
+    let n = sub.volume() as usize;
+    let bytes = n * from.size();
+    let strides = c_strides(&sub.len);
+    work.dense.resize(work.dense.len().max(bytes), 0);
+    work.other.resize(work.other.len().max(bytes), 0);
+    let read = |s: usize, buffer: &mut [u8], span: &mut [u8]| {
+        let mut into = Into { bytes: buffer, base: 0, strides: &strides };
+        sources.read(stored[s], &part.axes, &part.src_base, sub, &mut into, span)
+    };
+    read(0, &mut work.dense[..bytes], &mut work.span)?;
+
+    let mean_or_sum = matches!(part.combine, Combine::Mean | Combine::Sum);
+    let mut drift = Drift::default();
+    let mut averaged = false;
+    if stored.len() > 1 && mean_or_sum {
+        work.sum.resize(work.sum.len().max(n), 0.0);
+        work.term.resize(work.term.len().max(n), 0.0);
+        let numeric = from.is_float();
+        if numeric {
+            kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
+        }
+        for s in 1..stored.len() {
+            read(s, &mut work.other[..bytes], &mut work.span)?;
+            if part.combine == Combine::Mean {
+                note_drift(from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
+            }
+            if numeric {
+                kernel::to_f32(from, &work.other[..bytes], &mut work.term[..n]);
+                work.sum[..n].iter_mut().zip(&work.term[..n]).for_each(|(a, b)| *a += b);
+            }
+        }
+        if part.combine == Combine::Mean {
+            // Equal copies keep their bits: a mean would round them.
+            if drift.differing > 0 && numeric {
+                let count = stored.len() as f32;
+                work.sum[..n].iter_mut().for_each(|x| *x /= count);
+                averaged = true;
+            }
+            seen.drift.push((index, drift));
+        } else {
+            averaged = numeric;
+        }
+    } else if stored.len() > 1 {
+        for s in 1..stored.len() {
+            read(s, &mut work.other[..bytes], &mut work.span)?;
+            note_drift(from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
+            if matches!(part.combine, Combine::Zero(_)) && !kernel::is_zero(&work.other[..bytes]) {
+                drift.differing += 1;
+            }
+        }
+        if let Combine::Zero(fact) = &part.combine {
+            if drift.differing > 0 || !kernel::is_zero(&work.dense[..bytes]) {
+                seen.undecided.push((index, fact.clone()));
+            }
+        } else {
+            seen.drift.push((index, drift));
+        }
+    }
+
+    if averaged || !part.ops.is_empty() {
+        if !averaged {
+            work.sum.resize(work.sum.len().max(n), 0.0);
+            kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
+        }
+        for op in &part.ops {
+            match *op {
+                Op::Scale(factor) => work.sum[..n].iter_mut().for_each(|x| *x *= factor),
+                Op::Add(term) => work.sum[..n].iter_mut().for_each(|x| *x += term),
+            }
+        }
+        let out = n * output.dtype.size();
+        work.other.resize(work.other.len().max(out), 0);
+        kernel::from_f32(output.dtype, &work.sum[..n], &mut work.other[..out]);
+    } else if from == output.dtype {
+        std::mem::swap(&mut work.dense, &mut work.other);
+    } else {
+        let out = n * output.dtype.size();
+        work.other.resize(work.other.len().max(out), 0);
+        kernel::convert(from, &work.dense[..bytes], output.dtype, &mut work.other[..out]);
+    }
+    let spread = part.dst();
+    let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: spread.strides() };
+    let out = n * output.dtype.size();
+    kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, output.dtype.size());
+    Ok(())
+}
+
+fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift) {
+    if a == b {
+        return;
+    }
+    let item = dtype.size();
+    let mut found = Drift { source, ..Drift::default() };
+    for (x, y) in a.chunks_exact(item).zip(b.chunks_exact(item)) {
+        if x != y {
+            found.differing += 1;
+            if dtype.is_float() {
+                let (mut p, mut q) = ([0f32], [0f32]);
+                kernel::to_f32(dtype, x, &mut p);
+                kernel::to_f32(dtype, y, &mut q);
+                let difference = (p[0] - q[0]).abs();
+                // A NaN on one side is as far apart as can be.
+                found.largest =
+                    found.largest.max(if difference.is_nan() { f32::INFINITY } else { difference });
+            }
+        }
+    }
+    drift.merge(&found);
+}
+
+fn fill_negative_zero(dtype: Dtype, bytes: &mut [u8]) {
+    let item = dtype.size();
+    bytes.fill(0);
+    if dtype.is_float() {
+        // Little-endian: the sign is the top bit of the last byte.
+        bytes.iter_mut().skip(item - 1).step_by(item).for_each(|b| *b = 0x80);
+    }
+}
+
+/// Reads a region that should be zero; returns a warning if it is not.
+pub fn check_pad(
+    plan: &Plan,
+    sources: &Sources,
+    pad: &crate::plan::PadRegion,
+    work: &mut Workspace,
+) -> Result<Option<Finding>> {
+    let stored = &plan.stored[pad.stored as usize];
+    let extents: Vec<u64> = pad.axes.iter().map(|a| a.n).collect();
+    let strides = c_strides(&extents);
+    let spread = crate::boxes::Spread::new(0, strides.clone());
+    let whole = SubBox::whole(&extents);
+    let (mut at, total) = (0, whole.volume());
+    while at < total {
+        let next = (at + CHUNK).min(total);
+        let mut found = Vec::new();
+        spread.cut(&whole, at, next, &mut |sub| found.push(sub.clone()));
+        for sub in found {
+            let bytes = (sub.volume() as usize) * stored.dtype.size();
+            work.dense.resize(work.dense.len().max(bytes), 0);
+            let strides = c_strides(&sub.len);
+            let mut into = Into { bytes: &mut work.dense[..bytes], base: 0, strides: &strides };
+            sources.read(stored, &pad.axes, &pad.src_base, &sub, &mut into, &mut work.span)?;
+            let zero = if stored.dtype.is_float() {
+                let item = stored.dtype.size();
+                work.dense[..bytes]
+                    .chunks_exact(item)
+                    .all(|x| x[..item - 1].iter().all(|b| *b == 0) && x[item - 1] & 0x7f == 0)
+            } else {
+                kernel::is_zero(&work.dense[..bytes])
+            };
+            if !zero {
+                let mut finding = Finding::new(codes::PAD_NOT_ZERO, "rows beyond the vocabulary hold values")
+                    .tensor(&stored.name)
+                    .expected("zeros", "other values")
+                    .help("they are dropped; if they are real rows, give the true --vocab-size");
+                finding.rank = stored.rank.clone();
+                return Ok(Some(finding));
+            }
+        }
+        at = next;
+    }
+    Ok(None)
+}

@@ -1,0 +1,391 @@
+//! From a declaration to a plan: what an adapter says of a checkpoint, put to the layout engine.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::catalog::Catalog;
+use crate::codes;
+use crate::compose::{self, Replicas, Source, Target};
+use crate::error::{Finding, Result, Severity};
+use crate::format::safetensors;
+use crate::layout::bind::Known;
+use crate::layout::resolve::{self, generic_entry, Outside, Placement, Registry, Stored, Unit, Unknown};
+use crate::layout::table::Table;
+use crate::plan::{OutFile, Output, Pieces, Plan, PlanBlob, StoredTensor, PLAN_VERSION};
+use crate::tensor::Dtype;
+
+/// What an adapter declares of a checkpoint, and what is wanted of it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    /// The source.
+    pub source: SourceSide,
+    /// The target; absent for `merge`.
+    #[serde(default)]
+    pub target: Option<TargetSide>,
+    /// Element type of floating outputs.
+    #[serde(default)]
+    pub dtype: Option<Dtype>,
+    /// True to average replicas that differ.
+    #[serde(default)]
+    pub mean_replicas: bool,
+    /// Glob patterns of output names wanted; all if empty.
+    #[serde(default)]
+    pub include: Vec<String>,
+    /// Glob patterns of output names not wanted.
+    #[serde(default)]
+    pub exclude: Vec<String>,
+    /// Largest output file, in bytes of tensor data.
+    pub max_shard_size: u64,
+    /// Small text files to write besides.
+    #[serde(default)]
+    pub texts: BTreeMap<String, String>,
+}
+
+/// The source's declaration.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SourceSide {
+    /// Layout table, TOML text; none for tensors that are whole as they are.
+    #[serde(default)]
+    pub layout: Option<String>,
+    /// Rules for single tensors, from a `layout.json`: name and the dimension split over tp.
+    #[serde(default)]
+    pub generic: Vec<(String, Option<usize>)>,
+    /// Where each file lies in the topology.
+    pub units: Vec<UnitSide>,
+    /// Parallel degrees.
+    #[serde(default)]
+    pub degrees: BTreeMap<String, u64>,
+    /// Extents known from outside.
+    #[serde(default)]
+    pub axes: BTreeMap<String, u64>,
+    /// Facts known from outside.
+    #[serde(default)]
+    pub facts: BTreeMap<String, bool>,
+    /// True vocabulary.
+    #[serde(default)]
+    pub vocab_size: Option<u64>,
+    /// True if tensors that no rule names are taken as they are.
+    #[serde(default)]
+    pub pass_unknown: bool,
+}
+
+/// One file's place.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitSide {
+    /// Index of the file in the catalog.
+    pub file: u32,
+    /// Keys from the file's root to the state dict.
+    #[serde(default)]
+    pub under: Vec<String>,
+    /// Removed from the front of each name.
+    #[serde(default)]
+    pub strip: String,
+    /// Put before each name.
+    #[serde(default)]
+    pub prefix: String,
+    /// Rank per parallel dimension.
+    #[serde(default)]
+    pub coords: BTreeMap<String, u64>,
+    /// Added to positions in names.
+    #[serde(default)]
+    pub bases: BTreeMap<String, u64>,
+    /// Rank in the field's words.
+    #[serde(default)]
+    pub rank: Option<String>,
+}
+
+/// The target's declaration.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TargetSide {
+    /// Name for the plan and the manifest, e.g. `hf`.
+    pub name: String,
+    /// Layout table, TOML text.
+    pub layout: String,
+    /// Parallel degrees.
+    #[serde(default)]
+    pub degrees: BTreeMap<String, u64>,
+    /// Extents that differ from the source's.
+    #[serde(default)]
+    pub axes: BTreeMap<String, u64>,
+    /// Facts of the target.
+    #[serde(default)]
+    pub facts: BTreeMap<String, bool>,
+    /// Multiple to which the vocabulary is padded.
+    #[serde(default)]
+    pub pad_multiple: Option<u64>,
+}
+
+/// A plan and all that was found while making it. With an error among the findings the plan is
+/// incomplete: it can be looked at, and whole tensors of it read, but not be executed.
+#[derive(Debug)]
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// Findings, errors first.
+    pub findings: Vec<Finding>,
+}
+
+fn globs(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
+    patterns
+        .iter()
+        .map(|p| {
+            glob::Pattern::new(p).map_err(|e| {
+                Finding::new(codes::USAGE, format!("pattern {p:?}: {e}"))
+                    .help("patterns are shell globs, e.g. 'model.layers.*'")
+                    .into()
+            })
+        })
+        .collect()
+}
+
+/// Makes a plan of a catalog by a request.
+///
+/// # Errors
+/// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
+pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
+    let mut table = request.source.layout.as_deref().map_or_else(|| Ok(Table::generic()), Table::parse)?;
+    let target_table = request.target.as_ref().map(|t| Table::parse(&t.layout)).transpose()?;
+    if let Some(target) = &target_table {
+        if target.family != table.family {
+            return Err(Finding::new(
+                codes::UNSUPPORTED,
+                "source and target layouts are of different model families",
+            )
+            .expected(&table.family, &target.family)
+            .help("choose a target for this family, or give a layout of your own with --layout")
+            .into());
+        }
+    }
+    let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);
+    let wanted = |name: &str| {
+        (include.is_empty() || include.iter().any(|p| p.matches(name)))
+            && !exclude.iter().any(|p| p.matches(name))
+    };
+
+    let (mut blobs, mut stored, mut seen, mut units) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut blob_index: BTreeMap<(u32, u32), u32> = BTreeMap::new();
+    let mut sources = Vec::new();
+    let mut source_index: BTreeMap<u32, u32> = BTreeMap::new();
+    for unit in &request.source.units {
+        let Some(Some(file)) = catalog.files.get(unit.file as usize) else { continue };
+        let source = *source_index.entry(unit.file).or_insert_with(|| {
+            sources.push(file.plan_file());
+            (sources.len() - 1) as u32
+        });
+        units.push(Unit {
+            coords: unit.coords.clone(),
+            bases: unit.bases.clone(),
+            file: file.path.clone(),
+            rank: unit.rank.clone(),
+        });
+        for tensor in &file.parsed.tensors {
+            let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
+            let key = rest.join(".");
+            let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
+            let blob = *blob_index.entry((unit.file, tensor.blob)).or_insert_with(|| {
+                let b = &file.parsed.blobs[tensor.blob as usize];
+                blobs.push(PlanBlob {
+                    file: source,
+                    offset: b.offset,
+                    stored_len: b.stored_len,
+                    len: b.len,
+                    crc32: b.crc32,
+                    deflated: b.deflated,
+                    member: b.member.clone(),
+                });
+                (blobs.len() - 1) as u32
+            });
+            seen.push(Stored {
+                name: name.clone(),
+                shape: tensor.shape.clone(),
+                dtype: tensor.dtype,
+                unit: (units.len() - 1) as u32,
+            });
+            stored.push(StoredTensor {
+                name,
+                dtype: tensor.dtype,
+                shape: tensor.shape.clone(),
+                pieces: Pieces::View { blob, offset: tensor.offset, strides: tensor.strides.clone() },
+                rank: unit.rank.clone(),
+                rule: 0,
+                index: Vec::new(),
+                shard: None,
+            });
+        }
+    }
+
+    let known_names: std::collections::HashSet<&str> = seen.iter().map(|s| s.name.as_str()).collect();
+    for (name, divided) in &request.source.generic {
+        if known_names.contains(name.as_str()) {
+            let shape = &seen.iter().find(|s| s.name == *name).expect("just found").shape;
+            if divided.is_some_and(|d| d >= shape.len()) {
+                return Err(Finding::new(codes::BAD_VALUE, "tp_dim in layout.json")
+                    .tensor(name)
+                    .expected(format!("a dimension of {shape:?}"), divided.unwrap_or(0))
+                    .into());
+            }
+            generic_entry(&mut table, name, shape, *divided);
+        }
+    }
+    let outside = Outside {
+        known: Known { extents: request.source.axes.clone(), degrees: request.source.degrees.clone() },
+        facts: request.source.facts.clone(),
+        vocab_size: request.source.vocab_size,
+    };
+    let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
+    let mut registry = Registry::default();
+    let resolved = resolve::resolve(&mut table, &mut registry, &seen, &units, &outside, unknown);
+
+    for instance in &resolved.instances {
+        let tensor = &mut stored[instance.tensor as usize];
+        tensor.rule = instance.entry;
+        tensor.index = instance.index.values().copied().collect();
+        let entry = &table.entries[instance.entry as usize];
+        if let (Some(shape), Placement::Parts) = (&entry.shape, &instance.placement) {
+            let mut names = Vec::new();
+            shape.dims.iter().for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
+            let dimension = names.iter().find_map(|n| table.divided_by(&entry.class, n));
+            tensor.shard = dimension
+                .filter(|d| outside.known.degree(d) > 1)
+                .and_then(|d| units[instance.unit as usize].coords.get(d).copied());
+        }
+    }
+
+    let side = Source { table: &table, resolved: &resolved, stored: &seen, units: &units, outside: &outside };
+    let target = Target {
+        table: target_table.as_ref(),
+        outside: request.target.as_ref().map_or_else(Outside::default, |t| Outside {
+            known: Known { extents: t.axes.clone(), degrees: t.degrees.clone() },
+            facts: t.facts.clone(),
+            vocab_size: None,
+        }),
+        pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
+        dtype: request.dtype,
+        replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
+        wanted: &wanted,
+    };
+    let composed = compose::compose(&side, &target, &mut registry);
+    let mut findings = resolved.findings.clone();
+    findings.extend(composed.findings);
+    findings.extend(casts(request.dtype, &composed.outputs, &stored));
+    let rules = table.entries.iter().map(|e| e.name.text().to_string()).collect();
+    let axes =
+        resolved.extents.iter().filter(|(k, _)| !k.contains('#')).map(|(k, v)| (k.clone(), *v)).collect();
+    drop(resolved);
+
+    let (outputs, files) = pack(composed.outputs, request.max_shard_size);
+    let mut plan = Plan {
+        version: PLAN_VERSION,
+        target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
+        sources,
+        blobs,
+        stored,
+        rules,
+        outputs,
+        files,
+        pads: composed.pads,
+        texts: request.texts.clone(),
+        topology: request.source.degrees.clone(),
+        axes,
+        notes: Vec::new(),
+    };
+    findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+    plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
+    if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {
+        findings.insert(
+            0,
+            Finding::new(codes::USAGE, "nothing is left to write").help("check --include and --exclude"),
+        );
+    }
+    Ok(Planned { plan, findings })
+}
+
+/// One note per kind of cast.
+fn casts(
+    wanted: Option<Dtype>,
+    outputs: &[(BTreeMap<String, u64>, Output)],
+    stored: &[StoredTensor],
+) -> Vec<Finding> {
+    let Some(to) = wanted else { return Vec::new() };
+    let mut from: BTreeMap<Dtype, u64> = BTreeMap::new();
+    for (_, output) in outputs {
+        let source = output.parts.first().and_then(|p| p.sources.first()).map(|&s| stored[s as usize].dtype);
+        if let Some(source) = source.filter(|d| *d != output.dtype) {
+            *from.entry(source).or_default() += 1;
+        }
+    }
+    from.into_iter()
+        .filter(|(d, _)| !widens(*d, to))
+        .map(|(d, n)| Finding::new(codes::LOSSY, format!("{n} tensors are rounded from {d} to {to}")))
+        .collect()
+}
+
+fn widens(from: Dtype, to: Dtype) -> bool {
+    matches!((from, to), (Dtype::F16 | Dtype::Bf16, Dtype::F32 | Dtype::F64) | (Dtype::F32, Dtype::F64))
+}
+
+/// Names compared with their numbers as numbers, so that layer 10 follows layer 9.
+fn natural(name: &str) -> Vec<(String, u64)> {
+    let mut out = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let text = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let digits = rest[text..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| text + n);
+        out.push((rest[..text].to_string(), rest[text..digits].parse().unwrap_or(u64::MAX)));
+        rest = &rest[digits..];
+    }
+    out
+}
+
+/// Distributes outputs over files and lays them out in each.
+fn pack(outputs: Vec<(BTreeMap<String, u64>, Output)>, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>) {
+    let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
+    for (coords, output) in outputs {
+        units.entry(coords).or_default().push(output);
+    }
+    let sharded = units.len() > 1;
+    let (mut all, mut files) = (Vec::new(), Vec::new());
+    for (rank, (_, mut outputs)) in units.into_iter().enumerate() {
+        outputs.sort_by_cached_key(|o| natural(&o.name));
+        let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
+        let mut bytes = 0;
+        for output in outputs {
+            let n = output.nbytes();
+            let last = groups.last_mut().expect("never empty");
+            // A rank's tensors stay in one file: that is what the next tool reads.
+            if !sharded && !last.is_empty() && bytes + n > max_bytes {
+                groups.push(vec![output]);
+                bytes = n;
+            } else {
+                last.push(output);
+                bytes += n;
+            }
+        }
+        let count = groups.len();
+        for (i, mut group) in groups.into_iter().enumerate() {
+            // Whole pages first, so that as many tensors as can be lie on page boundaries.
+            group.sort_by_key(|o| o.nbytes() % 4096 != 0);
+            let name = match (sharded, count) {
+                (true, _) => format!("tp_rank_{rank:02}.safetensors"),
+                (false, 1) => "model.safetensors".to_string(),
+                (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+            };
+            let header = safetensors::header(group.iter().map(|o| (o.name.as_str(), o.dtype, &o.shape[..])))
+                .len() as u64;
+            let mut at = header;
+            for mut output in group {
+                output.file = files.len() as u32;
+                output.offset = at;
+                at += output.nbytes();
+                all.push(output);
+            }
+            files.push(OutFile { name, header_len: header, size: at });
+        }
+    }
+    (all, files)
+}
