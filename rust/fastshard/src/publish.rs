@@ -1,0 +1,66 @@
+//! Publishing: a result is written beside its destination and appears there whole or not at all.
+//!
+//! ```text
+//!             begin                 seal                 rename              clean up
+//!  (nothing) -------> open folder -------> sealed folder -------> result at OUT -------> (nothing else)
+//!                     |   ^   |               |     ^                 |
+//!              discard|   |   |process died   |     |process died     |process died before the
+//!                     v   +---+ begin(resume) |     |or conflict      |clean-up: begin(resume),
+//!                 (nothing)                   +-----+ begin(resume)   +publish cleans up
+//! ```
+//!
+//! The staging folder holds `lock` (flock of the live process), `plan` (what is being written),
+//! `journal` (what is already done), `data/` (the result as it will appear) and, from the moment on
+//! which the result is complete and on disk, `sealed` (what publishing still has to do). Sealing is
+//! the point of no return: a sealed run is only ever rolled forward, so that whoever resumes it calls
+//! [`Staging::publish`] at once. The folder is created exclusively, which decides between two runs of
+//! the same plan; its `sealed` file is removed last, so that a clean-up cut short is recognised.
+//!
+//! | OUT at the start       | how the result appears                                                 |
+//! |------------------------|------------------------------------------------------------------------|
+//! | absent                 | one rename that replaces nothing                                       |
+//! | an empty directory     | one rename over it; its mode is kept                                   |
+//! | not empty, `overwrite` | one exchange, then the old tree is removed; see below                  |
+//! | a mount point, or in a directory that may not be written | staged inside OUT: files are moved one by one, the pointer files last |
+//!
+//! Where the filesystem cannot exchange (NFS), the old tree is moved into the staging folder and the
+//! new one to OUT: a crash between the two leaves OUT absent and both trees whole in the folder;
+//! `begin` with `resume` and `publish` finish it.
+//!
+//! Limits: where `flock` is not supported (some Lustre mounts) the exclusive creation of the folder
+//! is the only guard, so that two processes must not resume one run. Errors that NFS reports only at
+//! `close` are seen through `fsync`; with `fsync` off they are not.
+
+mod disk;
+#[cfg(test)]
+mod fault;
+mod file;
+mod journal;
+mod place;
+mod preflight;
+mod rename;
+mod staging;
+#[cfg(test)]
+mod tests;
+
+pub use file::{OutFile, Space};
+pub use journal::Journal;
+pub use preflight::{preflight, Needs};
+pub use staging::Staging;
+
+/// How a result is published.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Replace a destination that is not empty. The old one stays until the new one is in place.
+    pub overwrite: bool,
+    /// Continue an interrupted run of the same plan, if there is one.
+    pub resume: bool,
+    /// Bring everything to disk before it appears; off, a power failure may lose a published result.
+    pub fsync: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { overwrite: false, resume: false, fsync: true }
+    }
+}

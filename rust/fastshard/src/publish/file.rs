@@ -1,0 +1,85 @@
+//! One data file of the result while it is written.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use super::disk::{self, At};
+use crate::codes;
+use crate::error::{Finding, Result};
+
+/// Whether a data file's bytes are reserved on disk before they are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Space {
+    /// Reserved where the filesystem can, so that a full disk shows before hours of writing.
+    Reserved,
+    /// Only the length is set; unwritten ranges take no space.
+    Sparse,
+}
+
+/// A data file of fixed size, written in any order by any thread.
+#[derive(Debug)]
+pub struct OutFile {
+    file: File,
+    path: PathBuf,
+    size: u64,
+    kept: bool,
+    durable: bool,
+}
+
+impl OutFile {
+    /// Opens or creates `path` with exactly `size` bytes; content that is there stays.
+    pub(super) fn open(path: PathBuf, size: u64, space: Space, durable: bool) -> Result<Self> {
+        let file = disk::open(&path).at(&path, "cannot create")?;
+        let meta = file.metadata().at(&path, "cannot stat")?;
+        let kept = meta.len() == size && size > 0;
+        if space == Space::Reserved {
+            disk::reserve(&file, &path, size).at(&path, &format!("cannot reserve {size} bytes"))?;
+        }
+        if meta.len() != size {
+            disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
+        }
+        Ok(OutFile { file, path, size, kept, durable })
+    }
+
+    /// Path in the staging folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// True if the file was already there with this size, so that what the journal says of its
+    /// content still holds; false if it was made now and holds zeros.
+    pub fn kept(&self) -> bool {
+        self.kept
+    }
+
+    /// Writes all of `bytes` at `offset` (bytes from the start); an error if they reach past the end.
+    pub fn write_all_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        if end.is_none_or(|end| end > self.size) {
+            return Err(Finding::new(codes::IO, "write past the end of the file")
+                .file(&self.path)
+                .expected(format!("at most {} bytes", self.size), format!("{} at {offset}", bytes.len()))
+                .into());
+        }
+        disk::write_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot write")
+    }
+
+    /// Asks the system to start writing a range of `len` bytes out, without waiting for it. The
+    /// range leaves the page cache where it is clean. For ranges of many MiB: each call costs.
+    pub fn start_writeback(&self, offset: u64, len: u64) {
+        disk::start_writeback(&self.file, offset, len);
+    }
+
+    /// Waits until all bytes written are on disk; nothing with `fsync` off.
+    pub fn sync(&self) -> Result<()> {
+        if !self.durable {
+            return Ok(());
+        }
+        disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")
+    }
+}

@@ -1,0 +1,249 @@
+//! Failure and death at every changing system call.
+
+use std::process::Command;
+
+use super::*;
+use fault::Fault;
+
+/// A destination, and what the filesystem under it lacks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Fresh,
+    FreshWithoutNoReplace,
+    Empty,
+    Overwrite,
+    OverwriteWithoutExchange,
+    Inside,
+}
+
+const KINDS: [Kind; 6] = [
+    Kind::Fresh,
+    Kind::FreshWithoutNoReplace,
+    Kind::Empty,
+    Kind::Overwrite,
+    Kind::OverwriteWithoutExchange,
+    Kind::Inside,
+];
+
+impl Kind {
+    /// Prepares the destination.
+    fn set_up(self, setting: &Setting) {
+        match self {
+            Kind::Fresh | Kind::FreshWithoutNoReplace => {}
+            Kind::Empty | Kind::Inside => fs::create_dir(setting.out()).unwrap(),
+            Kind::Overwrite | Kind::OverwriteWithoutExchange => put(&setting.out(), &old()),
+        }
+    }
+
+    /// The scripted run of this kind.
+    fn run(self, setting: &Setting, resume: bool, fsync: bool) -> Result<Vec<Finding>> {
+        fault::lack(match self {
+            Kind::FreshWithoutNoReplace => &["noreplace"],
+            Kind::OverwriteWithoutExchange => &["noreplace", "exchange"],
+            Kind::Inside => &["replacing"],
+            _ => &[],
+        });
+        let overwrite = matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange);
+        let done = run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync });
+        fault::lack(&[]);
+        done
+    }
+
+    /// What an onlooker may see at any time.
+    fn check(self, setting: &Setting, when: &str) {
+        let out = tree(&setting.out());
+        let allowed = match self {
+            Kind::Fresh | Kind::FreshWithoutNoReplace => out.is_none(),
+            Kind::Empty => out == Some(Tree::new()),
+            Kind::Overwrite => out == Some(old()),
+            Kind::OverwriteWithoutExchange => {
+                let kept = |name: &str| tree(&setting.folders()[0].join(name));
+                out == Some(old())
+                    || out.is_none() && kept("old") == Some(old()) && kept("data") == Some(result())
+            }
+            Kind::Inside => {
+                let out = out.as_ref().unwrap();
+                out.iter().all(|(name, bytes)| result().get(name) == Some(bytes))
+                    && !out.contains_key(LAST[1])
+                    && (!out.contains_key(LAST[0]) || out.len() == result().len() - 1)
+            }
+        };
+        assert!(allowed || out == Some(result()), "{self:?}, {when}: neither old nor new: {out:?}");
+        assert_eq!(fs::read(setting.source()).unwrap(), painted(4, 300), "{self:?}, {when}: source");
+    }
+
+    /// A later run with `resume` finishes, whatever happened before.
+    fn recover(self, setting: &Setting, when: &str) {
+        let published = tree(&setting.out()) == Some(result());
+        match self.run(setting, true, true) {
+            Ok(warnings) => assert!(warnings.is_empty(), "{self:?}, {when}: {warnings:?}"),
+            // Death after the clean-up: at most the empty folder is left to tell of the run.
+            Err(error) => {
+                assert!(published, "{self:?}, {when}: cannot resume: {error}");
+                assert_eq!(error.findings()[0].code, codes::OUT_EXISTS, "{self:?}, {when}");
+                for folder in setting.folders() {
+                    fs::remove_dir(folder).unwrap();
+                }
+            }
+        }
+        assert_eq!(tree(&setting.out()), Some(result()), "{self:?}, {when}: result after resume");
+        assert_eq!(setting.folders(), [] as [PathBuf; 0], "{self:?}, {when}: leftovers");
+    }
+
+    /// The changing calls of an undisturbed run.
+    fn calls(self) -> Vec<(&'static str, PathBuf)> {
+        let setting = Setting::new();
+        self.set_up(&setting);
+        fault::disarm();
+        assert_eq!(self.run(&setting, false, true).unwrap(), []);
+        let calls = fault::disarm();
+        assert_eq!(tree(&setting.out()), Some(result()));
+        assert_eq!(setting.folders(), [] as [PathBuf; 0]);
+        calls
+    }
+}
+
+#[test]
+fn any_call_may_fail() {
+    let mut cases = 0;
+    for kind in KINDS {
+        let calls = kind.calls();
+        assert!(calls.len() > 50, "{kind:?}: only {} calls", calls.len());
+        for at in 0..calls.len() {
+            for fault in [Fault::Once(libc_errno::EIO), Fault::Once(libc_errno::ENOSPC), Fault::Gone] {
+                let when = format!("{fault:?} at call {at}, {:?}", calls[at]);
+                let setting = Setting::new();
+                kind.set_up(&setting);
+                fault::arm(at, fault);
+                let done = kind.run(&setting, false, true);
+                fault::disarm();
+                kind.check(&setting, &when);
+                match done {
+                    Err(error) => {
+                        for finding in error.findings() {
+                            assert!(finding.file.is_some(), "{when}: no path in {finding}");
+                        }
+                    }
+                    Ok(warnings) => {
+                        assert_eq!(tree(&setting.out()), Some(result()), "{kind:?}, {when}");
+                        let left = setting.folders().is_empty();
+                        assert_eq!(warnings.is_empty(), left, "{kind:?}, {when}: {warnings:?}");
+                    }
+                }
+                kind.recover(&setting, &when);
+                cases += 1;
+            }
+        }
+    }
+    eprintln!("{cases} failures, each recovered from");
+}
+
+/// Two deaths in one run: the second during the recovery from the first.
+#[test]
+fn recovery_may_fail_too() {
+    for kind in KINDS {
+        let calls = kind.calls().len();
+        for first in (0..calls).rev().take(18).chain((0..calls).step_by(7)) {
+            for second in (0..calls).step_by(3) {
+                let when = format!("death at call {first}, then at {second}");
+                let setting = Setting::new();
+                kind.set_up(&setting);
+                fault::arm(first, Fault::Gone);
+                let _ = kind.run(&setting, false, true);
+                fault::arm(second, Fault::Gone);
+                let _ = kind.run(&setting, true, true);
+                fault::disarm();
+                kind.check(&setting, &when);
+                kind.recover(&setting, &when);
+            }
+        }
+    }
+}
+
+const CHILD: &str = "FASTSHARD_TEST_DIE";
+
+/// Not a test by itself: the process that [`the_process_may_die`] lets die.
+#[test]
+fn dying_process() {
+    let Ok(order) = std::env::var(CHILD) else { return };
+    let no_core = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
+    rustix::process::setrlimit(rustix::process::Resource::Core, no_core).unwrap();
+    let fields: Vec<&str> = order.splitn(3, ' ').collect();
+    let (kind, at) = (KINDS[fields[0].parse::<usize>().unwrap()], fields[1].parse().unwrap());
+    let setting = Setting::at(Path::new(fields[2]));
+    fault::arm(at, Fault::Abort);
+    let _ = kind.run(&setting, false, true);
+}
+
+#[test]
+fn the_process_may_die() {
+    let mut deaths = 0;
+    for (number, kind) in KINDS.into_iter().enumerate() {
+        let calls = kind.calls();
+        // Every call from the seal on, and a part of those before.
+        let seal = calls.iter().position(|(_, path)| path.ends_with("sealed.new")).unwrap();
+        for at in (0..seal).step_by(5).chain(seal..calls.len()) {
+            let when = format!("died at call {at}, {:?}", calls[at]);
+            let setting = Setting::new();
+            kind.set_up(&setting);
+            let child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "publish::tests::crash::dying_process", "--nocapture"])
+                .env(CHILD, format!("{number} {at} {}", setting.root.display()))
+                .output()
+                .unwrap();
+            assert!(!child.status.success(), "{kind:?}, {when}: it lived");
+            deaths += 1;
+            kind.check(&setting, &when);
+            kind.recover(&setting, &when);
+        }
+    }
+    eprintln!("{deaths} deaths, each recovered from");
+}
+
+#[test]
+fn data_is_on_disk_before_it_appears() {
+    for kind in KINDS {
+        let calls = kind.calls();
+        let out_name = |p: &PathBuf| p.ends_with("out");
+        let data = |p: &PathBuf| p.components().any(|c| c.as_os_str() == "data");
+        let at = |what: &dyn Fn(&(&str, PathBuf)) -> bool| calls.iter().position(what);
+        let last = |what: &dyn Fn(&(&str, PathBuf)) -> bool| calls.iter().rposition(what);
+        let appears = |(call, path): &(&str, PathBuf)| match kind {
+            Kind::Inside => *call == "rename_new",
+            Kind::Overwrite => *call == "exchange",
+            _ => ["rename_new", "rename_over"].contains(call) && out_name(path),
+        };
+        let appears = at(&appears).unwrap();
+        let seal = at(&|(call, p)| *call == "rename_over" && p.ends_with("sealed")).unwrap();
+        for name in result().keys() {
+            let written = last(&|(call, p)| {
+                *call != "sync" && data(p) && p.ends_with(name)
+                    || ["write", "copy"].contains(call) && p.ends_with(name)
+            })
+            .unwrap();
+            let synced = calls[..seal].iter().rposition(|(c, p)| *c == "sync" && p.ends_with(name)).unwrap();
+            if kind != Kind::Inside {
+                assert!(written < synced, "{kind:?}: {name}");
+            }
+            assert!(synced < seal && seal < appears, "{kind:?}: {name}");
+        }
+        let removes = at(&|(call, _)| *call == "remove_tree").unwrap();
+        let parent = calls[appears..removes].iter().any(|(call, _)| *call == "sync");
+        assert!(parent, "{kind:?}: the directory is synced before anything is removed");
+    }
+}
+
+#[test]
+fn without_fsync_nothing_is_synced() {
+    let setting = Setting::new();
+    fault::disarm();
+    Kind::Fresh.run(&setting, false, false).unwrap();
+    assert!(fault::disarm().iter().all(|(call, _)| *call != "sync"));
+    assert_eq!(tree(&setting.out()), Some(result()));
+}
+
+/// Error numbers as Linux has them.
+mod libc_errno {
+    pub(super) const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
+    pub(super) const ENOSPC: i32 = rustix::io::Errno::NOSPC.raw_os_error();
+}

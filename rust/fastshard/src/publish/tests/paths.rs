@@ -1,0 +1,310 @@
+//! Destinations, conflicts and refusals on an ordinary filesystem.
+
+use std::os::unix::fs::{symlink, PermissionsExt};
+use std::sync::Barrier;
+
+use super::super::{preflight, Needs};
+use super::*;
+
+const SMALL: Needs = Needs { bytes: 1000, files: 3, open_files: 3 };
+const PLAIN: Options = Options { overwrite: false, resume: false, fsync: false };
+const RESUME: Options = Options { resume: true, ..PLAIN };
+const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
+
+fn check(setting: &Setting, out: &Path, options: &Options) -> Result<()> {
+    preflight(out, &[setting.root.join("source")], RUN, &SMALL, options)
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o7777
+}
+
+#[test]
+fn destination_states() {
+    let s = Setting::new();
+    check(&s, &s.out(), &PLAIN).unwrap();
+    fs::create_dir(s.out()).unwrap();
+    check(&s, &s.out(), &PLAIN).unwrap();
+    put(&s.out(), &old());
+    assert_eq!(refusal(check(&s, &s.out(), &PLAIN)), [codes::OUT_EXISTS]);
+    assert_eq!(refusal(Staging::begin(&s.out(), RUN, PLAN, &PLAIN)), [codes::OUT_EXISTS]);
+    assert_eq!(s.folders(), [] as [PathBuf; 0]);
+    check(&s, &s.out(), &OVERWRITE).unwrap();
+    let file = s.out().join("notes.txt");
+    for options in [PLAIN, OVERWRITE] {
+        assert_eq!(refusal(check(&s, &file, &options)), [codes::OUT_EXISTS]);
+        assert_eq!(refusal(Staging::begin(&file, RUN, PLAN, &options)), [codes::OUT_EXISTS]);
+    }
+    assert_eq!(refusal(check(&s, &s.root.join("no/such/out"), &PLAIN)), [codes::NO_SUCH_PATH]);
+    assert_eq!(refusal(check(&s, &file.join("out"), &PLAIN)).len(), 1);
+    assert_eq!(tree(&s.out()), Some(old()));
+}
+
+#[test]
+fn all_problems_are_reported() {
+    let s = Setting::new();
+    let out = s.root.join("source/out");
+    put(&out, &old());
+    let needs = Needs { bytes: u64::MAX, files: 3, open_files: 1 << 50 };
+    let codes = refusal(preflight(&out, &[s.root.join("source"), s.root.join("gone")], RUN, &needs, &PLAIN));
+    for code in [
+        codes::OUT_EXISTS,
+        codes::NO_SPACE,
+        codes::TOO_MANY_FILES,
+        codes::OUT_INSIDE_SOURCE,
+        codes::NO_SUCH_PATH,
+    ] {
+        assert!(codes.contains(&code), "{code} is not in {codes:?}");
+    }
+}
+
+#[test]
+fn open_file_limit_is_raised() {
+    use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+    let s = Setting::new();
+    let before = getrlimit(Resource::Nofile);
+    // Only above what the other tests of this process need.
+    setrlimit(Resource::Nofile, Rlimit { current: Some(900), ..before }).unwrap();
+    let needs = Needs { open_files: 950, ..SMALL };
+    let done = preflight(&s.out(), &[], RUN, &needs, &PLAIN);
+    let after = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, before).unwrap();
+    done.unwrap();
+    assert!(after.current.is_none_or(|soft| soft >= 950), "{after:?}");
+}
+
+#[test]
+fn source_and_destination_stay_apart() {
+    let s = Setting::new();
+    let source = s.root.join("source");
+    symlink(&source, s.root.join("link")).unwrap();
+    fs::create_dir(source.join("deep")).unwrap();
+    symlink(source.join("deep"), s.root.join("deep-link")).unwrap();
+    for inside in
+        ["source", "source/out", "link/out", "link", "source/deep/out", "deep-link", "deep-link/out"]
+    {
+        let codes = refusal(check(&s, &s.root.join(inside), &OVERWRITE));
+        assert_eq!(codes, [codes::OUT_INSIDE_SOURCE], "{inside}");
+    }
+    // A source inside the destination, also by way of a link.
+    let codes = refusal(preflight(&s.root, &[s.root.join("deep-link")], RUN, &SMALL, &OVERWRITE));
+    assert_eq!(codes, [codes::OUT_INSIDE_SOURCE]);
+    let codes = refusal(preflight(&source, &[s.source()], RUN, &SMALL, &OVERWRITE));
+    assert_eq!(codes, [codes::OUT_INSIDE_SOURCE]);
+    check(&s, &s.root.join("source-2"), &PLAIN).unwrap();
+    preflight(&source.join("out"), &[s.source()], RUN, &SMALL, &PLAIN).unwrap();
+}
+
+#[test]
+fn destination_by_a_link() {
+    let s = Setting::new();
+    let target = s.root.join("elsewhere/target");
+    symlink(&target, s.out()).unwrap();
+    assert_eq!(refusal(check(&s, &s.out(), &PLAIN)), [codes::NO_SUCH_PATH]);
+    assert_eq!(refusal(Staging::begin(&s.out(), RUN, PLAN, &PLAIN)), [codes::NO_SUCH_PATH]);
+    fs::create_dir_all(&target).unwrap();
+    for options in [PLAIN, OVERWRITE] {
+        run(&s.out(), &s.source(), &options).unwrap();
+        assert!(s.out().is_symlink());
+        assert_eq!(tree(&target), Some(result()));
+        assert_eq!(fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn relative_destination() {
+    // `begin` and `find` resolve names against the working directory, which tests share: only look.
+    let place = super::super::place::Place::find(Path::new("fastshard-no-such-out/"), RUN).unwrap();
+    let here = std::env::current_dir().unwrap().canonicalize().unwrap();
+    assert_eq!(place.out, here.join("fastshard-no-such-out"));
+    assert_eq!(place.folder, here.join(".fastshard-no-such-out.fastshard-0123456789abcdef"));
+    let root = super::super::place::Place::find(Path::new("/"), RUN).unwrap();
+    assert_eq!((root.inside, root.folder), (true, PathBuf::from("/.fastshard-0123456789abcdef")));
+}
+
+#[test]
+fn modes_follow_the_umask_or_the_replaced_directory() {
+    let s = Setting::new();
+    fs::write(s.root.join("file"), "").unwrap();
+    fs::create_dir(s.root.join("directory")).unwrap();
+    fs::set_permissions(s.source(), PermissionsExt::from_mode(0o400)).unwrap();
+    run(&s.out(), &s.source(), &PLAIN).unwrap();
+    for name in result().keys() {
+        assert_eq!(mode(&s.out().join(name)), mode(&s.root.join("file")), "{name}");
+    }
+    assert_eq!(mode(&s.out()), mode(&s.root.join("directory")));
+    fs::set_permissions(s.out(), PermissionsExt::from_mode(0o2710)).unwrap();
+    run(&s.out(), &s.source(), &OVERWRITE).unwrap();
+    assert_eq!(mode(&s.out()), 0o2710);
+}
+
+#[test]
+fn leftover_and_locked() {
+    let s = Setting::new();
+    let first = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+    for options in [PLAIN, RESUME] {
+        assert_eq!(refusal(Staging::begin(&s.out(), RUN, PLAN, &options)), [codes::LOCKED]);
+    }
+    first.journal().append(b"done").unwrap();
+    let folder = first.folder().to_path_buf();
+    drop(first);
+    let error = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap_err();
+    assert_eq!(error.findings()[0].code, codes::LEFTOVER_RUN);
+    assert_eq!(error.findings()[0].file, Some(folder.display().to_string()));
+    assert!(error.findings()[0].help.as_ref().unwrap().contains("--resume"));
+    assert_eq!(refusal(Staging::begin(&s.out(), RUN, b"another", &RESUME)), [codes::LEFTOVER_RUN]);
+    let again = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
+    assert!(again.resumed() && !again.sealed());
+    assert_eq!(again.journal().replayed(), [b"done".to_vec()]);
+    again.discard().unwrap();
+    assert_eq!(s.folders(), [] as [PathBuf; 0]);
+    let fresh = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
+    assert!(!fresh.resumed() && fresh.journal().replayed().is_empty());
+}
+
+#[test]
+fn concurrent_begins_of_one_run() {
+    for options in [PLAIN, RESUME] {
+        for _ in 0..10 {
+            let s = Setting::new();
+            let barrier = Barrier::new(4);
+            let results: Vec<_> = std::thread::scope(|scope| {
+                let begin = || {
+                    barrier.wait();
+                    Staging::begin(&s.out(), RUN, PLAN, &options)
+                };
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(begin)).collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            });
+            let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.is_ok());
+            assert_eq!(won.len(), 1, "{lost:?}");
+            for result in lost {
+                assert_eq!(refusal(result), [codes::LOCKED]);
+            }
+        }
+    }
+}
+
+#[test]
+fn concurrent_publishes_of_two_runs() {
+    let other = RUN.replace("0123", "4567");
+    for start in [None, Some(Tree::new())] {
+        for lacking in [&[][..], &["replacing"]] {
+            for _ in 0..10 {
+                let s = Setting::new();
+                start.iter().for_each(|tree| put(&s.out(), tree));
+                let barrier = Barrier::new(2);
+                let publish = |run: &str| {
+                    fault::lack(if start.is_some() { lacking } else { &[] });
+                    let staging = Staging::begin(&s.out(), run, run.as_bytes(), &PLAIN);
+                    barrier.wait();
+                    let staging = staging?;
+                    fill(&staging, &s.source())?;
+                    barrier.wait();
+                    staging.publish(&LAST)
+                };
+                if start.is_some() && !lacking.is_empty() {
+                    // Inside one directory the second run sees the first one's folder at once.
+                    continue;
+                }
+                let results = std::thread::scope(|scope| {
+                    let threads = [RUN, &other].map(|run| scope.spawn(move || publish(run)));
+                    threads.map(|t| t.join().unwrap())
+                });
+                let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.is_ok());
+                assert_eq!(won.len(), 1, "{lost:?}");
+                for result in lost {
+                    assert_eq!(refusal(result), [codes::PUBLISH_CONFLICT]);
+                }
+                assert_eq!(tree(&s.out()), Some(result()));
+                assert_eq!(s.folders().len(), 1);
+                assert_eq!(tree(&s.folders()[0].join("data")), Some(result()));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_conflict_keeps_the_result() {
+    for lacking in [&[][..], &["noreplace"], &["replacing"]] {
+        let s = Setting::new();
+        if lacking == ["replacing"] {
+            fs::create_dir(s.out()).unwrap();
+        }
+        fault::lack(lacking);
+        let staging = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+        fill(&staging, &s.source()).unwrap();
+        put(&s.out(), &old());
+        assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+        assert_eq!(tree(&s.out()), Some(old()));
+        let resumed = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
+        assert!(resumed.sealed());
+        assert_eq!(refusal(resumed.write("x", b"")), [codes::USAGE]);
+        assert_eq!(refusal(resumed.discard()), [codes::USAGE]);
+        assert_eq!(refusal(run(&s.out(), &s.source(), &RESUME)), [codes::PUBLISH_CONFLICT]);
+        for name in old().keys() {
+            fs::remove_file(s.out().join(name)).unwrap();
+        }
+        assert_eq!(run(&s.out(), &s.source(), &RESUME).unwrap(), []);
+        fault::lack(&[]);
+        assert_eq!(tree(&s.out()), Some(result()));
+        assert_eq!(s.folders(), [] as [PathBuf; 0]);
+    }
+}
+
+#[test]
+fn overwrite_replaces_only_what_it_saw() {
+    let s = Setting::new();
+    put(&s.out(), &old());
+    let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
+    fill(&staging, &s.source()).unwrap();
+    fs::rename(s.out(), s.root.join("moved")).unwrap();
+    put(&s.out(), &Tree::from([("other".to_string(), vec![1])]));
+    assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    assert_eq!(tree(&s.out()).unwrap().len(), 1);
+}
+
+#[test]
+fn files_of_fixed_size_and_plain_names() {
+    let s = Setting::new();
+    let staging = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+    for name in ["", ".", "..", "a/b", "/etc/x", "a\0b"] {
+        assert_eq!(refusal(staging.file(name, 1, Space::Sparse)), [codes::UNSAFE_PATH], "{name:?}");
+        assert_eq!(refusal(staging.write(name, b"")), [codes::UNSAFE_PATH], "{name:?}");
+    }
+    let file = staging.file("data", 1 << 40, Space::Sparse).unwrap();
+    assert_eq!((file.size(), file.kept()), (1 << 40, false));
+    file.write_all_at((1 << 40) - 2, b"ab").unwrap();
+    assert_eq!(refusal(file.write_all_at((1 << 40) - 1, b"ab")), [codes::IO]);
+    assert_eq!(refusal(file.write_all_at(u64::MAX, b"ab")), [codes::IO]);
+    assert!(staging.file("data", 1 << 40, Space::Sparse).unwrap().kept());
+    assert_eq!(fs::metadata(file.path()).unwrap().len(), 1 << 40);
+    let small = staging.file("small", 3, Space::Reserved).unwrap();
+    std::thread::scope(|scope| {
+        for i in 0..3u8 {
+            let small = &small;
+            scope.spawn(move || small.write_all_at(i.into(), &[b'a' + i]).unwrap());
+        }
+    });
+    assert_eq!(fs::read(small.path()).unwrap(), b"abc");
+    assert_eq!(refusal(staging.copy_in("x", &s.root)), [codes::UNSUPPORTED]);
+    assert_eq!(refusal(staging.publish(&["never-written"])), [codes::USAGE]);
+    assert!(!s.out().exists());
+}
+
+#[test]
+fn subdirectories_are_published_too() {
+    for lacking in [&[][..], &["replacing"]] {
+        let s = Setting::new();
+        fs::create_dir(s.out()).unwrap();
+        fault::lack(lacking);
+        let staging = Staging::begin(&s.out(), RUN, PLAN, &Options { fsync: true, ..PLAIN }).unwrap();
+        fs::create_dir_all(staging.path().join("d/e")).unwrap();
+        fs::write(staging.path().join("d/e/chunk"), b"chunk").unwrap();
+        staging.write("zarr.json", b"{}").unwrap();
+        assert_eq!(staging.publish(&["zarr.json"]).unwrap(), []);
+        fault::lack(&[]);
+        assert_eq!(fs::read(s.out().join("d/e/chunk")).unwrap(), b"chunk");
+        assert_eq!(fs::read_dir(s.out()).unwrap().count(), 2);
+    }
+}
