@@ -36,6 +36,7 @@ mod disk;
 mod fault;
 mod file;
 mod journal;
+mod lock;
 mod place;
 mod preflight;
 mod rename;

@@ -34,7 +34,7 @@ impl<T, E: Into<io::Error>> At<T> for std::result::Result<T, E> {
 
 /// True for the errors by which a filesystem says that it does not know a call.
 fn unsupported(error: &io::Error) -> bool {
-    let unknown = [Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP, Errno::NOTTY];
+    let unknown = [Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP];
     error.raw_os_error().is_some_and(|code| unknown.iter().any(|e| e.raw_os_error() == code))
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -71,19 +72,23 @@ impl Seal {
         Ok(seal)
     }
 
-    /// True if the result is at its destination already.
+    /// True if the result is at its destination already; an error if it is nowhere.
     fn published(&self, place: &Place) -> Result<bool> {
-        let data = place.data();
-        let (staged, out) = (inode(&data)?, inode(&place.out)?);
+        let (data, out) = (place.data(), &place.out);
+        let lost = || unclear(&place.folder, "neither it nor the destination holds what was sealed");
         if place.inside {
-            return Ok(!self.names.iter().any(|name| data.join(name).symlink_metadata().is_ok()));
+            let is_in = |directory: &Path, name: &String| directory.join(name).symlink_metadata().is_ok();
+            if self.names.iter().any(|name| !is_in(&data, name) && !is_in(out, name)) {
+                return Err(lost());
+            }
+            return Ok(!self.names.iter().any(|name| is_in(&data, name)));
         }
-        match (staged, out) {
-            (Some(staged), _) if staged == self.inode => Ok(false),
-            (_, Some(out)) if out == self.inode => Ok(true),
-            // Renamed, and since then replaced by somebody: nothing is left to do here.
-            (None, Some(_)) => Ok(true),
-            _ => Err(unclear(&place.folder, "neither it nor the destination is what was sealed")),
+        if inode(&data)? == Some(self.inode) {
+            Ok(false)
+        } else if inode(out)? == Some(self.inode) {
+            Ok(true)
+        } else {
+            Err(lost())
         }
     }
 }
@@ -136,7 +141,11 @@ fn replace(place: &Place, before: &Occupied, overwrite: bool) -> Result<()> {
         }
         _ => Error::io(out, "cannot rename the result into place", &e),
     };
-    let keep_mode = |mode: u32| disk::set_mode(&data, mode).at(&data, "cannot set the mode");
+    // Only where it differs: not every filesystem lets modes be changed.
+    let keep_mode = |mode: u32| match std::fs::metadata(&data) {
+        Ok(meta) if meta.mode() == mode => Ok(()),
+        _ => disk::set_mode(&data, mode).at(&data, "cannot set the mode"),
+    };
     match (inode(out)?, before) {
         (None, _) => disk::rename_new(&data, out).map_err(in_the_way),
         (Some(now), Occupied::Empty { inode, mode }) if now == *inode => {

@@ -2,16 +2,12 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-use rustix::fs::{flock, FlockOperation};
-use rustix::io::Errno;
 
 use super::disk::{self, At};
 use super::file::{OutFile, Space};
 use super::journal::Journal;
+use super::lock;
 use super::place::{Occupied, Place};
 use super::rename::{self, Seal};
 use super::Options;
@@ -54,9 +50,9 @@ impl Staging {
                 Err(e) => return Err(e).at(&place.folder, "cannot create the staging folder"),
             };
             if !fresh && !options.resume {
-                return Err(leftover_or_locked(&place.folder));
+                return Err(lock::leftover_or_locked(&place.folder));
             }
-            let Some(lock) = acquire(&place.folder)? else { continue };
+            let Some(lock) = lock::acquire(&place.folder)? else { continue };
             let folder = place.folder.clone();
             let begun = Self::open(place, lock, before, plan, options);
             return begun.map_err(|(error, lock)| {
@@ -67,7 +63,7 @@ impl Staging {
                 error
             });
         }
-        Err(locked(&place.folder))
+        Err(lock::locked(&place.folder))
     }
 
     fn open(
@@ -104,6 +100,10 @@ impl Staging {
             // The plan comes before all data: without it nothing else is there.
             Err(e) if e.kind() == io::ErrorKind::NotFound => disk::write_whole(&path, plan, options.fsync)?,
             Err(e) => return Err(e).at(&path, "cannot read"),
+        }
+        if let (None, true, Some(finding)) = (&seal, place.inside, place.refused(&place.occupied()?, true)) {
+            // Another run has begun in the same directory at the same time: better now than at the end.
+            return Err(finding.into());
         }
         let data = place.data();
         if seal.is_none() {
@@ -236,53 +236,6 @@ pub(super) fn remove_folder(folder: &Path, lock: File) -> Result<()> {
     drop(lock);
     gone("sealed")?;
     disk::remove_dir(folder).at(folder, "cannot remove")
-}
-
-/// Takes the folder's lock; `None` if the folder is being removed by its owner.
-fn acquire(folder: &Path) -> Result<Option<File>> {
-    let path = folder.join("lock");
-    let file = match disk::open(&path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file.at(&path, "cannot create")?,
-    };
-    // Several tries, as another process that merely asks who is there holds it for an instant.
-    if !(0..5).any(|_| try_lock(&file, FlockOperation::NonBlockingLockExclusive)) {
-        return Err(locked(folder));
-    }
-    let held = file.metadata().at(&path, "cannot stat")?.ino();
-    let named = std::fs::metadata(&path).is_ok_and(|m| m.ino() == held);
-    Ok(named.then_some(file))
-}
-
-/// True if the lock is held now, or if the filesystem knows no locks.
-fn try_lock(file: &File, operation: FlockOperation) -> bool {
-    let busy = flock(file, operation) == Err(Errno::WOULDBLOCK);
-    if busy {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    !busy
-}
-
-/// The error for a folder that is there: is its owner alive?
-fn leftover_or_locked(folder: &Path) -> Error {
-    // The owner may be between creating the folder and its lock.
-    let lock = (0..5).find_map(|_| {
-        File::open(folder.join("lock")).map_err(|_| std::thread::sleep(Duration::from_millis(20))).ok()
-    });
-    if lock.is_some_and(|file| !try_lock(&file, FlockOperation::NonBlockingLockShared)) {
-        return locked(folder);
-    }
-    Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted")
-        .file(folder)
-        .help("--resume continues it; removing the folder starts afresh")
-        .into()
-}
-
-fn locked(folder: &Path) -> Error {
-    Finding::new(codes::LOCKED, "another process is writing this result")
-        .file(folder)
-        .help("wait for it to finish, or choose another destination")
-        .into()
 }
 
 fn sealed(folder: &Path) -> Error {

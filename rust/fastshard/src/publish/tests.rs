@@ -109,6 +109,13 @@ impl Setting {
         Setting { _guard: Some(guard), ..setting }
     }
 
+    /// In memory where the system allows, for the tests that sync thousands of times.
+    fn in_memory() -> Self {
+        let Ok(guard) = tempfile::tempdir_in("/dev/shm") else { return Self::new() };
+        let setting = Self::at(guard.path());
+        Setting { _guard: Some(guard), ..setting }
+    }
+
     fn at(root: &Path) -> Self {
         let setting = Setting { _guard: None, root: root.to_path_buf() };
         fs::create_dir_all(root.join("source")).unwrap();

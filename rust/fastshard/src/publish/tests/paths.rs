@@ -189,39 +189,78 @@ fn concurrent_begins_of_one_run() {
 fn concurrent_publishes_of_two_runs() {
     let other = RUN.replace("0123", "4567");
     for start in [None, Some(Tree::new())] {
-        for lacking in [&[][..], &["replacing"]] {
-            for _ in 0..10 {
-                let s = Setting::new();
-                start.iter().for_each(|tree| put(&s.out(), tree));
-                let barrier = Barrier::new(2);
-                let publish = |run: &str| {
-                    fault::lack(if start.is_some() { lacking } else { &[] });
-                    let staging = Staging::begin(&s.out(), run, run.as_bytes(), &PLAIN);
-                    barrier.wait();
-                    let staging = staging?;
-                    fill(&staging, &s.source())?;
-                    barrier.wait();
-                    staging.publish(&LAST)
-                };
-                if start.is_some() && !lacking.is_empty() {
-                    // Inside one directory the second run sees the first one's folder at once.
-                    continue;
-                }
-                let results = std::thread::scope(|scope| {
-                    let threads = [RUN, &other].map(|run| scope.spawn(move || publish(run)));
-                    threads.map(|t| t.join().unwrap())
-                });
-                let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.is_ok());
-                assert_eq!(won.len(), 1, "{lost:?}");
-                for result in lost {
-                    assert_eq!(refusal(result), [codes::PUBLISH_CONFLICT]);
-                }
-                assert_eq!(tree(&s.out()), Some(result()));
-                assert_eq!(s.folders().len(), 1);
-                assert_eq!(tree(&s.folders()[0].join("data")), Some(result()));
+        for _ in 0..20 {
+            let s = Setting::in_memory();
+            start.iter().for_each(|tree| put(&s.out(), tree));
+            let barrier = Barrier::new(2);
+            let publish = |run: &str| {
+                let staging = Staging::begin(&s.out(), run, run.as_bytes(), &PLAIN);
+                barrier.wait();
+                let staging = staging?;
+                fill(&staging, &s.source())?;
+                barrier.wait();
+                staging.publish(&LAST)
+            };
+            let results = std::thread::scope(|scope| {
+                let threads = [RUN, &other].map(|run| scope.spawn(move || publish(run)));
+                threads.map(|t| t.join().unwrap())
+            });
+            let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(|r| r.is_ok());
+            assert_eq!(won.len(), 1, "{lost:?}");
+            for result in lost {
+                assert_eq!(refusal(result), [codes::PUBLISH_CONFLICT]);
             }
+            assert_eq!(tree(&s.out()), Some(result()));
+            assert_eq!(s.folders().len(), 1);
+            assert_eq!(tree(&s.folders()[0].join("data")), Some(result()));
         }
     }
+}
+
+#[test]
+fn two_runs_inside_one_directory() {
+    let s = Setting::new();
+    fs::create_dir(s.out()).unwrap();
+    fault::lack(&["replacing"]);
+    let first = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+    let other = RUN.replace("0123", "4567");
+    assert_eq!(refusal(Staging::begin(&s.out(), &other, PLAN, &PLAIN)), [codes::OUT_EXISTS]);
+    // As if the second had begun at the same instant.
+    fs::create_dir(s.out().join(".fastshard-4567456745674567")).unwrap();
+    fill(&first, &s.source()).unwrap();
+    assert_eq!(refusal(first.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    fault::lack(&[]);
+    assert_eq!(tree(&s.out()), Some(Tree::new()));
+}
+
+#[test]
+fn an_interrupted_publishing_that_cannot_be_trusted() {
+    let s = Setting::new();
+    let staging = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+    fill(&staging, &s.source()).unwrap();
+    let (folder, seal) = (staging.folder().to_path_buf(), staging.folder().join("sealed"));
+    put(&s.out(), &old());
+    assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    fs::remove_dir_all(s.out()).unwrap();
+    let good = fs::read_to_string(&seal).unwrap();
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    for bad in [good.replace(boot.trim(), "another boot"), good[..9].to_string()] {
+        fs::write(&seal, bad).unwrap();
+        assert_eq!(refusal(run(&s.out(), &s.source(), &RESUME)), [codes::LEFTOVER_RUN]);
+    }
+    fs::write(&seal, good).unwrap();
+    fs::rename(folder.join("data"), s.root.join("taken")).unwrap();
+    assert_eq!(refusal(run(&s.out(), &s.source(), &RESUME)), [codes::LEFTOVER_RUN]);
+    put(&s.out(), &old());
+    for options in [RESUME, Options { overwrite: true, ..RESUME }] {
+        assert_eq!(refusal(run(&s.out(), &s.source(), &options)), [codes::LEFTOVER_RUN]);
+    }
+    assert_eq!(tree(&s.out()), Some(old()));
+    fs::remove_dir_all(s.out()).unwrap();
+    fs::rename(s.root.join("taken"), folder.join("data")).unwrap();
+    preflight(&s.out(), &[], RUN, &SMALL, &RESUME).unwrap();
+    assert_eq!(run(&s.out(), &s.source(), &RESUME).unwrap(), []);
+    assert_eq!(tree(&s.out()), Some(result()));
 }
 
 #[test]
