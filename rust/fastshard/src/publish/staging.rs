@@ -235,7 +235,11 @@ pub(super) fn remove_folder(folder: &Path, lock: File) -> Result<()> {
     // NFS keeps a removed file in the directory as long as it is open.
     drop(lock);
     gone("sealed")?;
-    disk::remove_dir(folder).at(folder, "cannot remove")
+    match disk::remove_dir(folder) {
+        // Another process has taken the folder over as soon as the lock was gone.
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty && folder.join("lock").exists() => Ok(()),
+        done => done.at(folder, "cannot remove"),
+    }
 }
 
 fn sealed(folder: &Path) -> Error {

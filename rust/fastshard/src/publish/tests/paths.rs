@@ -1,9 +1,10 @@
 //! Destinations, conflicts and refusals on an ordinary filesystem.
 
 use std::os::unix::fs::{symlink, PermissionsExt};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Barrier;
 
-use super::super::{preflight, Needs};
+use super::super::{disk, preflight, Needs};
 use super::*;
 
 const SMALL: Needs = Needs { bytes: 1000, files: 3, open_files: 3 };
@@ -182,6 +183,66 @@ fn concurrent_begins_of_one_run() {
                 assert_eq!(refusal(result), [codes::LOCKED]);
             }
         }
+    }
+}
+
+/// The folder comes and goes; at no time have two owners got hold of it.
+#[test]
+fn one_owner_at_a_time() {
+    let s = Setting::in_memory();
+    let owners = AtomicUsize::new(0);
+    let work = || {
+        let mut begun = 0;
+        while begun < 50 {
+            match Staging::begin(&s.out(), RUN, PLAN, &RESUME) {
+                Ok(staging) => {
+                    assert_eq!(owners.fetch_add(1, Ordering::SeqCst), 0);
+                    staging.write("file", b"content").unwrap();
+                    assert_eq!(owners.fetch_sub(1, Ordering::SeqCst), 1);
+                    staging.discard().unwrap();
+                    begun += 1;
+                }
+                Err(error) => assert_eq!(error.findings()[0].code, codes::LOCKED, "{error}"),
+            }
+        }
+    };
+    std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(work))));
+    assert_eq!(s.folders(), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn new_names_replace_nothing() {
+    let s = Setting::new();
+    for lacking in [&[][..], &["noreplace"]] {
+        fault::lack(lacking);
+        for taken in ["file", "directory", "link"] {
+            let (from, to) = (s.root.join("from"), s.root.join(taken));
+            match taken {
+                "file" => fs::write(&to, "").unwrap(),
+                "directory" => fs::create_dir(&to).unwrap(),
+                _ => symlink("nowhere", &to).unwrap(),
+            }
+            for directory in [false, true] {
+                if directory {
+                    fs::create_dir(&from).unwrap()
+                } else {
+                    fs::write(&from, "new").unwrap()
+                };
+                let error = disk::rename_new(&from, &to).unwrap_err();
+                assert_eq!(error.kind(), std::io::ErrorKind::AlreadyExists, "{taken}");
+                if directory {
+                    fs::remove_dir(&from).unwrap()
+                } else {
+                    fs::remove_file(&from).unwrap()
+                };
+            }
+            if taken == "directory" {
+                fs::remove_dir(&to).unwrap()
+            } else {
+                fs::remove_file(&to).unwrap()
+            };
+        }
+        fault::lack(&[]);
     }
 }
 
