@@ -10,6 +10,7 @@ use crate::error::{Error, Finding, Result};
 
 mod crash;
 mod mounts;
+mod owners;
 mod paths;
 
 const RUN: &str = "0123456789abcdef0123456789abcdef";
