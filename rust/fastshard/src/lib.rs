@@ -13,6 +13,7 @@ pub mod hash;
 pub mod kernel;
 pub mod layout;
 pub mod plan;
+pub mod publish;
 pub mod request;
 pub mod storage;
 pub mod tensor;
