@@ -1,1 +1,376 @@
-//! Python bindings.
+//! `fastshard._core`: the Python face of the core crate.
+//!
+//! Thin: documents go in and out as JSON, long calls run without the GIL and stay interruptible,
+//! and every error becomes the one exception that carries findings.
+
+mod calls;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use fastshard::catalog::Catalog as CoreCatalog;
+use fastshard::codes;
+use fastshard::engine::Options as EngineOptions;
+use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
+use fastshard::manifest::Manifest;
+use fastshard::plan::Plan as CorePlan;
+use fastshard::request::Request;
+use fastshard::storage::SourceFile;
+use fastshard::{publish, verify, write};
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::create_exception;
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+use serde_json::json;
+
+use calls::run;
+
+create_exception!(_core, CoreError, PyException, "Findings that stopped an operation, as a JSON array.");
+
+fn json_error(e: serde_json::Error) -> PyErr {
+    PyValueError::new_err(e.to_string())
+}
+
+/// The one place where a core error becomes an exception.
+fn raise(error: Error) -> PyErr {
+    match serde_json::to_string(error.findings()) {
+        Ok(text) => CoreError::new_err(text),
+        Err(e) => json_error(e),
+    }
+}
+
+fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
+    serde_json::to_string(value).map_err(json_error)
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RunOptions {
+    threads: usize,
+    memory: u64,
+    #[serde(default)]
+    scratch_dir: Option<PathBuf>,
+    #[serde(default)]
+    overwrite: bool,
+    #[serde(default)]
+    resume: bool,
+    #[serde(default = "yes")]
+    fsync: bool,
+    #[serde(default)]
+    sparse: bool,
+    #[serde(default)]
+    copies: Vec<(String, PathBuf)>,
+    #[serde(default)]
+    values: serde_json::Value,
+    #[serde(default)]
+    subset: Option<(u64, u64)>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl RunOptions {
+    fn parse(text: &str) -> PyResult<RunOptions> {
+        serde_json::from_str(text).map_err(json_error)
+    }
+
+    fn engine(&self) -> EngineOptions {
+        EngineOptions {
+            threads: self.threads,
+            memory: self.memory,
+            scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
+            finished: Vec::new(),
+        }
+    }
+
+    fn subset(&self) -> Option<verify::Subset> {
+        self.subset.map(|(part, of)| verify::Subset { part, of })
+    }
+}
+
+/// Files of one checkpoint, opened and parsed; no payload byte has been read.
+#[pyclass(frozen, module = "fastshard._core")]
+struct Catalog {
+    inner: Arc<CoreCatalog>,
+}
+
+#[pymethods]
+impl Catalog {
+    #[new]
+    fn new(py: Python<'_>, roots: Vec<PathBuf>, files: Vec<(u32, String)>, threads: usize) -> Self {
+        let inner = py.detach(|| CoreCatalog::open(roots, &files, threads));
+        Catalog { inner: Arc::new(inner) }
+    }
+
+    fn findings(&self) -> PyResult<String> {
+        to_json(&self.inner.findings)
+    }
+
+    fn files(&self) -> PyResult<String> {
+        let files: Vec<_> = self
+            .inner
+            .files
+            .iter()
+            .map(|file| {
+                file.as_ref().map(|f| {
+                    json!({
+                        "path": f.path, "root": f.root, "format": f.parsed.format,
+                        "size": f.source.size(), "tensors": f.parsed.tensors.len(),
+                    })
+                })
+            })
+            .collect();
+        to_json(&files)
+    }
+
+    fn values(&self, file: usize) -> PyResult<String> {
+        let value = self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| f.parsed.values.to_json());
+        to_json(&value)
+    }
+
+    fn tensors(&self, file: usize) -> PyResult<String> {
+        let tensors = self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| {
+            f.parsed
+                .tensors
+                .iter()
+                .map(|t| json!({"path": t.path, "dtype": t.dtype, "shape": t.shape}))
+                .collect::<Vec<_>>()
+        });
+        to_json(&tensors.unwrap_or_default())
+    }
+
+    fn plan(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
+        let request: Request = serde_json::from_str(request).map_err(json_error)?;
+        let catalog = Arc::clone(&self.inner);
+        let planned = py.detach(move || fastshard::request::plan(&catalog, &request)).map_err(raise)?;
+        // The plan's sources are the catalog's files in the order in which units named them.
+        let files = planned
+            .plan
+            .sources
+            .iter()
+            .filter_map(|s| {
+                self.inner.files.iter().flatten().find(|f| f.path == s.path && f.root == s.root).map(|f| f.source.clone())
+            })
+            .collect();
+        Ok(Plan { plan: Arc::new(planned.plan), findings: planned.findings, files, roots: self.inner.roots.clone() })
+    }
+
+    #[pyo3(signature = (options, progress=None))]
+    fn inventory(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+        let options = RunOptions::parse(options)?.engine();
+        let catalog = Arc::clone(&self.inner);
+        let (manifest, findings) =
+            run(py, progress, move |control| verify::inventory(&catalog, &options, control))?.map_err(raise)?;
+        to_json(&json!({"manifest": manifest, "findings": findings}))
+    }
+
+    #[pyo3(signature = (manifest, options, progress=None))]
+    fn against(&self, py: Python<'_>, manifest: PathBuf, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+        let options = RunOptions::parse(options)?;
+        let manifest = Manifest::read(&manifest).map_err(raise)?;
+        let catalog = Arc::clone(&self.inner);
+        let findings = run(py, progress, move |control| {
+            verify::against(&catalog, &manifest, options.subset(), &options.engine(), control)
+        })?
+        .map_err(raise)?;
+        to_json(&findings)
+    }
+}
+
+/// A plan with the open files that it reads.
+#[pyclass(frozen, module = "fastshard._core")]
+struct Plan {
+    plan: Arc<CorePlan>,
+    findings: Vec<Finding>,
+    files: Vec<Arc<SourceFile>>,
+    roots: Vec<PathBuf>,
+}
+
+impl Plan {
+    fn refuse_errors(&self) -> PyResult<()> {
+        if self.findings.iter().any(|f| f.severity == Severity::Error) {
+            return Err(raise(Error::from(self.findings.clone())));
+        }
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl Plan {
+    fn findings(&self) -> PyResult<String> {
+        to_json(&self.findings)
+    }
+
+    fn digest(&self, py: Python<'_>) -> String {
+        let plan = Arc::clone(&self.plan);
+        py.detach(move || plan.digest())
+    }
+
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        let plan = Arc::clone(&self.plan);
+        py.detach(move || serde_json::to_string(&*plan)).map_err(json_error)
+    }
+
+    fn summary(&self) -> PyResult<String> {
+        let plan = &self.plan;
+        let mut dtypes: std::collections::BTreeMap<String, (u64, u64)> = Default::default();
+        for output in &plan.outputs {
+            let slot = dtypes.entry(output.dtype.to_string()).or_default();
+            slot.0 += 1;
+            slot.1 += output.nbytes();
+        }
+        to_json(&json!({
+            "target": plan.target,
+            "sources": plan.sources.len(),
+            "source_bytes": plan.sources.iter().map(|s| s.size).sum::<u64>(),
+            "stored_tensors": plan.stored.len(),
+            "outputs": plan.outputs.len(),
+            "parameters": plan.outputs.iter().map(|o| o.elements()).sum::<u64>(),
+            "bytes": plan.bytes(),
+            "files": plan.files,
+            "dtypes": dtypes,
+            "topology": plan.topology,
+            "axes": plan.axes,
+            "texts": plan.texts.keys().collect::<Vec<_>>(),
+            "value_ops": Manifest::ops_of(plan),
+        }))
+    }
+
+    /// (name, dtype, shape, bytes, pieces) of every output.
+    fn outputs(&self) -> Vec<(String, String, Vec<u64>, u64, usize)> {
+        self.plan
+            .outputs
+            .iter()
+            .map(|o| {
+                let pieces = o.parts.iter().map(|p| p.sources.len()).sum();
+                (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), pieces)
+            })
+            .collect()
+    }
+
+    /// (rank, file, local shape) of every stored tensor that an output is made of.
+    fn pieces(&self, output: usize) -> Vec<(Option<String>, String, Vec<u64>)> {
+        let Some(output) = self.plan.outputs.get(output) else { return Vec::new() };
+        output
+            .parts
+            .iter()
+            .flat_map(|p| &p.sources)
+            .map(|&s| {
+                let stored = &self.plan.stored[s as usize];
+                (stored.rank.clone(), self.plan.file_of(stored).path.clone(), stored.shape.clone())
+            })
+            .collect()
+    }
+
+    /// (path, offset) of an output whose bytes are one run of one file, as they are.
+    fn contiguous(&self, output: usize) -> Option<(PathBuf, u64)> {
+        let (file, offset) = self.plan.contiguous(self.plan.outputs.get(output)?)?;
+        Some((self.files.get(file as usize)?.path().to_path_buf(), offset))
+    }
+
+    /// Fills `buffer` with the bytes of an output from byte `start`.
+    fn read<'py>(&self, py: Python<'py>, output: usize, start: u64, buffer: &Bound<'py, PyArray1<u8>>) -> PyResult<()> {
+        let mut view = buffer.try_readwrite().map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let bytes = view.as_slice_mut().map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let (plan, files) = (&self.plan, &self.files);
+        py.detach(|| fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir())).map_err(raise)
+    }
+
+    /// Writes and publishes; returns `{"manifest", "findings"}`.
+    #[pyo3(signature = (out, options, progress=None))]
+    fn write(&self, py: Python<'_>, out: PathBuf, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+        self.refuse_errors()?;
+        let options = RunOptions::parse(options)?;
+        let write_options = write::Options {
+            threads: options.threads,
+            memory: options.memory,
+            publish: publish::Options { overwrite: options.overwrite, resume: options.resume, fsync: options.fsync },
+            copies: options.copies,
+            values: options.values,
+            sparse: options.sparse,
+        };
+        let (plan, files, roots) = (Arc::clone(&self.plan), self.files.clone(), self.roots.clone());
+        let (manifest, findings) =
+            run(py, progress, move |control| write::write(&plan, &files, &roots, &out, &write_options, control))?
+                .map_err(raise)?;
+        to_json(&json!({"manifest": manifest, "findings": findings}))
+    }
+
+    /// Runs without writing; returns `{"findings", "hashes"}`.
+    #[pyo3(signature = (options, progress=None))]
+    fn check(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+        let options = RunOptions::parse(options)?;
+        let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        let (checked, report) = run(py, progress, move |control| {
+            verify::content(&plan, &files, options.subset(), &options.engine(), control)
+        })?
+        .map_err(raise)?;
+        let hashes: std::collections::BTreeMap<_, _> = checked
+            .outputs
+            .iter()
+            .zip(&report.outputs)
+            .map(|(o, r)| (o.name.clone(), fastshard::hash::hex(&r.hash)))
+            .collect();
+        to_json(&json!({"findings": report.findings, "hashes": hashes}))
+    }
+}
+
+/// The table of finding codes, as JSON.
+#[pyfunction]
+fn codes_table() -> PyResult<String> {
+    let rows: Vec<_> = codes::TABLE
+        .iter()
+        .map(|row| {
+            let exit = match row.exit {
+                codes::Exit::Problem => 1,
+                codes::Exit::CouldNotRun => 2,
+                codes::Exit::Incomplete => 3,
+            };
+            json!({"code": row.code, "name": row.name, "severity": row.severity, "exit": exit, "explanation": row.explanation})
+        })
+        .collect();
+    to_json(&rows)
+}
+
+/// The exit code that findings (a JSON array) stand for.
+#[pyfunction]
+fn exit_code(findings: &str) -> PyResult<u8> {
+    let findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
+    Ok(exit_code_of(&findings))
+}
+
+/// One line for a finding (a JSON object), control characters escaped.
+#[pyfunction]
+fn format_finding(finding: &str) -> PyResult<String> {
+    let finding: Finding = serde_json::from_str(finding).map_err(json_error)?;
+    Ok(finding.to_string())
+}
+
+/// Parses a layout table; raises `CoreError` if it is not valid.
+#[pyfunction]
+fn check_layout(text: &str) -> PyResult<(String, String)> {
+    let table = fastshard::layout::table::Table::parse(text).map_err(raise)?;
+    Ok((table.name, table.family))
+}
+
+/// Anonymous resident memory of this process, in bytes.
+#[pyfunction]
+fn anonymous_memory() -> u64 {
+    fastshard::engine::anonymous_memory()
+}
+
+#[pymodule(gil_used = false)]
+fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add("DEBUG_BUILD", cfg!(debug_assertions))?;
+    m.add("CoreError", m.py().get_type::<CoreError>())?;
+    m.add_class::<Catalog>()?;
+    m.add_class::<Plan>()?;
+    m.add_function(wrap_pyfunction!(codes_table, m)?)?;
+    m.add_function(wrap_pyfunction!(exit_code, m)?)?;
+    m.add_function(wrap_pyfunction!(format_finding, m)?)?;
+    m.add_function(wrap_pyfunction!(check_layout, m)?)?;
+    m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
+    Ok(())
+}

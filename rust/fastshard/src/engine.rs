@@ -39,13 +39,24 @@ pub trait Sink: Sync {
     /// Whatever keeps the bytes from being stored.
     fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Records that a tile is done. `value` is its chaining value.
+    /// Records that a tile is done.
     ///
     /// # Errors
     /// Whatever keeps the record from being stored.
-    fn done(&self, _output: usize, _tile: u64, _value: &ChainingValue) -> Result<()> {
+    fn done(&self, _output: usize, _tile: &TileDone) -> Result<()> {
         Ok(())
     }
+}
+
+/// A tile that is gathered, hashed and written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TileDone {
+    /// Index of the tile in its output.
+    pub index: u64,
+    /// Size of the output's tiles in bytes: what `index` counts.
+    pub size: u64,
+    /// Its chaining value.
+    pub value: ChainingValue,
 }
 
 /// A sink that keeps nothing: for verifying.
@@ -77,8 +88,8 @@ pub struct Options {
     pub memory: u64,
     /// Folder for members that have to be unpacked.
     pub scratch_dir: PathBuf,
-    /// Tiles done by an earlier run: (output, tile) -> chaining value.
-    pub finished: BTreeMap<(u32, u64), ChainingValue>,
+    /// Tiles done by an earlier run, with their output.
+    pub finished: Vec<(u32, TileDone)>,
 }
 
 /// What the engine found out about one output.
@@ -305,13 +316,14 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
 
 impl Run<'_> {
     fn take_finished(&self, options: &Options) {
-        for (&(output, tile), value) in &options.finished {
-            let Some(slot) = self.outputs.get(output as usize) else { continue };
-            // Comparisons of replicas are not journalled: such outputs are small and done again.
-            let simple = self.plan.outputs[output as usize].parts.iter().all(|p| p.sources.len() == 1);
+        for (output, tile) in &options.finished {
+            let Some(slot) = self.outputs.get(*output as usize) else { continue };
+            // Another budget cuts other tiles; and comparisons of replicas are not journalled.
+            let comparable = self.tiles[*output as usize] == tile.size
+                && self.plan.outputs[*output as usize].parts.iter().all(|p| p.sources.len() == 1);
             let mut progress = lock(slot);
-            if let (true, Some(value_slot)) = (simple, progress.values.get_mut(tile as usize)) {
-                *value_slot = Some(*value);
+            if let (true, Some(value)) = (comparable, progress.values.get_mut(tile.index as usize)) {
+                *value = Some(tile.value);
             }
         }
     }
@@ -359,7 +371,7 @@ impl Run<'_> {
             let value = hash::tile_value(bytes, tile, size, total);
             let non_finite = kernel::count_non_finite(output.dtype, bytes);
             self.sink.write(index, start, bytes)?;
-            self.sink.done(index, tile, &value)?;
+            self.sink.done(index, &TileDone { index: tile, size, value })?;
             let mut progress = lock(&self.outputs[index]);
             progress.values[tile as usize] = Some(value);
             progress.non_finite += non_finite;
@@ -563,4 +575,44 @@ fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
         }
     }
     out
+}
+
+/// Reads bytes of one output from byte `start` (a whole number of elements) into `bytes`.
+///
+/// # Errors
+/// I/O, and a range that leaves the output.
+pub fn read(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    output: usize,
+    start: u64,
+    bytes: &mut [u8],
+    scratch_dir: &std::path::Path,
+) -> Result<()> {
+    let about = &plan.outputs[output];
+    let item = about.dtype.size() as u64;
+    if start % item != 0 || start + bytes.len() as u64 > about.nbytes() {
+        return Err(Finding::new(codes::USAGE, "bytes asked for")
+            .tensor(&about.name)
+            .expected(format!("whole elements within {} bytes", about.nbytes()), format!("{} from {start}", bytes.len()))
+            .into());
+    }
+    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), vec![false; plan.blobs.len()]);
+    let mut work = Workspace::new();
+    let mut at = start;
+    for chunk in bytes.chunks_mut(MIN_TILE as usize) {
+        let seen = tile::make(plan, &sources, about, at, at + chunk.len() as u64, &mut work)?;
+        for (part, drift) in seen.drift {
+            if drift.differing > 0 && about.parts[part].combine == Combine::Equal {
+                let stored = about.parts[part].sources[drift.source];
+                return Err(place(plan, stored, Finding::new(codes::REPLICAS_DIFFER, "copies of this tensor differ")).into());
+            }
+        }
+        if let Some((_, fact)) = seen.undecided.first() {
+            return Err(crate::layout::resolve::unknown_fact(fact).tensor(&about.name).into());
+        }
+        chunk.copy_from_slice(&work.tile[..chunk.len()]);
+        at += chunk.len() as u64;
+    }
+    Ok(())
 }

@@ -426,3 +426,31 @@ impl Plan {
             .collect()
     }
 }
+
+impl Plan {
+    /// The file that a stored tensor lies in (its first, where there are several).
+    pub fn file_of(&self, stored: &StoredTensor) -> &PlanFile {
+        let blob = match &stored.pieces {
+            Pieces::View { blob, .. } => Some(*blob),
+            Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),
+            Pieces::Ranges(pieces) => pieces.first().map(|p| p.blob),
+        };
+        &self.sources[blob.map_or(0, |b| self.blobs[b as usize].file as usize)]
+    }
+
+    /// File index and offset of an output whose bytes are one run of one file, as they are.
+    pub fn contiguous(&self, output: &Output) -> Option<(u32, u64)> {
+        let [part] = &output.parts[..] else { return None };
+        let [source] = part.sources[..] else { return None };
+        let stored = &self.stored[source as usize];
+        let Pieces::View { blob, offset, strides } = &stored.pieces else { return None };
+        let blob = &self.blobs[*blob as usize];
+        let plain = part.ops.is_empty() && stored.dtype == output.dtype && part.volume() == output.elements();
+        let same_order = part.axes.iter().all(|a| a.dst == a.step * strides[a.dim as usize]);
+        if !plain || !same_order || blob.deflated || part.volume() == 0 {
+            return None;
+        }
+        let first: u64 = part.src_base.iter().zip(strides).map(|(i, s)| i * s).sum();
+        Some((blob.file, blob.offset + offset + first * stored.dtype.size() as u64))
+    }
+}

@@ -1,0 +1,153 @@
+//! The manifest: what was written, from what, and what that does not prove.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::plan::{Op, Plan, PlanFile};
+use crate::tensor::Dtype;
+
+/// Name of the manifest in a result.
+pub const MANIFEST_NAME: &str = "fastshard.manifest.json";
+/// Version of the manifest's JSON form.
+pub const MANIFEST_VERSION: u32 = 1;
+/// Largest manifest read, in bytes.
+const MAX_MANIFEST: u64 = 1 << 30;
+
+/// What a matching manifest leaves open.
+pub const NOT_PROVEN: &str = "a matching manifest proves that the bytes are those that were planned and written; that the layout \
+is right for the model is proven by the layout's tests and by logits, not by a hash";
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ManifestTensor {
+    /// Name in its file (keys joined by dots).
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// File, relative to the manifest.
+    pub file: String,
+    /// Offset of the first byte in the file, where it is one range.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+    /// BLAKE3 of the logical bytes (little-endian, C order), hexadecimal.
+    pub blake3: String,
+}
+
+/// One file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ManifestFile {
+    /// Name, relative to the manifest.
+    pub name: String,
+    /// Bytes.
+    pub size: u64,
+    /// BLAKE3 of the header and of the tensors' hashes in file order, hexadecimal.
+    pub identity: String,
+}
+
+/// The manifest.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Always `fastshard.manifest`.
+    pub format: String,
+    /// [`MANIFEST_VERSION`].
+    pub version: u32,
+    /// Program and version that wrote it.
+    pub tool: String,
+    /// What was made: `merge`, `hf`, ... or `inventory` of what was found.
+    pub kind: String,
+    /// Digest of the plan; empty for an inventory.
+    #[serde(default)]
+    pub plan: String,
+    /// Source files.
+    #[serde(default)]
+    pub sources: Vec<PlanFile>,
+    /// Tensors.
+    pub tensors: Vec<ManifestTensor>,
+    /// Files.
+    pub files: Vec<ManifestFile>,
+    /// Parallel degrees of the source.
+    #[serde(default)]
+    pub topology: BTreeMap<String, u64>,
+    /// Extents of the layout's axes.
+    #[serde(default)]
+    pub axes: BTreeMap<String, u64>,
+    /// Value ops by output tensor.
+    #[serde(default)]
+    pub value_ops: BTreeMap<String, Vec<Op>>,
+    /// Values of the source that are not tensors.
+    #[serde(default)]
+    pub values: serde_json::Value,
+    /// Warnings and notes that were accepted.
+    #[serde(default)]
+    pub findings: Vec<Finding>,
+    /// What the manifest does not prove.
+    pub not_proven: String,
+}
+
+/// Identity of a file: BLAKE3 of its header's digest and its tensors' hashes in the header's order,
+/// so that no byte is hashed twice.
+pub fn file_identity<'a>(header: &[u8; 32], hashes: impl Iterator<Item = &'a [u8; 32]>) -> String {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(header);
+    hashes.for_each(|h| {
+        hasher.update(h);
+    });
+    hasher.finalize().to_hex().to_string()
+}
+
+impl Manifest {
+    /// An empty manifest of a kind.
+    pub fn new(kind: &str) -> Manifest {
+        Manifest {
+            format: "fastshard.manifest".into(),
+            version: MANIFEST_VERSION,
+            tool: format!("fastshard {}", env!("CARGO_PKG_VERSION")),
+            kind: kind.into(),
+            plan: String::new(),
+            sources: Vec::new(),
+            tensors: Vec::new(),
+            files: Vec::new(),
+            topology: BTreeMap::new(),
+            axes: BTreeMap::new(),
+            value_ops: BTreeMap::new(),
+            values: serde_json::Value::Null,
+            findings: Vec::new(),
+            not_proven: NOT_PROVEN.into(),
+        }
+    }
+
+    /// Value ops of a plan by output.
+    pub fn ops_of(plan: &Plan) -> BTreeMap<String, Vec<Op>> {
+        plan.outputs
+            .iter()
+            .filter_map(|o| o.parts.iter().find(|p| !p.ops.is_empty()).map(|p| (o.name.clone(), p.ops.clone())))
+            .collect()
+    }
+
+    /// Reads a manifest.
+    ///
+    /// # Errors
+    /// `FS518` if the file is no manifest of this version.
+    pub fn read(path: &std::path::Path) -> Result<Manifest> {
+        let file = crate::storage::SourceFile::open(path)?;
+        let bad = |message: String| {
+            Finding::new(codes::BAD_MANIFEST, message).file(path).help("make one with `fastshard manifest CKPT`")
+        };
+        if file.size() > MAX_MANIFEST {
+            return Err(bad(format!("a manifest of {} bytes", file.size())).into());
+        }
+        let bytes = file.read_vec(0, file.size() as usize)?;
+        let manifest: Manifest = serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a manifest: {e}")))?;
+        if manifest.format != "fastshard.manifest" || manifest.version != MANIFEST_VERSION {
+            return Err(bad("not a manifest of a version that this program reads".into())
+                .expected(format!("fastshard.manifest {MANIFEST_VERSION}"), format!("{} {}", manifest.format, manifest.version))
+                .into());
+        }
+        Ok(manifest)
+    }
+}

@@ -1,0 +1,203 @@
+//! Verifying: the content of a checkpoint against itself and against a manifest.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::catalog::Catalog;
+use crate::codes;
+use crate::engine::{self, Control, Discard, Options, Report};
+use crate::error::{Finding, Result};
+use crate::hash;
+use crate::manifest::{Manifest, ManifestFile, ManifestTensor};
+use crate::plan::{Pieces, Plan, StoredTensor};
+use crate::storage::SourceFile;
+
+/// One of `of` parts of a checkpoint, counted from 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Subset {
+    /// Which part.
+    pub part: u64,
+    /// Of how many.
+    pub of: u64,
+}
+
+impl Subset {
+    fn holds(self, name: &str) -> bool {
+        let digest = blake3::hash(name.as_bytes());
+        let number = u64::from_le_bytes(digest.as_bytes()[..8].try_into().expect("eight bytes"));
+        number % self.of.max(1) == self.part.saturating_sub(1)
+    }
+}
+
+/// Runs a plan without writing: checksums, replicas, duplicates, padding, NaN.
+///
+/// # Errors
+/// What keeps the run from finishing.
+pub fn content(plan: &Plan, files: &[Arc<SourceFile>], subset: Option<Subset>, options: &Options, control: &Control) -> Result<(Plan, Report)> {
+    let mut plan = plan.clone();
+    if let Some(subset) = subset {
+        plan.outputs.retain(|o| subset.holds(&o.name));
+    }
+    let report = engine::execute(&plan, files, &Discard, options, control)?;
+    Ok((plan, report))
+}
+
+/// Every tensor of a catalog as its file holds it.
+pub fn inventory_plan(catalog: &Catalog) -> Plan {
+    let mut plan = Plan { version: crate::plan::PLAN_VERSION, target: "inventory".into(), ..Plan::default() };
+    for file in catalog.files.iter().flatten() {
+        let first_blob = plan.blobs.len() as u32;
+        let source = plan.sources.len() as u32;
+        plan.sources.push(file.plan_file());
+        plan.blobs.extend(file.parsed.blobs.iter().map(|b| crate::plan::PlanBlob {
+            file: source,
+            offset: b.offset,
+            stored_len: b.stored_len,
+            len: b.len,
+            crc32: b.crc32,
+            deflated: b.deflated,
+            member: b.member.clone(),
+        }));
+        plan.stored.extend(file.parsed.tensors.iter().map(|t| StoredTensor {
+            name: t.path.join("."),
+            dtype: t.dtype,
+            shape: t.shape.clone(),
+            pieces: Pieces::View { blob: first_blob + t.blob, offset: t.offset, strides: t.strides.clone() },
+            rank: None,
+            rule: 0,
+            index: Vec::new(),
+            shard: None,
+        }));
+    }
+    plan.outputs = plan.identity_outputs();
+    plan
+}
+
+fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
+    match &stored.pieces {
+        Pieces::View { blob, .. } => plan.blobs[*blob as usize].file,
+        Pieces::Boxes(p) => p.first().map_or(0, |p| plan.blobs[p.blob as usize].file),
+        Pieces::Ranges(p) => p.first().map_or(0, |p| plan.blobs[p.blob as usize].file),
+    }
+}
+
+/// Hashes what is there.
+///
+/// # Errors
+/// What keeps the run from finishing.
+pub fn inventory(catalog: &Catalog, options: &Options, control: &Control) -> Result<(Manifest, Vec<Finding>)> {
+    let plan = inventory_plan(catalog);
+    let files: Vec<Arc<SourceFile>> = catalog.files.iter().flatten().map(|f| f.source.clone()).collect();
+    let report = engine::execute(&plan, &files, &Discard, options, control)?;
+    let mut manifest = Manifest::new("inventory");
+    let mut hashes: BTreeMap<u32, Vec<[u8; 32]>> = BTreeMap::new();
+    for (stored, result) in plan.stored.iter().zip(&report.outputs) {
+        let file = file_of(&plan, stored);
+        hashes.entry(file).or_default().push(result.hash);
+        manifest.tensors.push(ManifestTensor {
+            name: stored.name.clone(),
+            dtype: stored.dtype,
+            shape: stored.shape.clone(),
+            file: plan.sources[file as usize].path.clone(),
+            offset: None,
+            blake3: hash::hex(&result.hash),
+        });
+    }
+    for (i, (file, opened)) in plan.sources.iter().zip(catalog.files.iter().flatten()).enumerate() {
+        let hashes = hashes.remove(&(i as u32)).unwrap_or_default();
+        manifest.files.push(ManifestFile {
+            name: file.path.clone(),
+            size: file.size,
+            identity: crate::manifest::file_identity(&opened.parsed.header_digest, hashes.iter()),
+        });
+    }
+    manifest.findings = report.findings.clone();
+    Ok((manifest, report.findings))
+}
+
+/// Compares a catalog's content with a manifest made of the same files: every file and tensor that
+/// the manifest names, by hash. `subset` limits which tensors are read.
+///
+/// # Errors
+/// What keeps the run from finishing.
+pub fn against(
+    catalog: &Catalog,
+    manifest: &Manifest,
+    subset: Option<Subset>,
+    options: &Options,
+    control: &Control,
+) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let by_path: HashMap<&str, usize> = catalog
+        .files
+        .iter()
+        .flatten()
+        .enumerate()
+        .map(|(i, f)| (f.path.as_str(), i))
+        .collect();
+    let opened: Vec<_> = catalog.files.iter().flatten().collect();
+    for file in &manifest.files {
+        match by_path.get(file.name.as_str()) {
+            None => findings.push(
+                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                    .file(&file.name)
+                    .help("copy it from where the manifest was made"),
+            ),
+            Some(&i) if opened[i].source.size() != file.size => findings.push(
+                Finding::new(codes::HASH, "size differs from the manifest")
+                    .file(&file.name)
+                    .expected(format!("{} bytes", file.size), format!("{} bytes", opened[i].source.size()))
+                    .help("restore the file from a good copy"),
+            ),
+            Some(_) => {}
+        }
+    }
+    let named: std::collections::HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
+    for file in &opened {
+        if !named.contains(file.path.as_str()) {
+            findings.push(Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file").file(&file.path));
+        }
+    }
+
+    let mut plan = inventory_plan(catalog);
+    let mut wanted: HashMap<(&str, &str), &ManifestTensor> =
+        manifest.tensors.iter().map(|t| ((t.file.as_str(), t.name.as_str()), t)).collect();
+    let mut checks: Vec<(usize, &ManifestTensor)> = Vec::new();
+    for (i, stored) in plan.stored.iter().enumerate() {
+        let file = plan.sources[file_of(&plan, stored) as usize].path.as_str();
+        let Some(tensor) = wanted.remove(&(file, stored.name.as_str())) else { continue };
+        if tensor.dtype != stored.dtype || tensor.shape != stored.shape {
+            findings.push(
+                Finding::new(codes::HASH, "dtype or shape differs from the manifest")
+                    .file(file)
+                    .tensor(&stored.name)
+                    .expected(format!("{} {:?}", tensor.dtype, tensor.shape), format!("{} {:?}", stored.dtype, stored.shape)),
+            );
+        } else if subset.is_none_or(|s| s.holds(&stored.name)) {
+            checks.push((i, tensor));
+        }
+    }
+    for tensor in wanted.values().filter(|t| by_path.contains_key(t.file.as_str())) {
+        findings.push(
+            Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file").file(&tensor.file).tensor(&tensor.name),
+        );
+    }
+    plan.outputs = checks.iter().map(|(i, _)| plan.outputs[*i].clone()).collect();
+    let files: Vec<Arc<SourceFile>> = opened.iter().map(|f| f.source.clone()).collect();
+    let report = engine::execute(&plan, &files, &Discard, options, control)?;
+    for ((i, tensor), result) in checks.iter().zip(&report.outputs) {
+        let got = hash::hex(&result.hash);
+        if got != tensor.blake3 {
+            let file = &plan.sources[file_of(&plan, &plan.stored[*i]) as usize].path;
+            findings.push(
+                Finding::new(codes::HASH, "content differs from the manifest")
+                    .file(file)
+                    .tensor(&tensor.name)
+                    .expected(format!("BLAKE3 {}", &tensor.blake3), got)
+                    .help("the file was changed or damaged since the manifest was made: restore it from a good copy"),
+            );
+        }
+    }
+    findings.extend(report.findings);
+    Ok(findings)
+}
