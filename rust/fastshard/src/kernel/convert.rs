@@ -54,12 +54,12 @@ pub fn convert(from: Dtype, src: &[u8], to: Dtype, dst: &mut [u8]) {
     );
     match (from, to) {
         _ if from == to => dst.copy_from_slice(src),
-        (F32, Bf16) => map(src, dst, |x| bf16_bits(u32::from_le_bytes(x)).to_le_bytes()),
-        (Bf16, F32) => map(src, dst, |x| (u32::from(u16::from_le_bytes(x)) << 16).to_le_bytes()),
-        (F32, F16) => map(src, dst, |x| f16::from_f32(f32::from_le_bytes(x)).to_le_bytes()),
-        (F16, F32) => map(src, dst, |x| f16::from_le_bytes(x).to_f32().to_le_bytes()),
-        (F32, F64) => map(src, dst, |x| f64::from(f32::from_le_bytes(x)).to_le_bytes()),
-        (F64, F32) => map(src, dst, |x| (f64::from_le_bytes(x) as f32).to_le_bytes()),
+        (F32, Bf16) => f32_to_bf16(src, dst),
+        (Bf16, F32) => bf16_to_f32(src, dst),
+        (F32, F16) => f32_to_f16(src, dst),
+        (F16, F32) => f16_to_f32(src, dst),
+        (F32, F64) => f32_to_f64(src, dst),
+        (F64, F32) => f64_to_f32(src, dst),
         _ => {
             let mut buffer = [0u8; BUFFER * 4];
             for (src, dst) in src.chunks(BUFFER * wide).zip(dst.chunks_mut(BUFFER * narrow)) {
@@ -69,6 +69,41 @@ pub fn convert(from: Dtype, src: &[u8], to: Dtype, dst: &mut [u8]) {
             }
         }
     }
+}
+
+/// Defines a conversion of all elements, compiled for AVX2 too and run so where the CPU has it.
+macro_rules! conversion {
+    ($name:ident, $element:expr) => {
+        #[allow(unsafe_code)]
+        fn $name(src: &[u8], dst: &mut [u8]) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2")]
+                unsafe fn avx2(src: &[u8], dst: &mut [u8]) {
+                    map(src, dst, $element);
+                }
+                if is_x86_feature_detected!("avx2") {
+                    // SAFETY: the CPU has it.
+                    return unsafe { avx2(src, dst) };
+                }
+            }
+            map(src, dst, $element);
+        }
+    };
+}
+conversion!(f32_to_bf16, |x| bf16_bits(u32::from_le_bytes(x)).to_le_bytes());
+conversion!(bf16_to_f32, |x| (u32::from(u16::from_le_bytes(x)) << 16).to_le_bytes());
+conversion!(f32_to_f64, |x| f64::from(f32::from_le_bytes(x)).to_le_bytes());
+conversion!(f64_to_f32, |x| (f64::from_le_bytes(x) as f32).to_le_bytes());
+
+fn f32_to_f16(src: &[u8], dst: &mut [u8]) {
+    let done = arch::f32_to_f16(src, dst);
+    map(&src[done * 4..], &mut dst[done * 2..], |x| f16::from_f32(f32::from_le_bytes(x)).to_le_bytes());
+}
+
+fn f16_to_f32(src: &[u8], dst: &mut [u8]) {
+    let done = arch::f16_to_f32(src, dst);
+    map(&src[done * 2..], &mut dst[done * 4..], |x| f16::from_le_bytes(x).to_f32().to_le_bytes());
 }
 
 /// Rounds the bits of an f32 to those of a bf16.
@@ -82,11 +117,72 @@ fn bf16_bits(x: u32) -> u16 {
     }
 }
 
-/// Applies `f` to every element.
-#[inline]
+/// Applies `f` to every element. Always inlined, so that it is compiled for its caller's instruction set.
+#[inline(always)]
 fn map<const A: usize, const B: usize>(src: &[u8], dst: &mut [u8], f: impl Fn([u8; A]) -> [u8; B]) {
     for (x, y) in src.chunks_exact(A).zip(dst.chunks_exact_mut(B)) {
         y.copy_from_slice(&f(x.try_into().expect("whole element")));
+    }
+}
+
+/// The f16 conversions of the CPU. Both return the number of leading elements done, in whole vectors.
+#[cfg(target_arch = "x86_64")]
+mod arch {
+    use core::arch::x86_64::{
+        _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_storeu_ps, _mm_loadu_si128,
+        _mm_storeu_si128, _MM_FROUND_TO_NEAREST_INT,
+    };
+
+    #[allow(unsafe_code)]
+    pub(super) fn f32_to_f16(src: &[u8], dst: &mut [u8]) -> usize {
+        #[target_feature(enable = "avx,f16c")]
+        unsafe fn f16c(src: &[u8], dst: &mut [u8]) {
+            for (x, y) in src.chunks_exact(32).zip(dst.chunks_exact_mut(16)) {
+                // SAFETY: 8 f32 become 8 f16, the sizes of the chunks; neither needs to be aligned.
+                unsafe {
+                    let half =
+                        _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(x.as_ptr().cast()));
+                    _mm_storeu_si128(y.as_mut_ptr().cast(), half);
+                }
+            }
+        }
+        if !(is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c")) {
+            return 0;
+        }
+        // SAFETY: the CPU has both.
+        unsafe { f16c(src, dst) };
+        src.len() / 32 * 8
+    }
+
+    #[allow(unsafe_code)]
+    pub(super) fn f16_to_f32(src: &[u8], dst: &mut [u8]) -> usize {
+        #[target_feature(enable = "avx,f16c")]
+        unsafe fn f16c(src: &[u8], dst: &mut [u8]) {
+            for (x, y) in src.chunks_exact(16).zip(dst.chunks_exact_mut(32)) {
+                // SAFETY: 8 f16 become 8 f32, the sizes of the chunks; neither needs to be aligned.
+                unsafe {
+                    let wide = _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().cast()));
+                    _mm256_storeu_ps(y.as_mut_ptr().cast(), wide);
+                }
+            }
+        }
+        if !(is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c")) {
+            return 0;
+        }
+        // SAFETY: the CPU has both.
+        unsafe { f16c(src, dst) };
+        src.len() / 16 * 8
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod arch {
+    pub(super) fn f32_to_f16(_src: &[u8], _dst: &mut [u8]) -> usize {
+        0
+    }
+
+    pub(super) fn f16_to_f32(_src: &[u8], _dst: &mut [u8]) -> usize {
+        0
     }
 }
 

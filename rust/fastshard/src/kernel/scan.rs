@@ -8,32 +8,47 @@ use crate::tensor::Dtype;
 ///
 /// # Panics
 /// If `bytes` is not a whole number of elements.
+#[allow(unsafe_code)]
 pub fn count_non_finite(dtype: Dtype, bytes: &[u8]) -> u64 {
     assert!(bytes.len() % dtype.size() == 0, "{} bytes are not whole {dtype} elements", bytes.len());
-    match dtype {
-        Dtype::F16 => count16(bytes, 0x7c00),
-        Dtype::Bf16 => count16(bytes, 0x7f80),
-        Dtype::F32 => sum_chunks::<4>(bytes, |x| (u32::from_le_bytes(x) & 0x7f80_0000 == 0x7f80_0000).into()),
-        Dtype::F64 => {
-            const EXPONENT: u64 = 0x7ff << 52;
-            sum_chunks::<8>(bytes, |x| (u64::from_le_bytes(x) & EXPONENT == EXPONENT).into())
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2")]
+        unsafe fn avx2(dtype: Dtype, bytes: &[u8]) -> u64 {
+            count(dtype, bytes)
         }
-        Dtype::F8E4m3 => sum_chunks::<1>(bytes, |[x]| (x & 0x7f == 0x7f).into()),
-        Dtype::F8E5m2 => sum_chunks::<1>(bytes, |[x]| (x & 0x7c == 0x7c).into()),
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has it.
+            return unsafe { avx2(dtype, bytes) };
+        }
+    }
+    count(dtype, bytes)
+}
+
+/// Always inlined, so that it is compiled for its caller's instruction set.
+#[inline(always)]
+fn count(dtype: Dtype, bytes: &[u8]) -> u64 {
+    const F64_EXPONENT: u64 = 0x7ff << 52;
+    // Counts in the width of the element, over as many elements as that holds: lanes then stay whole.
+    macro_rules! count {
+        ($uint:ty, $chunk:expr, $test:expr) => {{
+            const SIZE: usize = size_of::<$uint>();
+            bytes.chunks($chunk * SIZE).fold(0, |total, chunk| {
+                let test =
+                    |x: &[u8]| <$uint>::from($test(<$uint>::from_le_bytes(x.try_into().expect("whole"))));
+                total + chunk.chunks_exact(SIZE).map(test).sum::<$uint>() as u64
+            })
+        }};
+    }
+    match dtype {
+        Dtype::F16 => count!(u16, 1 << 15, |x| x & 0x7c00 == 0x7c00),
+        Dtype::Bf16 => count!(u16, 1 << 15, |x| x & 0x7f80 == 0x7f80),
+        Dtype::F32 => count!(u32, 1 << 15, |x| x & 0x7f80_0000 == 0x7f80_0000),
+        Dtype::F64 => count!(u64, 1 << 15, |x| x & F64_EXPONENT == F64_EXPONENT),
+        Dtype::F8E4m3 => count!(u8, 128, |x| x & 0x7f == 0x7f),
+        Dtype::F8E5m2 => count!(u8, 128, |x| x & 0x7c == 0x7c),
         _ => 0,
     }
-}
-
-fn count16(bytes: &[u8], exponent: u16) -> u64 {
-    sum_chunks::<2>(bytes, |x| (u16::from_le_bytes(x) & exponent == exponent).into())
-}
-
-/// Sums `test` over all elements of `N` bytes.
-fn sum_chunks<const N: usize>(bytes: &[u8], test: impl Fn([u8; N]) -> u32) -> u64 {
-    bytes.chunks(N << 16).fold(0, |total, chunk| {
-        let hits: u32 = chunk.chunks_exact(N).map(|x| test(x.try_into().expect("whole element"))).sum();
-        total + u64::from(hits)
-    })
 }
 
 /// True if all elements of `item` bytes are bit-equal to the first one, as in an empty tensor.

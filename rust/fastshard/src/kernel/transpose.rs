@@ -41,28 +41,31 @@ struct Tile(std::mem::MaybeUninit<[u8; LINE * RUN]>);
 pub(super) unsafe fn transpose<T: Item>(rows: Axis, cols: Axis, src: *const u8, dst: *mut u8) {
     let item = size_of::<T>();
     let dense = rows.dst == item && cols.src == item;
-    // Streaming takes whole lines, so every destination row has to start at the same offset in a line. The
-    // rows up to the first line are the head, a tile of their own.
+    // Where all rows start at the same offset in a line, what comes before the first whole line is a tile of
+    // its own: then no tile shares a source line with another one, and whole destination lines can stream.
     let large = rows.len * cols.len * item >= STREAM_BYTES;
     let stream = dense && large && cols.dst % LINE == 0 && dst as usize % item == 0;
-    let head = if stream { dst.align_offset(LINE) / item } else { 0 };
+    let r_head = if stream { dst.align_offset(LINE) / item } else { 0 };
+    let c_head = if rows.src % LINE == 0 { src.align_offset(LINE) / item } else { 0 };
     let mut tile = Tile(std::mem::MaybeUninit::uninit());
     let mut r = 0;
     while r < rows.len {
-        let r_len = if r < head { head } else { RUN / item }.min(rows.len - r);
-        for c in (0..cols.len).step_by(LINE / item) {
-            let c_len = (LINE / item).min(cols.len - c);
+        let r_len = if r < r_head { r_head } else { RUN / item }.min(rows.len - r);
+        let mut c = 0;
+        while c < cols.len {
+            let c_len = if c < c_head { c_head } else { LINE / item }.min(cols.len - c);
             let (rows, cols) = (Axis { len: r_len, ..rows }, Axis { len: c_len, ..cols });
             // SAFETY: the tile is a part of the box.
             unsafe {
                 let (s, d) = (src.add(r * rows.src + c * cols.src), dst.add(r * rows.dst + c * cols.dst));
                 if dense {
                     gather::<T>(rows, cols, s, &mut tile);
-                    scatter(r_len * item, cols, &tile, d, stream && r >= head);
+                    scatter(r_len * item, cols, &tile, d, stream && r >= r_head);
                 } else {
                     scalar::<T>(rows, cols, s, d);
                 }
             }
+            c += c_len;
         }
         r += r_len;
     }
