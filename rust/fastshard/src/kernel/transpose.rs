@@ -10,7 +10,11 @@ use super::copy::Axis;
 const LINE: usize = 64;
 
 /// Bytes of a tile along the destination's dense axis. Longer and shorter runs measured slower.
-const RUN: usize = 4 * LINE;
+const RUN: usize = 2 * LINE;
+
+/// Columns that are walked together. Each is a destination row in a page of its own, and the pages of a strip
+/// have to stay in the second-level TLB from one tile to the next.
+const STRIP: usize = 1024;
 
 /// Boxes from this many bytes on are stored past the cache, which they would flush: that saves reading the
 /// destination, at the price of fetching it again should it be used soon.
@@ -29,7 +33,7 @@ pub(super) trait Item: Copy {
     unsafe fn square(src: *const u8, src_row: usize, dst: *mut u8, dst_row: usize);
 }
 
-/// The buffer of a tile: one run for each column. 16 KiB is what one-byte items need.
+/// The buffer of a tile: one run for each column, of which one-byte items have the most.
 #[repr(align(64))]
 struct Tile(std::mem::MaybeUninit<[u8; LINE * RUN]>);
 
@@ -48,26 +52,31 @@ pub(super) unsafe fn transpose<T: Item>(rows: Axis, cols: Axis, src: *const u8, 
     let r_head = if stream { dst.align_offset(LINE) / item } else { 0 };
     let c_head = if rows.src % LINE == 0 { src.align_offset(LINE) / item } else { 0 };
     let mut tile = Tile(std::mem::MaybeUninit::uninit());
-    let mut r = 0;
-    while r < rows.len {
-        let r_len = if r < r_head { r_head } else { RUN / item }.min(rows.len - r);
-        let mut c = 0;
-        while c < cols.len {
-            let c_len = if c < c_head { c_head } else { LINE / item }.min(cols.len - c);
-            let (rows, cols) = (Axis { len: r_len, ..rows }, Axis { len: c_len, ..cols });
-            // SAFETY: the tile is a part of the box.
-            unsafe {
-                let (s, d) = (src.add(r * rows.src + c * cols.src), dst.add(r * rows.dst + c * cols.dst));
-                if dense {
-                    gather::<T>(rows, cols, s, &mut tile);
-                    scatter(r_len * item, cols, &tile, d, stream && r >= r_head);
-                } else {
-                    scalar::<T>(rows, cols, s, d);
+    let mut strip = 0;
+    while strip < cols.len {
+        let strip_end = cols.len.min(if strip == 0 { c_head + STRIP } else { strip + STRIP });
+        let mut r = 0;
+        while r < rows.len {
+            let r_len = if r < r_head { r_head } else { RUN / item }.min(rows.len - r);
+            let mut c = strip;
+            while c < strip_end {
+                let c_len = if c < c_head { c_head } else { LINE / item }.min(strip_end - c);
+                let (rows, cols) = (Axis { len: r_len, ..rows }, Axis { len: c_len, ..cols });
+                // SAFETY: the tile is a part of the box.
+                unsafe {
+                    let (s, d) = (src.add(r * rows.src + c * cols.src), dst.add(r * rows.dst + c * cols.dst));
+                    if dense {
+                        gather::<T>(rows, cols, s, &mut tile);
+                        scatter(r_len * item, cols, &tile, d, stream && r >= r_head);
+                    } else {
+                        scalar::<T>(rows, cols, s, d);
+                    }
                 }
+                c += c_len;
             }
-            c += c_len;
+            r += r_len;
         }
-        r += r_len;
+        strip = strip_end;
     }
     if stream {
         arch::stream_done();
@@ -87,6 +96,10 @@ unsafe fn gather<T: Item>(rows: Axis, cols: Axis, src: *const u8, tile: &mut Til
     // SAFETY: every part lies inside the tile, and element (r, c) goes to r * item in run c of the buffer.
     unsafe {
         for r in (0..r_whole).step_by(T::EDGE) {
+            for i in r..r + T::EDGE {
+                // The next tile's part of the row: too many streams at once for the CPU to foresee.
+                arch::prefetch(src.wrapping_add(i * rows.src + LINE));
+            }
             for c in (0..c_whole).step_by(T::EDGE) {
                 T::square(src.add(r * rows.src + c * item), rows.src, buffer.add(c * RUN + r * item), RUN);
             }
@@ -143,16 +156,24 @@ unsafe fn scalar<T: Copy>(rows: Axis, cols: Axis, src: *const u8, dst: *mut u8) 
     }
 }
 
-/// SSE2, which every x86-64 has: wider registers do not help, as the tiles are bound by memory.
+/// SSE2, which every x86-64 has: in registers a tile already moves faster than memory delivers it.
 #[cfg(target_arch = "x86_64")]
 mod arch {
     use core::arch::x86_64::{
-        __m128i, _mm_load_si128, _mm_loadu_si128, _mm_sfence, _mm_storeu_si128, _mm_stream_si128,
-        _mm_unpackhi_epi16, _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpackhi_epi8, _mm_unpacklo_epi16,
-        _mm_unpacklo_epi32, _mm_unpacklo_epi64, _mm_unpacklo_epi8,
+        __m128i, _mm_load_si128, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_storeu_si128,
+        _mm_stream_si128, _mm_unpackhi_epi16, _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpackhi_epi8,
+        _mm_unpacklo_epi16, _mm_unpacklo_epi32, _mm_unpacklo_epi64, _mm_unpacklo_epi8, _MM_HINT_T0,
     };
 
     use super::{Item, LINE};
+
+    /// Asks for the line at `at`, which may be any address.
+    #[allow(unsafe_code)]
+    #[inline]
+    pub(super) fn prefetch(at: *const u8) {
+        // SAFETY: a hint that never faults; SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
 
     /// Stores one line past the cache.
     ///
@@ -223,6 +244,9 @@ mod arch {
 #[cfg(not(target_arch = "x86_64"))]
 mod arch {
     use super::{Item, LINE};
+
+    /// No hint.
+    pub(super) fn prefetch(_at: *const u8) {}
 
     /// A plain copy of one line.
     ///
