@@ -44,13 +44,14 @@ struct Tile(std::mem::MaybeUninit<[u8; LINE * RUN]>);
 #[allow(unsafe_code)]
 pub(super) unsafe fn transpose<T: Item>(rows: Axis, cols: Axis, src: *const u8, dst: *mut u8) {
     let item = size_of::<T>();
-    let dense = rows.dst == item && cols.src == item;
+    // A box too narrow for a square gains nothing from the buffer.
+    let tiled = rows.dst == item && cols.src == item && rows.len.min(cols.len) >= T::EDGE;
     // Where all rows start at the same offset in a line, what comes before the first whole line is a tile of
     // its own: then no tile shares a source line with another one, and whole destination lines can stream.
-    let large = rows.len * cols.len * item >= STREAM_BYTES;
-    let stream = dense && large && cols.dst % LINE == 0 && dst as usize % item == 0;
-    let r_head = if stream { dst.align_offset(LINE) / item } else { 0 };
-    let c_head = if rows.src % LINE == 0 { src.align_offset(LINE) / item } else { 0 };
+    let large = rows.len.saturating_mul(cols.len).saturating_mul(item) >= STREAM_BYTES;
+    let stream = tiled && large && cols.dst % LINE == 0 && dst as usize % item == 0;
+    let r_head = if stream { (dst as usize).wrapping_neg() % LINE / item } else { 0 };
+    let c_head = if rows.src % LINE == 0 { (src as usize).wrapping_neg() % LINE / item } else { 0 };
     let mut tile = Tile(std::mem::MaybeUninit::uninit());
     let mut strip = 0;
     while strip < cols.len {
@@ -65,7 +66,7 @@ pub(super) unsafe fn transpose<T: Item>(rows: Axis, cols: Axis, src: *const u8, 
                 // SAFETY: the tile is a part of the box.
                 unsafe {
                     let (s, d) = (src.add(r * rows.src + c * cols.src), dst.add(r * rows.dst + c * cols.dst));
-                    if dense {
+                    if tiled {
                         gather::<T>(rows, cols, s, &mut tile);
                         scatter(r_len * item, cols, &tile, d, stream && r >= r_head);
                     } else {
