@@ -1,7 +1,7 @@
 //! Long calls: on a thread of their own, without the GIL, interruptible, with progress.
 
 use std::sync::atomic::Ordering;
-use std::sync::{mpsc, Arc};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use fastshard::engine::Control;
@@ -10,6 +10,15 @@ use pyo3::prelude::*;
 
 /// How often Python gets to look at signals and to draw progress.
 const POLL: Duration = Duration::from_millis(100);
+
+/// Wakes the waiting caller when the worker ends, by a panic too.
+struct Ending<'a>(&'a Condvar);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.notify_all();
+    }
+}
 
 /// Runs `work` on a thread and returns its result.
 ///
@@ -21,24 +30,27 @@ pub(crate) fn run<T: Send + 'static>(
     work: impl FnOnce(&Control) -> T + Send + 'static,
 ) -> PyResult<T> {
     let control = Arc::new(Control::default());
-    let (sender, receiver) = mpsc::channel();
-    let shared = Arc::clone(&control);
-    let thread = std::thread::spawn(move || {
-        // The receiver is gone only if this frame is, and then nobody wants the result.
-        let _ = sender.send(work(&shared));
+    let slot: Arc<(Mutex<Option<T>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
+    let thread = std::thread::spawn({
+        let (control, slot) = (Arc::clone(&control), Arc::clone(&slot));
+        move || {
+            let _ending = Ending(&slot.1);
+            let result = work(&control);
+            *slot.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        }
     });
     let mut stopped: Option<PyErr> = None;
-    let result = loop {
-        // `Receiver` is not Sync; the loop owns it and lends it for the wait alone.
-        let (received, back) = py.detach({
-            let waiting = Waiting(&receiver);
-            move || (waiting.wait(), ())
+    loop {
+        let ended = py.detach(|| {
+            let guard = slot.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if guard.is_some() {
+                return true;
+            }
+            let (guard, _) = slot.1.wait_timeout(guard, POLL).unwrap_or_else(PoisonError::into_inner);
+            guard.is_some() || thread.is_finished()
         });
-        let () = back;
-        match received {
-            Ok(result) => break Some(result),
-            Err(mpsc::RecvTimeoutError::Disconnected) => break None,
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        if ended {
+            break;
         }
         if stopped.is_none() {
             let drawn = match &progress {
@@ -54,8 +66,10 @@ pub(crate) fn run<T: Send + 'static>(
                 stopped = Some(error);
             }
         }
-    };
-    let panicked = py.detach(|| thread.join().is_err());
+    }
+    // A panic has been printed by the thread already; here it becomes an exception.
+    let _ = py.detach(|| thread.join());
+    let result = slot.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     match (result, stopped) {
         (Some(result), None) => {
             if let Some(callback) = &progress {
@@ -66,20 +80,7 @@ pub(crate) fn run<T: Send + 'static>(
         }
         (_, Some(error)) => Err(error),
         (None, None) => {
-            debug_assert!(panicked);
             Err(PyRuntimeError::new_err("a worker panicked: this is a bug in fastshard; nothing was published"))
         }
-    }
-}
-
-struct Waiting<'a, T>(&'a mpsc::Receiver<T>);
-
-// SAFETY: `run` blocks in `detach` until the closure returns, so exactly one thread uses the receiver.
-#[allow(unsafe_code)]
-unsafe impl<T: Send> Send for Waiting<'_, T> {}
-
-impl<T> Waiting<'_, T> {
-    fn wait(self) -> Result<T, mpsc::RecvTimeoutError> {
-        self.0.recv_timeout(POLL)
     }
 }
