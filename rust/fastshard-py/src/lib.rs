@@ -6,7 +6,7 @@
 mod calls;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::Catalog as CoreCatalog;
 use fastshard::codes;
@@ -16,8 +16,9 @@ use fastshard::manifest::Manifest;
 use fastshard::plan::Plan as CorePlan;
 use fastshard::request::Request;
 use fastshard::storage::SourceFile;
+use fastshard::tensor::Dtype;
 use fastshard::{publish, verify, write};
-use numpy::{PyArray1, PyArrayMethods};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
@@ -138,6 +139,11 @@ impl Catalog {
                 .collect::<Vec<_>>()
         });
         to_json(&tensors.unwrap_or_default())
+    }
+
+    fn names(&self, file: usize) -> Vec<String> {
+        let file = self.inner.files.get(file).and_then(|f| f.as_ref());
+        file.map_or_else(Vec::new, |f| f.parsed.tensors.iter().map(|t| t.path.join(".")).collect())
     }
 
     fn plan(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
@@ -316,6 +322,45 @@ impl Plan {
     }
 }
 
+/// A result written tensor by tensor.
+#[pyclass(frozen, module = "fastshard._core")]
+struct ResultWriter {
+    // Mutex: the class is frozen, and two threads of a script may write at once.
+    inner: Mutex<fastshard::writer::ResultWriter>,
+}
+
+#[pymethods]
+impl ResultWriter {
+    #[new]
+    fn new(py: Python<'_>, out: PathBuf, nbytes: u64, max_shard_size: u64, overwrite: bool, fsync: bool) -> PyResult<Self> {
+        let options = publish::Options { overwrite, resume: false, fsync };
+        let inner = py
+            .detach(|| fastshard::writer::ResultWriter::begin(&out, nbytes, max_shard_size, &options))
+            .map_err(raise)?;
+        Ok(ResultWriter { inner: Mutex::new(inner) })
+    }
+
+    fn add(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<u64>, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
+        let dtype = Dtype::from_safetensors(dtype)
+            .ok_or_else(|| PyValueError::new_err(format!("{name}: unknown dtype {dtype}")))?;
+        let bytes = data.as_slice().map_err(|e| PyValueError::new_err(e.to_string()))?;
+        py.detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).add(name, dtype, &shape, bytes))
+            .map_err(raise)
+    }
+
+    fn finish(&self, py: Python<'_>, texts: std::collections::BTreeMap<String, String>, values: &str) -> PyResult<String> {
+        let values = serde_json::from_str(values).map_err(json_error)?;
+        let (manifest, findings) = py
+            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(&texts, values))
+            .map_err(raise)?;
+        to_json(&json!({"manifest": manifest, "findings": findings}))
+    }
+
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).abort()).map_err(raise)
+    }
+}
+
 /// The table of finding codes, as JSON.
 #[pyfunction]
 fn codes_table() -> PyResult<String> {
@@ -367,6 +412,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
     m.add_class::<Plan>()?;
+    m.add_class::<ResultWriter>()?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;

@@ -21,3 +21,4 @@ pub mod tensor;
 pub mod value;
 pub mod verify;
 pub mod write;
+pub mod writer;

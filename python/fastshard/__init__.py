@@ -1,0 +1,50 @@
+"""fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably whole.
+
+>>> import fastshard
+>>> ckpt = fastshard.open("global_step1000")        # headers only
+>>> fastshard.convert(ckpt, "out/", to="hf")         # verified, bounded memory, all or nothing
+"""
+
+from __future__ import annotations
+
+import warnings as _warnings
+
+from . import _core, layouts
+from .checkpoint import Checkpoint, Tensor, open  # noqa: A004
+from .convert import convert, merge, plan
+from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+from .manifests import Manifest
+from .planning import Plan
+from .verify import Difference, diff, manifest, verify
+from .writer import Writer
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "CannotRunError",
+    "Checkpoint",
+    "Difference",
+    "FastshardError",
+    "Finding",
+    "IncompleteError",
+    "Manifest",
+    "Plan",
+    "ProblemError",
+    "Tensor",
+    "Writer",
+    "convert",
+    "diff",
+    "layouts",
+    "manifest",
+    "merge",
+    "open",
+    "plan",
+    "verify",
+]
+
+if _core.DEBUG_BUILD:
+    _warnings.warn(
+        "fastshard was built without optimisation: it is slow, do not benchmark it (maturin develop --release)",
+        RuntimeWarning,
+        stacklevel=2,
+    )

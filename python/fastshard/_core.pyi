@@ -1,0 +1,92 @@
+"""The Rust core. Documents go in and out as JSON; long calls release the GIL and stay interruptible."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+DEBUG_BUILD: bool
+
+class CoreError(Exception):
+    """Findings that stopped an operation, as a JSON array in the message."""
+
+_Progress = Callable[[int, int], object] | None
+
+@final
+class Catalog:
+    """Files of one checkpoint, opened and parsed; no payload byte has been read."""
+
+    def __new__(cls, roots: list[str | PathLike[str]], files: list[tuple[int, str]], threads: int) -> Catalog: ...
+    def findings(self) -> str:
+        """JSON array of findings: the files that could not be read."""
+    def files(self) -> str:
+        """JSON array in the order given: path, root, format, size in bytes, tensors; null if unreadable."""
+    def values(self, file: int) -> str:
+        """JSON of what a file holds besides tensors."""
+    def tensors(self, file: int) -> str:
+        """JSON array of a file's tensors: path of keys, dtype, shape."""
+    def names(self, file: int) -> list[str]:
+        """Names of a file's tensors, keys joined by dots."""
+    def plan(self, request: str) -> Plan:
+        """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
+    def inventory(self, options: str, progress: _Progress = None) -> str:
+        """Hashes what is there: JSON with manifest and findings."""
+    def against(self, manifest: str | PathLike[str], options: str, progress: _Progress = None) -> str:
+        """Compares content with a manifest: JSON array of findings."""
+
+@final
+class Plan:
+    """A plan with the open files that it reads."""
+
+    def findings(self) -> str:
+        """JSON array of findings."""
+    def digest(self) -> str:
+        """BLAKE3 of the plan, hexadecimal."""
+    def to_json(self) -> str:
+        """The whole plan."""
+    def summary(self) -> str:
+        """Counts, bytes, files, dtypes, axes, value ops, as JSON."""
+    def outputs(self) -> list[tuple[str, str, list[int], int, int]]:
+        """(name, dtype, shape, bytes, pieces) of every output."""
+    def pieces(self, output: int) -> list[tuple[str | None, str, list[int]]]:
+        """(rank, file, local shape) of the stored tensors an output is made of."""
+    def contiguous(self, output: int) -> tuple[Any, int] | None:
+        """(path, offset in bytes) of an output that is one run of one file, else None."""
+    def read(self, output: int, start: int, buffer: NDArray[np.uint8]) -> None:
+        """Fills a contiguous buffer with an output's bytes from byte ``start``."""
+    def write(self, out: str | PathLike[str], options: str, progress: _Progress = None) -> str:
+        """Writes and publishes: JSON with manifest and findings."""
+    def check(self, options: str, progress: _Progress = None) -> str:
+        """Runs without writing: JSON with findings and hashes by output."""
+
+@final
+class ResultWriter:
+    """A result written tensor by tensor."""
+
+    def __new__(
+        cls, out: str | PathLike[str], nbytes: int, max_shard_size: int, overwrite: bool, fsync: bool
+    ) -> ResultWriter: ...
+    def add(self, name: str, dtype: str, shape: list[int], data: NDArray[np.uint8]) -> None:
+        """Adds a tensor: little-endian bytes in C order."""
+    def finish(self, texts: dict[str, str], values: str) -> str:
+        """Publishes: JSON with manifest and findings."""
+    def abort(self) -> None:
+        """Removes everything that was written."""
+
+def codes_table() -> str:
+    """The table of finding codes, as JSON."""
+
+def exit_code(findings: str) -> int:
+    """The exit code that a JSON array of findings stands for."""
+
+def format_finding(finding: str) -> str:
+    """One line for a finding given as JSON, control characters escaped."""
+
+def check_layout(text: str) -> tuple[str, str]:
+    """(name, family) of a layout table; raises CoreError if it is not valid."""
+
+def anonymous_memory() -> int:
+    """Anonymous resident memory of this process, in bytes."""

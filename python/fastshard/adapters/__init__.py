@@ -1,0 +1,42 @@
+"""Adapters: how each framework names its files, and what its metadata says.
+
+An adapter only declares; it reads no tensor and computes nothing.
+"""
+
+from __future__ import annotations
+
+from ..discover import Listing
+from ..errors import FastshardError, raise_errors
+from .base import Adapter, Found, Options, Source, Unit
+from .gpt_neox import GptNeox
+from .hf import HuggingFace
+from .others import refuse_by_name
+from .tp_safetensors import TpSafetensors
+
+__all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
+
+#: In the order in which they are asked: the more telling names first.
+ADAPTERS: list[Adapter] = [GptNeox(), TpSafetensors(), HuggingFace()]
+
+
+def detect(listing: Listing, options: Options) -> Found:
+    """The files of the checkpoint below the listing's roots.
+
+    Raises:
+        FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is one of a
+            framework that is not supported yet, or what the adapter found out by names alone.
+    """
+    for adapter in ADAPTERS:
+        found = adapter.detect(listing, options)
+        if found is not None:
+            return found
+    refuse_by_name(listing)
+    raise_errors(listing.findings)
+    roots = ", ".join(str(root) for root in listing.roots)
+    raise FastshardError.of(
+        "FS513",
+        "no checkpoint that fastshard knows",
+        file=roots,
+        got=f"{len(listing.files)} files",
+        help="point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the formats",
+    )

@@ -1,0 +1,167 @@
+"""Hugging Face checkpoints: one file or several with an index, safetensors or ``.bin``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding
+from . import hf_config
+from .base import Found, Options, Source, Unit, Values, missing
+
+#: (index, single file): safetensors first, as transformers prefers it.
+_FORMS = [
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+]
+_SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
+_SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
+
+
+def read_json(listing: Listing, file: File) -> Any:
+    """Content of a JSON file.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not JSON.
+    """
+    try:
+        return json.loads(listing.read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=file.path) from None
+
+
+def safe_relative(name: object) -> bool:
+    """True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
+    if not isinstance(name, str) or not name or len(name) > 4096:
+        return False
+    parts = PurePosixPath(name).parts
+    return not (
+        name.startswith("/")
+        or "\\" in name
+        or any(ord(c) < 32 or c == "\x7f" for c in name)
+        or ".." in parts
+        or (len(name) > 1 and name[1] == ":")
+    )
+
+
+def config_of(listing: Listing, folder: str, options: Options) -> tuple[dict[str, Any] | None, str | None]:
+    """The model's config: the one given, else config.json in the folder. Returns it with its path."""
+    if options.config is not None:
+        return options.config, options.config_path
+    path = f"{folder}/config.json" if folder else "config.json"
+    file = listing.find(path)
+    if file is None or listing.single:
+        return None, None
+    config = read_json(listing, file)
+    if not isinstance(config, dict):
+        raise FastshardError.of("FS211", "config.json is not an object", file=file.path)
+    return config, file.path
+
+
+class HuggingFace:
+    """Directories that ``save_pretrained`` or fastshard wrote, and single tensor files."""
+
+    name = "hf"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for an index, a single model file, or numbered shards without an index."""
+        if listing.single:
+            files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
+            return Found(self, "Hugging Face", files[:1], notes={"folder": files[0].folder})
+        for folder in listing.folders():
+            inside = {f.name: f for f in listing.within(folder)}
+            for index, single in _FORMS:
+                if index in inside:
+                    return self._from_index(listing, inside[index], inside)
+                if single in inside:
+                    return Found(self, "Hugging Face", [inside[single]], notes={"folder": folder})
+            shards = [(f, m) for f in inside.values() if (m := _SHARD.match(f.name))]
+            if shards:
+                return self._without_index(folder, shards)
+        return None
+
+    def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found:
+        content = read_json(listing, index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
+        findings = []
+        files: dict[str, File] = {}
+        for tensor, name in weight_map.items():
+            if not safe_relative(name):
+                findings.append(
+                    Finding.of(
+                        "FS603", "a file name in the index leaves the directory", file=index.path, tensor=str(tensor),
+                        got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
+                    )
+                )
+            elif name not in files:
+                path = f"{index.folder}/{name}" if index.folder else name
+                file = inside.get(name) or listing.find(path)
+                if file is None:
+                    count = sum(1 for other in weight_map.values() if other == name)
+                    findings.append(
+                        missing(path, None, f"{count} tensors by {index.name}", "copy it from where the checkpoint was saved")
+                    )
+                    files[name] = File(-1, path, 0)
+                else:
+                    files[name] = file
+        present = [f for f in files.values() if f.root >= 0]
+        order = {f.path: i for i, f in enumerate(present)}
+        expected = {
+            str(t): order[files[n].path] for t, n in weight_map.items() if n in files and files[n].path in order
+        }
+        notes = {"folder": index.folder, "index": index.path, "weight_map": expected}
+        # Files of the same naming that the index does not name are leftovers.
+        for name, file in inside.items():
+            if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
+                findings.append(Finding.of("FS108", "the index does not name this file", file=file.path))
+        return Found(self, "Hugging Face", present, findings, notes=notes)
+
+    def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found:
+        """Shards named ``-0000i-of-0000n`` state their number themselves."""
+        findings = []
+        groups: dict[tuple[str, str, str], dict[int, File]] = {}
+        for file, match in shards:
+            groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = file
+        (stem, total, suffix), have = max(groups.items(), key=lambda kv: len(kv[1]))
+        count = int(total)
+        if count > 100_000:
+            raise FastshardError.of("FS514", f"{count} shards by the file name", file=next(iter(have.values())).path)
+        first = 0 if 0 in have else 1
+        for i in range(first, first + count):
+            if i not in have:
+                name = f"{stem}-{i:05d}-of-{total}.{suffix}"
+                path = f"{folder}/{name}" if folder else name
+                findings.append(missing(path, None, f"{count} shards by the file names", "copy it from where it was saved"))
+        findings.append(
+            Finding.of("FS108", "there is no index; taking the shards by their names", severity="note",
+                       file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json")
+        )
+        return Found(self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder})
+
+    def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
+        """Units are whole files; config.json gives the axes where the model type is known."""
+        config, path = config_of(listing, found.notes["folder"], options)
+        source = Source(
+            framework=found.framework,
+            units=[Unit(file=i) for i in range(len(found.files))],
+            pass_unknown=True,
+            hf_names=True,
+            config=config,
+            expected_names=set(found.notes.get("weight_map", {})),
+            vocab_size=options.vocab_size,
+        )
+        source.provable = bool(source.expected_names)
+        layout = hf_config.layout_of(config) if config else None
+        if config and layout:
+            source.layout = layout
+            source.family = layout.removeprefix("hf.")
+            source.axes, source.facts = hf_config.axes_and_facts(config, path)
+            source.provable = True
+            if options.vocab_size:
+                source.axes.pop("V", None)
+        return source

@@ -1,0 +1,66 @@
+"""Hugging Face ``config.json``: what it says about axes and facts, and how one is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import FastshardError
+
+#: model_type -> layout table. source: transformers models/*/modeling_*.py
+LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama"}
+
+
+def layout_of(config: dict[str, Any]) -> str | None:
+    """Name of the layout table for a config; None for a model type without one."""
+    return LAYOUTS.get(str(config.get("model_type")))
+
+
+def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 48:
+        raise FastshardError.of(
+            "FS211", f"config: {key}", file=file, expected="a positive whole number", got=repr(value)
+        )
+    return value
+
+
+def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dict[str, int], dict[str, bool]]:
+    """Extents of the layout's axes (as stored by one unsharded file) and facts of a config.
+
+    Raises:
+        FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.
+    """
+    hidden = _int(config, "hidden_size", file)
+    heads = _int(config, "num_attention_heads", file)
+    vocab = _int(config, "vocab_size", file)
+    axes = {"H": hidden, "L": _int(config, "num_hidden_layers", file), "F": _int(config, "intermediate_size", file)}
+    axes |= {"V": vocab, "P": vocab}
+    head_dim = _int(config, "head_dim", file)
+    if head_dim is None and hidden and heads:
+        if hidden % heads:
+            raise FastshardError.of(
+                "FS211", "config: hidden_size over num_attention_heads", file=file,
+                expected=f"a multiple of {heads}", got=str(hidden),
+            )
+        head_dim = hidden // heads
+    axes["d"] = head_dim
+    # transformers: tie_word_embeddings defaults to False for these three model types.
+    facts = {"tied": bool(config.get("tie_word_embeddings", False))}
+    if config.get("model_type") == "gpt_neox":
+        axes["h"] = heads
+        # transformers: configuration_gpt_neox.py, attention_bias = True
+        facts["attention_bias"] = bool(config.get("attention_bias", True))
+    else:
+        groups = _int(config, "num_key_value_heads", file) or heads
+        if heads and groups and heads % groups:
+            raise FastshardError.of(
+                "FS211", "config: num_attention_heads over num_key_value_heads", file=file,
+                expected=f"a multiple of {groups}", got=str(heads),
+            )
+        axes["g"] = groups
+        axes["r"] = heads // groups if heads and groups else None
+        facts["attention_bias"] = bool(config.get("attention_bias", False))
+        facts["mlp_bias"] = bool(config.get("mlp_bias", False))
+    return {k: v for k, v in axes.items() if v is not None}, facts

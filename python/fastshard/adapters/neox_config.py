@@ -1,0 +1,113 @@
+"""What a GPT-NeoX checkpoint says of its model: arguments in the files, and the saved YAML.
+
+Sizes come from tensors where they can: the YAML's ``intermediate_size`` of Llama models is not the
+stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ..discover import Listing
+from ..errors import FastshardError, Finding
+from .base import Options
+
+_GATED = {"swiglu", "geglu", "reglu", "bilinear", "glu"}
+
+
+def read(
+    listing: Listing, folder: str, options: Options, findings: list[Finding]
+) -> tuple[dict[str, Any], str | None]:
+    """The training config: the one given, else all YAML files that were saved with the step, merged."""
+    if options.config is not None:
+        return {str(k).replace("-", "_"): v for k, v in options.config.items()}, options.config_path
+    merged: dict[str, Any] = {}
+    path = None
+    prefix = f"{folder}/configs" if folder else "configs"
+    for file in listing.within(prefix):
+        if not file.name.endswith((".yml", ".yaml")):
+            continue
+        try:
+            content = yaml.safe_load(listing.read_text(file, limit=4 << 20))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise FastshardError.of("FS211", f"not valid YAML: {error}", file=file.path) from None
+        if not isinstance(content, dict):
+            continue
+        for key, value in content.items():
+            # NeoX mixes '-' and '_' in its keys and reads both.
+            key = str(key).replace("-", "_")
+            if key in merged and merged[key] != value:
+                findings.append(
+                    Finding.of("FS110", f"the saved configs disagree on {key}", file=file.path,
+                               expected=str(merged[key]), got=str(value), help="give the right one with --config")
+                )
+            merged[key] = value
+        path = file.path
+    return merged, path
+
+
+def arguments(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments that the first rank file carries, as a dict."""
+    for state in states:
+        args = state.get("args")
+        if isinstance(args, dict):
+            # A Namespace arrives as an inert record with its state.
+            return dict(args.get("state") or {}) if "__class__" in args else args
+    return {}
+
+
+@dataclass
+class Model:
+    """A GPT-NeoX model as far as its checkpoint describes it."""
+
+    layers: int | None = None
+    tp: int | None = None
+    llama: bool = False
+    axes: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: dict[str, Any], config: dict[str, Any], path: str | None, findings: list[Finding]) -> Model:
+        """Combines the arguments in the files with the YAML; contradictions become findings."""
+
+        def number(key: str) -> int | None:
+            inside, outside = args.get(key), config.get(key)
+            for value in (inside, outside):
+                if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                    raise FastshardError.of(
+                        "FS211", f"config: {key}", file=path, expected="a positive whole number", got=repr(value)
+                    )
+            if inside is not None and outside is not None and inside != outside:
+                findings.append(
+                    Finding.of("FS215", f"config: {key}", file=path, expected=f"{inside} as the checkpoint's arguments say",
+                               got=str(outside), help="give the config of this checkpoint with --config")
+                )
+            return inside if inside is not None else outside
+
+        model = cls(layers=number("num_layers"), tp=number("model_parallel_size"), config={**config})
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        padded = args.get("padded_vocab_size")
+        axes = {"L": model.layers, "H": hidden, "P": padded if isinstance(padded, int) else None}
+        model.llama = str(config.get("mlp_type", "")) == "llama" or str(config.get("activation", "")) in _GATED
+        if model.llama or config.get("num_kv_heads"):
+            groups = number("num_kv_heads") or heads
+            axes |= {"g": groups, "r": heads // groups if heads and groups else None}
+        else:
+            axes["h"] = heads
+        if hidden and heads and hidden % heads == 0:
+            axes["d"] = hidden // heads
+        model.axes = {k: v for k, v in axes.items() if v}
+        for fact, key, wanted in (("gpt_j_residual", "gpt_j_residual", True), ("tied", "no_weight_tying", False)):
+            value = config.get(key)
+            if isinstance(value, bool):
+                model.facts[fact] = value is wanted
+        model.config.update({k: v for k, v in args.items() if v is not None})
+        return model
+
+    def to_dict(self) -> dict[str, Any]:
+        """The merged config, for a target that writes one of its own."""
+        return self.config

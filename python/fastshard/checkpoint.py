@@ -1,0 +1,397 @@
+"""An opened checkpoint: a mapping of whole tensors, lazily merged."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core, adapters
+from .adapters.base import Options, Source
+from .discover import Listing, StrPath, list_roots
+from .errors import FastshardError, Finding, from_core
+from .planning import Plan, make_plan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "Tensor", "open"]
+
+
+def default_threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open(  # noqa: A001 - the name that users of safetensors and torch expect
+    *paths: StrPath,
+    step: str | int | None = None,
+    config: StrPath | Mapping[str, Any] | None = None,
+    layout: StrPath | None = None,
+    vocab_size: int | None = None,
+    accept: Iterable[str] = (),
+    threads: int | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
+
+    Args:
+        paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
+        step: step to take where there are several; default the tracker file's, else the newest.
+        config: a config that overrides what is found: HF ``config.json``, GPT-NeoX YAML, or a dict.
+        layout: a layout table (TOML) of your own for the source.
+        vocab_size: true vocabulary; padded rows beyond it are dropped.
+        accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
+        threads: threads for reading headers.
+
+    Raises:
+        FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
+            :attr:`Checkpoint.findings`.
+    """
+    if not paths:
+        raise FastshardError.of("FS515", "no path given")
+    content, content_path = _read_config(config)
+    options = Options(
+        step=None if step is None else str(step),
+        config=content,
+        config_path=content_path,
+        vocab_size=_positive(vocab_size, "vocab_size"),
+        accept=frozenset(accept),
+        layout=None if layout is None else os.fspath(layout),
+    )
+    listing = list_roots(paths)
+    found = adapters.detect(listing, options)
+    catalog = _core.Catalog(
+        [os.fspath(root) for root in listing.roots],
+        [(file.root, file.path) for file in found.files],
+        threads or default_threads(),
+    )
+    unread = [Finding.from_dict(f) for f in json.loads(catalog.findings())]
+    prefixes = [os.fspath(root) + os.sep for root in listing.roots]
+    findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
+    readable = json.loads(catalog.files())
+
+    def values(index: int) -> Any:
+        return json.loads(catalog.values(index)) if readable[index] is not None else None
+
+    source = found.adapter.declare(found, listing, values, options)
+    if options.layout:
+        from . import layouts
+
+        source.layout = layouts.register(options.layout)
+        source.layout_text = None
+        source.pass_unknown = False
+    findings += source.findings
+    findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
+    return Checkpoint(listing, source, catalog, findings, readable)
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise FastshardError.of("FS211", name, expected="a positive whole number", got=repr(value))
+    return value
+
+
+def _relative(finding: Finding, prefixes: list[str]) -> Finding:
+    for prefix in prefixes:
+        if finding.file and finding.file.startswith(prefix):
+            return Finding.from_dict({**finding.to_dict(), "file": finding.file[len(prefix):]})
+    return finding
+
+
+def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
+    if config is None or isinstance(config, Mapping):
+        return (None if config is None else dict(config)), None
+    import yaml
+
+    path = Path(config)
+    try:
+        # JSON is YAML too, but its own reader gives better messages and is faster.
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise FastshardError.of("FS501", f"cannot read the config: {error.strerror}", file=str(path)) from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
+    if not isinstance(content, dict):
+        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
+    return content, str(path)
+
+
+def _expected_names(
+    weight_map: dict[str, int] | None, source: Source, catalog: _core.Catalog, readable: list[Any]
+) -> list[Finding]:
+    """Tensors that an index or layout.json calls for and the file does not hold."""
+    findings = []
+    names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
+    if weight_map is not None:
+        for tensor, index in weight_map.items():
+            if index in names and tensor not in names[index]:
+                findings.append(
+                    Finding.of("FS102", "the index names this tensor, its file does not hold it",
+                               file=readable[index]["path"], tensor=tensor,
+                               help="the file was cut short or belongs to another save: copy it again")
+                )
+        listed = set(weight_map)
+        for index, have in names.items():
+            findings.extend(
+                Finding.of("FS108", "the index does not name this tensor", file=readable[index]["path"], tensor=tensor)
+                for tensor in sorted(have - listed)
+            )
+    elif source.expected_names:
+        for unit in source.units:
+            for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
+                findings.append(
+                    Finding.of("FS102", "layout.json names this tensor, this rank does not hold it",
+                               file=readable[unit.file]["path"], rank=unit.rank, tensor=tensor,
+                               help="the file belongs to another save: copy the right one")
+                )
+    return findings
+
+
+class Checkpoint(Mapping[str, "Tensor"]):
+    """A checkpoint's whole tensors under the source's own names.
+
+    The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
+    for its values. ``findings`` tells what is wrong; reading a tensor that is not whole raises.
+    """
+
+    def __init__(
+        self, listing: Listing, source: Source, catalog: _core.Catalog, findings: list[Finding], files: list[Any]
+    ) -> None:
+        self._listing = listing
+        self._source = source
+        self._catalog = catalog
+        self._opening = findings
+        self._files = files
+        self._merged: Plan | None = None
+
+    @property
+    def framework(self) -> str:
+        """Framework that wrote the checkpoint."""
+        return self._source.framework
+
+    @property
+    def family(self) -> str | None:
+        """Model family, if it is known."""
+        return self._source.family
+
+    @property
+    def step(self) -> str | None:
+        """Name of the step, if steps are named."""
+        return self._source.step
+
+    @property
+    def topology(self) -> dict[str, int]:
+        """Parallel degrees, e.g. ``{"tp": 2}``."""
+        return dict(self._source.degrees)
+
+    @property
+    def roots(self) -> list[Path]:
+        """Directories that the checkpoint was opened from."""
+        return list(self._listing.roots)
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """Files that were read: path, format, bytes, number of tensors."""
+        return [f for f in self._files if f is not None]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values of the checkpoint that are not tensors (iteration, arguments)."""
+        return dict(self._source.values)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything found so far by names and headers."""
+        return self._plan.findings
+
+    @property
+    def _plan(self) -> Plan:
+        if self._merged is None:
+            self._merged = make_plan(self)
+        return self._merged
+
+    def __getitem__(self, name: str) -> Tensor:
+        return Tensor(self._plan, self._plan.index[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan.index)
+
+    def __len__(self) -> int:
+        return len(self._plan.index)
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
+        return self[name].numpy()
+
+    def get_slice(self, name: str) -> Tensor:
+        """The tensor, to be sliced; by the name that ``safetensors.safe_open`` gives this."""
+        return self[name]
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        step = f", step {self.step}" if self.step else ""
+        degrees = "".join(f", {k} {v}" for k, v in self.topology.items())
+        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {len(self)} tensors in {len(self.files)} files>"
+
+    def _repr_html_(self) -> str:
+        total = sum(t.nbytes for t in self.values()) or 1
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td><td>{tensor.dtype}</td>"
+            f"<td>{html.escape(str(list(tensor.shape)))}</td><td>{tensor.nbytes:,}</td>"
+            f"<td><div style='background:#4a90d9;height:.8em;width:{100 * tensor.nbytes / total:.1f}px'></div></td></tr>"
+            for name, tensor in list(self.items())[:500]
+        )
+        more = f"<p>and {len(self) - 500} more</p>" if len(self) > 500 else ""
+        problems = "".join(f"<li>{html.escape(str(f))}</li>" for f in self.findings if f.severity == "error")
+        listed = f"<ul style='color:#b00'>{problems}</ul>" if problems else ""
+        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>bytes</th><th></th></tr>"
+        return f"<p>{html.escape(repr(self))}</p>{listed}<table>{head}{rows}</table>{more}"
+
+
+#: safetensors name -> numpy dtype, or the name of its ml_dtypes type.
+_NUMPY: dict[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64",
+    "C128": "complex128",
+}
+_ML_DTYPES = {
+    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a safetensors name, e.g. ``BF16``.
+
+    Raises:
+        ImportError: for bfloat16 and fp8 without ml_dtypes.
+    """
+    if name in _NUMPY:
+        return np.dtype(_NUMPY[name])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(f"{name} in numpy needs ml_dtypes: pip install 'fastshard[bf16]', or use .torch()") from None
+    return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
+
+
+class Tensor:
+    """One whole tensor of a checkpoint; its values are read when they are asked for."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self._plan = plan
+        self._index = index
+        self.name, self._dtype, shape, self.nbytes, self._pieces = plan.outputs[index]
+        #: Shape of the whole tensor.
+        self.shape: tuple[int, ...] = tuple(shape)
+
+    @property
+    def dtype(self) -> str:
+        """Element type under its safetensors name, e.g. ``BF16``."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def pieces(self) -> list[tuple[str | None, str, tuple[int, ...]]]:
+        """(rank, file, local shape) of what the tensor is made of."""
+        return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
+
+    def get_shape(self) -> list[int]:
+        """Shape, by the name that safetensors' slices give it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Element type, by the name that safetensors' slices give it."""
+        return self._dtype
+
+    def _bytes(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes of the tensor: a read-only view of the mapped file where they are one run, else gathered."""
+        place = self._plan.core.contiguous(self._index) if length else None
+        if place is not None:
+            path, offset = place
+            return np.memmap(path, dtype=np.uint8, mode="r", offset=offset + start, shape=(length,))
+        buffer = np.empty(length, dtype=np.uint8)
+        try:
+            self._plan.core.read(self._index, start, buffer)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return buffer
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """The values as a numpy array of :attr:`shape`.
+
+        Zero-copy and read-only where the bytes are one run of one file, else gathered. bfloat16 and
+        fp8 come as ml_dtypes types.
+        """
+        dtype = numpy_dtype(self._dtype)
+        array = np.asarray(self._bytes(0, self.nbytes))
+        if _misaligned(array, dtype.itemsize):
+            array = array.copy()
+        return array.view(dtype).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """The values as a torch tensor of :attr:`shape`, on the CPU. Zero-copy like :meth:`numpy`."""
+        import warnings
+
+        import torch
+
+        raw = np.asarray(self._bytes(0, self.nbytes))
+        dtype = getattr(torch, _TORCH[self._dtype])
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=dtype)
+        if _misaligned(raw, max(1, torch.empty(0, dtype=dtype).element_size())):
+            raw = raw.copy()
+        with warnings.catch_warnings():
+            # The map is read-only; torch has no such tensors and warns. Writing to it would fault.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(raw).view(dtype).reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        array = self.numpy()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        """A slice as numpy. Rows along the first dimension are read alone."""
+        if isinstance(key, slice) and self.shape and key.step in (None, 1):
+            start, stop, _ = key.indices(self.shape[0])
+            stop = max(start, stop)
+            dtype = numpy_dtype(self._dtype)
+            row = self.nbytes // self.shape[0] if self.shape[0] else 0
+            array = np.asarray(self._bytes(start * row, (stop - start) * row))
+            if _misaligned(array, dtype.itemsize):
+                array = array.copy()
+            return array.view(dtype).reshape((stop - start, *self.shape[1:]))
+        return np.asarray(self.numpy()[key])
+
+    def __repr__(self) -> str:
+        return f"<fastshard.Tensor {self.name} {self._dtype} {list(self.shape)}>"
+
+
+_TORCH = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "C128": "complex128", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def _misaligned(array: np.ndarray[Any, np.dtype[np.uint8]], item: int) -> bool:
+    """True if the bytes start where a view of larger items would be misaligned."""
+    return array.size > 0 and array.ctypes.data % item != 0

@@ -1,0 +1,249 @@
+"""The commands: each calls the library and says what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..checkpoint import Checkpoint, default_threads
+from ..checkpoint import open as open_checkpoint
+from ..convert import convert as convert_checkpoint
+from ..errors import CODES, FastshardError, Finding
+from ..manifests import MANIFEST_NAME
+from ..planning import Plan, make_plan, parse_size
+from ..verify import diff as diff_checkpoints
+from ..verify import manifest as make_manifest
+from ..verify import verify as verify_checkpoint
+from .render import human, table
+
+
+@dataclass
+class Result:
+    """What a command puts on stdout: text for people, or the fields of the ``--json`` object."""
+
+    text: str = ""
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+Outcome = tuple[Result, list[Finding]]
+
+NOT_PROVEN = (
+    "not proven: that the layout is right for the model (a hash cannot tell; compare logits once per kind of model)"
+)
+
+
+def _opening(a: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "step": a.step, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "accept": a.accept,
+        "threads": _threads(a),
+    }  # fmt: skip
+
+
+def _threads(a: argparse.Namespace) -> int:
+    if a.threads is not None and a.threads < 1:
+        raise FastshardError.of("FS515", "--threads", expected="at least 1", got=str(a.threads))
+    return a.threads or default_threads()
+
+
+def _open(a: argparse.Namespace, **more: Any) -> Checkpoint:
+    return open_checkpoint(*a.ckpt, **{**_opening(a), **more})
+
+
+def _progress(a: argparse.Namespace) -> str | bool:
+    return False if a.quiet or a.json and a.progress == "auto" else a.progress
+
+
+def _shape(a: argparse.Namespace) -> dict[str, Any]:
+    if a.optimizer:
+        raise FastshardError.of("FS514", "--optimizer: this version reads no optimizer state yet")
+    if a.weights == "masters":
+        raise FastshardError.of("FS514", "--weights masters: this version reads no optimizer state yet")
+    return {
+        "dtype": a.dtype, "replicas": a.replicas, "include": a.include, "exclude": a.exclude,
+        "max_shard_size": a.max_shard_size,
+    }  # fmt: skip
+
+
+def inspect(a: argparse.Namespace) -> Outcome:
+    """Header-only description."""
+    checkpoint = _open(a)
+    plan = make_plan(checkpoint)
+    summary = plan.summary
+    document = {
+        "framework": checkpoint.framework,
+        "family": checkpoint.family,
+        "step": checkpoint.step,
+        "topology": checkpoint.topology,
+        "files": len(checkpoint.files),
+        "file_bytes": sum(f["size"] for f in checkpoint.files),
+        "stored_tensors": summary["stored_tensors"],
+        "tensors": summary["outputs"],
+        "parameters": summary["parameters"],
+        "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in summary["dtypes"].items()},
+        "axes": summary["axes"],
+        "metadata": checkpoint.metadata,
+        "complete": not any(f.severity == "error" for f in plan.findings),
+    }
+    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items()) or "not sharded"
+    rows = [
+        ("framework", checkpoint.framework + (f" ({checkpoint.family})" if checkpoint.family else "")),
+        ("step", checkpoint.step or "-"),
+        ("topology", degrees),
+        ("files", f"{document['files']} ({human(document['file_bytes'])})"),
+        ("tensors", f"{summary['outputs']} whole, from {summary['stored_tensors']} stored"),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in summary["dtypes"].items()) or "-"),
+        ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items()) or "-"),
+        ("complete", _verdict(plan)),
+    ]
+    text = table(rows, indent="")
+    if a.verbose:
+        listing = [(name, dtype, str(shape), human(size), f"{n} pieces") for name, dtype, shape, size, n in plan.outputs]
+        text += "\n\n" + table(listing) if listing else ""
+        document["outputs"] = [
+            {"name": name, "dtype": dtype, "shape": shape, "bytes": size, "pieces": n}
+            for name, dtype, shape, size, n in plan.outputs
+        ]
+    return Result(text, document), plan.findings
+
+
+def _verdict(plan: Plan) -> str:
+    errors = [f for f in plan.findings if f.severity == "error"]
+    if errors:
+        return f"NO: {len(errors)} findings below"
+    return "yes, by headers" if plan.source.provable else "nothing missing by headers; not provable (give --expect CONFIG)"
+
+
+def plan(a: argparse.Namespace) -> Outcome:
+    """What would be written."""
+    checkpoint = _open(a)
+    made = make_plan(checkpoint, a.to, tp=a.tp, pp=a.pp, **_shape(a))
+    summary = made.summary
+    memory = parse_size(a.memory, "--memory")
+    free = shutil.disk_usage(os.curdir).free
+    document: dict[str, Any] = {
+        "digest": made.digest,
+        "summary": summary,
+        "space": {"needed": summary["bytes"], "free_here": free},
+        "memory": {"budget": memory, "baseline": _core.anonymous_memory(), "threads": _threads(a)},
+        "read_amplification": 1.0,
+    }
+    if a.verbose or a.json:
+        document["plan"] = made.to_dict()
+    ops = sorted({f"{next(iter(op))} {next(iter(op.values()))}" for v in summary["value_ops"].values() for op in v})
+    rows = [
+        ("target", made.target),
+        ("digest", made.digest),
+        ("sources", f"{summary['sources']} files, {human(summary['source_bytes'])}, {summary['stored_tensors']} tensors"),
+        ("outputs", f"{summary['outputs']} tensors, {summary['parameters']:,} parameters"),
+        ("files", ", ".join(f"{f['name']} ({human(f['size'])})" for f in summary["files"][:4])
+         + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else "")),
+        ("dtypes", ", ".join(f"{d} x {n}" for d, (n, _) in summary["dtypes"].items()) or "-"),
+        ("value ops", ", ".join(ops) or "none: every bit is kept" if a.dtype == "keep" else f"cast to {a.dtype}"),
+        ("space", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
+        ("memory", f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {_threads(a)} threads)"),
+        ("reads", "each source byte once, replicas and checksums included"),
+    ]
+    text = table(rows, indent="")
+    if a.verbose:
+        text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in made.outputs])
+    return Result(text, document), made.findings
+
+
+def _write(a: argparse.Namespace, to: str | None) -> Outcome:
+    shape = _shape(a)
+    if to is not None:
+        shape |= {"tp": a.tp, "pp": a.pp}
+    manifest = convert_checkpoint(
+        a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
+        overwrite=a.overwrite, fsync=a.fsync == "full", progress=_progress(a), **shape, **_opening(a),
+    )  # fmt: skip
+    document = manifest.document
+    size = sum(f["size"] for f in document["files"])
+    text = (
+        f"{a.out}: {len(document['tensors'])} tensors, {human(size)} in {len(document['files'])} files, "
+        f"every byte hashed; manifest {MANIFEST_NAME}\n{NOT_PROVEN}"
+    )
+    summary = {"out": str(a.out), "tensors": len(document["tensors"]), "bytes": size, "plan": document["plan"]}
+    return Result(text, {**summary, "files": document["files"]}), manifest.findings
+
+
+def merge(a: argparse.Namespace) -> Outcome:
+    """Whole tensors under the source's own names."""
+    return _write(a, None)
+
+
+def convert(a: argparse.Namespace) -> Outcome:
+    """Another layout."""
+    return _write(a, a.to)
+
+
+def verify(a: argparse.Namespace) -> Outcome:
+    """Completeness, integrity, and content against a manifest."""
+    subset = None
+    if a.subset:
+        part, _, of = a.subset.partition("/")
+        if not (part.isdigit() and of.isdigit()):
+            raise FastshardError.of("FS515", "--subset", expected="n/t, e.g. 1/10", got=a.subset)
+        subset = (int(part), int(of))
+    opening = _opening(a)
+    if opening["config"] is None:
+        del opening["config"]
+    findings = verify_checkpoint(
+        a.ckpt, expect=a.expect, subset=subset, memory=a.memory, progress=_progress(a), **opening
+    )
+    errors = sum(f.severity == "error" for f in findings)
+    warnings = sum(f.severity == "warning" for f in findings)
+    verdict = "nothing wrong found" if not errors else f"{errors} errors"
+    if warnings:
+        verdict += f", {warnings} warnings"
+    document = {"ok": not errors, "errors": errors, "warnings": warnings}
+    return Result(f"{', '.join(map(str, a.ckpt))}: {verdict}\n{NOT_PROVEN}", document), findings
+
+
+def diff(a: argparse.Namespace) -> Outcome:
+    """Tensor by tensor."""
+    opening = _opening(a)
+    differences = diff_checkpoints(a.a, a.b, memory=a.memory, progress=_progress(a), **opening)
+    text = f"{len(differences)} tensors differ" if differences else "no difference: every tensor has the same bytes"
+    document = {"equal": not differences, "differences": [vars(d) for d in differences]}
+    return Result(text, document), [d.to_finding() for d in differences]
+
+
+def manifest(a: argparse.Namespace) -> Outcome:
+    """Hashes what is there."""
+    made = make_manifest(a.ckpt, a.output, memory=a.memory, progress=_progress(a), **_opening(a))
+    document = made.document
+    path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
+    size = sum(f["size"] for f in document["files"])
+    text = f"{path}: {len(document['tensors'])} tensors in {len(document['files'])} files, {human(size)} hashed"
+    return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
+
+
+def explain(a: argparse.Namespace) -> Outcome:
+    """What a code means."""
+    if a.code is None:
+        rows = [(code, row["severity"], row["name"].lower().replace("_", "-")) for code, row in sorted(CODES.items())]
+        return Result(table(rows, indent=""), {"codes": list(CODES.values())}), []
+    code = a.code.upper()
+    row = CODES.get(code if code.startswith("FS") else f"FS{code}")
+    if row is None:
+        raise FastshardError.of("FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes")
+    exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
+    name = row["name"].lower().replace("_", " ")
+    text = f"{row['code']} {name} ({row['severity']}; as an error, exit code {exits[row['exit']]})\n\n{row['explanation']}"
+    if row["code"] == "FS513":
+        text += "\n\nRead: safetensors (single, indexed, per tensor-parallel rank), torch .bin with index, GPT-NeoX."
+    return Result(text, row), []
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
+    "inspect": inspect, "merge": merge, "convert": convert, "plan": plan, "verify": verify, "diff": diff,
+    "manifest": manifest, "explain": explain,
+}  # fmt: skip

@@ -1,0 +1,154 @@
+"""Arguments of the commands."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from .. import _core
+from ..planning import KNOWN_TARGETS, TARGETS
+
+EPILOG = """\
+exit codes:
+  0  done (warnings are listed)
+  1  problems found: damage, mismatch or inconsistency; nothing published; diff: they differ
+  2  could not run: usage, permission, no such path, not a checkpoint, unsupported
+  3  incomplete only: pieces are missing that may still arrive
+
+`fastshard explain CODE` says what a finding means and what to do.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse exits with 2 for usage already; messages go to stderr under the program's name."""
+
+
+def _common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
+    group = parser.add_argument_group("common")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
+    group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
+    group.add_argument("--threads", type=int, metavar="N", help="worker threads (default: all cores)")
+    if run:
+        group.add_argument(
+            "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
+        )
+        group.add_argument(
+            "--memory", default="256MiB", metavar="SIZE",
+            help="anonymous memory of the process, baseline included (default: 256MiB)",
+        )
+
+
+def _source(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
+    parser.add_argument(
+        "ckpt", nargs=nargs, metavar="CKPT", help="checkpoint directory or file; several are node-local parts of one"
+    )
+    _opening(parser)
+
+
+def _opening(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("source")
+    group.add_argument("--step", metavar="N", help="step to take (default: the tracker file's, else the newest)")
+    group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
+    group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped")
+    group.add_argument("--accept", action="append", default=[], metavar="WHAT", help="accept e.g. uncommitted")
+
+
+def _shaping(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--dtype", choices=("keep", "bf16", "f16", "f32"), default="keep")
+    group.add_argument(
+        "--replicas", choices=("equal", "mean"), default="equal",
+        help="copies of a replicated tensor that differ: refuse (default), or average in float32",
+    )
+    group.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
+    group.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
+    group.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)")
+    group.add_argument("--weights", choices=("params", "masters"), default="params", help="which copy of the weights")
+    group.add_argument("--optimizer", action="store_true", help="optimizer state too")
+
+
+def _writing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("writing")
+    group.add_argument("--expect", metavar="FILE", help="a manifest or config to check the source against")
+    group.add_argument("--tokenizer", metavar="DIR", help="take tokenizer files from here")
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+
+
+def build() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="fastshard",
+        description="Turns the shards that large-model training leaves behind into a checkpoint that is provably whole.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fastshard {_core.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help, description=textwrap.dedent(description or help), epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        )
+
+    inspect = add("inspect", "what it is: framework, step, topology, tensors, bytes, what is missing (headers only)")
+    _source(inspect)
+    _common(inspect, run=False)
+
+    merge = add("merge", "whole tensors under the source's own names; needs no known model family")
+    _source(merge)
+    merge.add_argument("out", metavar="OUT", help="destination directory")
+    _shaping(merge)
+    _writing(merge)
+    _common(merge)
+
+    convert = add("convert", "another layout, e.g. Hugging Face")
+    _source(convert)
+    convert.add_argument("out", metavar="OUT", help="destination directory")
+    _target(convert, required=True)
+    _shaping(convert)
+    _writing(convert)
+    _common(convert)
+
+    plan = add("plan", "print what merge or convert would do, write nothing")
+    _source(plan)
+    _target(plan, required=False)
+    _shaping(plan)
+    _common(plan)
+
+    verify = add("verify", "completeness and integrity; with a manifest also content")
+    _source(verify)
+    verify.add_argument("--expect", metavar="FILE", help="a manifest or config")
+    verify.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
+    _common(verify)
+
+    diff = add("diff", "two checkpoints, tensor by tensor, across formats and shardings")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B")
+    _opening(diff)
+    _common(diff)
+
+    manifest = add("manifest", "hash what is there, so that later damage shows")
+    _source(manifest)
+    manifest.add_argument("-o", "--output", metavar="FILE", help="default: fastshard.manifest.json in CKPT")
+    _common(manifest)
+
+    explain = add("explain", "what a finding means and what to do")
+    explain.add_argument("code", nargs="?", metavar="CODE", help="e.g. FS101; without it, all codes")
+    explain.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _target(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument(
+        "--to", required=required, metavar="TARGET",
+        help=f"{', '.join(TARGETS)} (known, not written yet: {', '.join(KNOWN_TARGETS)})",
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree of the result")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree of the result")
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N")

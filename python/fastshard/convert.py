@@ -1,0 +1,165 @@
+"""Merging and converting: plan, check against what is expected, write, publish."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import _core
+from . import planning as _planning
+from .adapters.hf_target import COMPANIONS
+from .checkpoint import Checkpoint, default_threads
+from .checkpoint import open as open_checkpoint
+from .discover import StrPath
+from .errors import Finding, from_core, raise_errors
+from .manifests import Manifest, expected_by, run_options
+from .planning import Plan, make_plan, parse_size
+from .progress import Progress, as_callback
+
+__all__ = ["convert", "merge", "plan"]
+
+Source = Checkpoint | StrPath | Iterable[StrPath]
+
+
+def _opened(source: Source, **options: Any) -> Checkpoint:
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return open_checkpoint(source, **options)
+    return open_checkpoint(*source, **options)
+
+
+def plan(
+    source: Source,
+    to: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    dtype: str = "keep",
+    replicas: str = "equal",
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    max_shard_size: str | int = "5GB",
+    tp: int = 1,
+    pp: int = 1,
+    **opening: Any,
+) -> Plan:
+    """Plans a merge (``to=None``) or a conversion and writes nothing.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        to: target layout, e.g. ``"hf"``; None merges under the source's own names.
+        vocab_size: true vocabulary; rows beyond it are dropped.
+        dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
+        replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
+        include: glob patterns of output names to write; all if empty.
+        exclude: glob patterns of output names to leave out.
+        max_shard_size: largest output file, e.g. ``5GB``.
+        tp: tensor-parallel degree of the result.
+        pp: pipeline-parallel degree of the result.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
+            as :attr:`Plan.findings`.
+    """
+    checkpoint = _opened(source, **opening)
+    return make_plan(
+        checkpoint, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
+        max_shard_size=max_shard_size, tp=tp, pp=pp,
+    )  # fmt: skip
+
+
+def convert(
+    source: Source,
+    out: StrPath,
+    to: str | None = "hf",
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    tokenizer: StrPath | None = None,
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    progress: bool | Callable[[int, int], object] = False,
+    **options: Any,
+) -> Manifest:
+    """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        to: target layout; None merges under the source's own names.
+        expect: a manifest to check the source (or the result) against, or a config as for
+            :func:`fastshard.open`. A manifest beside the source is used by itself.
+        tokenizer: directory to take tokenizer files from; default the source's.
+        memory: anonymous memory of the process that is not exceeded, baseline included.
+        threads: worker threads; default all cores.
+        resume: continue an interrupted run of the same plan.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all).
+        options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
+
+    Returns:
+        The manifest of the result.
+
+    Raises:
+        FastshardError: with all findings; nothing is published then.
+    """
+    names = ("vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp")
+    planning = {k: options.pop(k) for k in names if k in options}
+    expected = expected_by(expect)
+    if expected.config is not None:
+        options.setdefault("config", expected.config)
+    checkpoint = _opened(source, **options) if options else _opened(source)
+    run = run_options(memory=parse_size(memory, "memory"), threads=threads or default_threads())
+    made = make_plan(checkpoint, to, **planning)
+    raise_errors(made.findings)
+    with Progress(progress) as bar:
+        findings = expected.check(checkpoint, made, run, as_callback(bar, "verifying the source"))
+        raise_errors(findings)
+        options_json = json.dumps({
+            **run,
+            "resume": resume,
+            "overwrite": overwrite,
+            "fsync": fsync,
+            "copies": companions(checkpoint, made, tokenizer),
+            "values": made.source.values,
+        })  # fmt: skip
+        try:
+            outcome = json.loads(made.core.write(os.fspath(out), options_json, as_callback(bar, "writing")))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+    found = [Finding.from_dict(f) for f in outcome["findings"]]
+    return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+
+
+def merge(source: Source, out: StrPath, **options: Any) -> Manifest:
+    """Merges a checkpoint into whole tensors under the source's own names; needs no known model family.
+
+    Takes the arguments of :func:`convert` but ``to``.
+    """
+    return convert(source, out, None, **options)
+
+
+def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) -> list[tuple[str, str]]:
+    """Tokenizer and generation files, and a merge's config.json: (name, path)."""
+    folders = [Path(tokenizer)] if tokenizer is not None else list(checkpoint.roots)
+    if tokenizer is not None and not folders[0].is_dir():
+        raise _planning.FastshardError.of("FS501", "no such directory", file=str(tokenizer))
+    names = list(COMPANIONS)
+    if made.target == "merge" and made.source.hf_names:
+        folders = [*folders, *checkpoint.roots]
+        names.append("config.json")
+    if made.target == "merge" and not made.source.hf_names and tokenizer is None:
+        return []
+    found: dict[str, str] = {}
+    for folder in folders:
+        for name in names:
+            if (folder / name).is_file():
+                found.setdefault(name, str(folder / name))
+    return sorted(found.items())

@@ -1,0 +1,68 @@
+"""Layout tables: the built-in TOML files and those that a user registers.
+
+A table declares how one framework stores the tensors of one model family; see ``docs/layouts.md``
+for the rule language.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from .. import _core
+from ..errors import FastshardError, from_core
+
+__all__ = ["get", "names", "register"]
+
+_registered: dict[str, str] = {}
+
+
+def register(source: str | os.PathLike[str]) -> str:
+    """Adds a user's layout table.
+
+    Args:
+        source: TOML text, or the path of a TOML file.
+
+    Returns:
+        The table's name, as ``layout = "..."`` gives it. It replaces a built-in one of that name.
+
+    Raises:
+        FastshardError: ``FS210`` if the table is not valid.
+    """
+    text = source if isinstance(source, str) and "\n" in source else _read(Path(source))
+    try:
+        name, _family = _core.check_layout(text)
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    _registered[name] = text
+    return name
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FastshardError.of("FS501", f"cannot read the layout: {error.strerror}", file=str(path)) from None
+
+
+def get(name: str) -> str:
+    """The TOML text of a table.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    if name in _registered:
+        return _registered[name]
+    file = resources.files(__name__).joinpath(f"{name}.toml")
+    if not file.is_file():
+        raise KeyError(name)
+    return file.read_text(encoding="utf-8")
+
+
+def names() -> list[str]:
+    """Names of all tables."""
+    built_in = {
+        file.name.removesuffix(".toml") for file in resources.files(__name__).iterdir() if file.name.endswith(".toml")
+    }
+    return sorted(built_in | set(_registered))

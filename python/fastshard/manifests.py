@@ -1,0 +1,142 @@
+"""Manifests, and checking a checkpoint against what is expected of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .discover import StrPath
+from .errors import FastshardError, Finding, from_core
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .planning import Plan
+
+#: Name of the manifest in a result and beside a source.
+MANIFEST_NAME = "fastshard.manifest.json"
+
+ProgressCallback = Callable[[int, int], object] | None
+
+
+class Manifest(Mapping[str, Any]):
+    """What was written, from what, and what that does not prove. Maps tensor names to their entries."""
+
+    def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:
+        #: The manifest as plain data, as in ``fastshard.manifest.json``.
+        self.document = document
+        #: Warnings and notes of the run.
+        self.findings = findings
+        self._tensors = {t["name"]: t for t in document["tensors"]}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        d = self.document
+        return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
+
+
+def run_options(memory: int, threads: int) -> dict[str, Any]:
+    """Options of an engine run, as the core takes them."""
+    return {"memory": memory, "threads": threads, "scratch_dir": tempfile.gettempdir()}
+
+
+def is_manifest(path: Path) -> bool:
+    """True if a file is a fastshard manifest, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            return b'"fastshard.manifest"' in file.read(256)
+    except OSError as error:
+        raise FastshardError.of("FS501", f"cannot read: {error.strerror}", file=str(path)) from None
+
+
+@dataclass
+class Expected:
+    """What a caller expects: a config for opening, a manifest for checking, or neither."""
+
+    config: StrPath | Mapping[str, Any] | None = None
+    manifest: Path | None = None
+
+    def check(
+        self, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: ProgressCallback
+    ) -> list[Finding]:
+        """Compares with the manifest given, else with the one beside the source."""
+        path = self.manifest or beside(checkpoint)
+        if path is None:
+            return []
+        named = _files_of(path)
+        have = {file["path"] for file in checkpoint.files}
+        try:
+            if named & have or not named:
+                return _findings(checkpoint._catalog.against(str(path), json.dumps(run), progress))
+            # A manifest of another layout of the same model: its tensors are the ones to come out.
+            return against_result(path, plan, run, progress)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+
+def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
+    """Sorts out whether ``--expect`` names a manifest or a config."""
+    if expect is None:
+        return Expected()
+    if isinstance(expect, Mapping):
+        return Expected(config=expect)
+    path = Path(expect)
+    if path.is_dir():
+        path = path / MANIFEST_NAME
+    return Expected(manifest=path) if is_manifest(path) else Expected(config=expect)
+
+
+def beside(checkpoint: Checkpoint) -> Path | None:
+    """The manifest in one of the checkpoint's roots."""
+    return next((root / MANIFEST_NAME for root in checkpoint.roots if (root / MANIFEST_NAME).is_file()), None)
+
+
+def _findings(text: str) -> list[Finding]:
+    return [Finding.from_dict(f) for f in json.loads(text)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
+    if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
+        raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
+    return document
+
+
+def _files_of(path: Path) -> set[str]:
+    return {file["name"] for file in _read(path).get("files", [])}
+
+
+def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback) -> list[Finding]:
+    """Compares what a plan would write with the tensors of a manifest, by name and hash."""
+    wanted = {t["name"]: t for t in _read(path)["tensors"]}
+    outcome = json.loads(plan.core.check(json.dumps(run), progress))
+    hashes: dict[str, str] = outcome["hashes"]
+    findings = [Finding.from_dict(f) for f in outcome["findings"]]
+    for name, tensor in wanted.items():
+        if name not in hashes:
+            findings.append(
+                Finding.of("FS102", "named by the manifest, not in this checkpoint", tensor=name, file=os.fspath(path))
+            )
+        elif hashes[name] != tensor["blake3"]:
+            findings.append(
+                Finding.of("FS308", "content differs from the manifest", tensor=name,
+                           expected=f"BLAKE3 {tensor['blake3']}", got=hashes[name],
+                           help="the checkpoint was changed or damaged since, or another layout's values are stored")
+            )
+    return findings

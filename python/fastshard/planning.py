@@ -1,0 +1,167 @@
+"""Plans: what will be written, from what, before a byte is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from . import _core, layouts
+from .adapters import hf_target
+from .adapters.base import Source
+from .errors import FastshardError, Finding, from_core
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+#: Targets that this version writes, and those that it knows of and refuses by name.
+TARGETS = ("hf",)
+KNOWN_TARGETS = (
+    "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "megatron", "megatron:legacy", "megatron:torch_dist",
+    "maxtext", "maxtext:scan", "maxtext:unscan", "tp-safetensors", "dcp", "orbax",
+)  # fmt: skip
+
+_DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+def parse_size(text: str | int, name: str = "size") -> int:
+    """Bytes of a size like ``5GB`` or ``256MiB``.
+
+    Raises:
+        FastshardError: ``FS515`` if it is not one.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        size: float = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+        unit = match and _UNITS.get(match[2].upper())
+        if not match or unit is None:
+            raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
+        size = float(match[1]) * unit
+    if size < 1:
+        raise FastshardError.of("FS515", f"{name}", expected="more than 0 bytes", got=repr(text))
+    return int(size)
+
+
+class Plan:
+    """A plan: every output tensor as views over pieces of source files.
+
+    ``findings`` says what was found while planning; with an error among them the plan cannot be
+    written.
+    """
+
+    def __init__(self, core: _core.Plan, findings: list[Finding], source: Source, target: str) -> None:
+        self.core = core
+        self.findings = findings
+        self.source = source
+        self.target = target
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE3 of the plan: the id of its run and the key for resuming it."""
+        return self.core.digest()
+
+    @cached_property
+    def outputs(self) -> list[tuple[str, str, list[int], int, int]]:
+        """(name, dtype, shape, bytes, pieces) of every output tensor, in file order."""
+        return self.core.outputs()
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each output by name."""
+        return {output[0]: i for i, output in enumerate(self.outputs)}
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Counts, bytes, files, dtypes, axes and value ops."""
+        summary: dict[str, Any] = json.loads(self.core.summary())
+        return summary
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole plan as plain data (``fastshard plan --json``)."""
+        document: dict[str, Any] = json.loads(self.core.to_json())
+        return document
+
+    def __repr__(self) -> str:
+        s = self.summary
+        return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    to: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    dtype: str = "keep",
+    replicas: str = "equal",
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    max_shard_size: str | int = "5GB",
+    tp: int = 1,
+    pp: int = 1,
+) -> Plan:
+    """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
+    if dtype not in _DTYPES:
+        raise FastshardError.of("FS515", "dtype", expected=" | ".join(_DTYPES), got=repr(dtype))
+    if replicas not in ("equal", "mean"):
+        raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
+    if to is not None and to not in TARGETS:
+        if to in KNOWN_TARGETS:
+            raise FastshardError.of("FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to)
+        raise FastshardError.of("FS515", "target", expected=" | ".join((*TARGETS, *KNOWN_TARGETS)), got=repr(to))
+    if tp != 1 or pp != 1:
+        raise FastshardError.of("FS514", "this version writes whole tensors only", expected="tp 1, pp 1", got=f"tp {tp}, pp {pp}")
+    source = checkpoint._source
+    if vocab_size is not None:
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise FastshardError.of("FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size))
+        axes = {k: v for k, v in source.axes.items() if k != "V"}
+        source = dataclasses.replace(source, vocab_size=vocab_size, axes=axes)
+    if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
+        raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
+    request: dict[str, Any] = {
+        "source": source.to_request(),
+        "dtype": _DTYPES[dtype],
+        "mean_replicas": replicas == "mean",
+        "include": list(include),
+        "exclude": list(exclude),
+        "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
+    }
+    findings = list(checkpoint._opening)
+    if to == "hf":
+        layout, facts = hf_target.facts_of(source)
+        request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
+    # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
+    broken = any(f.severity == "error" for f in findings)
+    core = _plan(checkpoint._catalog, request)
+    planned = [Finding.from_dict(f) for f in json.loads(core.findings())]
+    if broken:
+        planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207")]
+    findings += planned
+    if not source.provable:
+        findings.append(
+            Finding.of("FS109", "completeness not provable: nothing outside the files states what must exist",
+                       help="give --expect CONFIG (a config.json or the training config)")
+        )
+    if to == "hf" and not any(f.severity == "error" for f in findings):
+        summary = json.loads(core.summary())
+        dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
+        main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
+        config, assumed = hf_target.config_json(source, summary["axes"], main)
+        findings += assumed
+        request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
+        core = _plan(checkpoint._catalog, request)
+    return Plan(core, findings, source, to or "merge")
+
+
+def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:
+    try:
+        return catalog.plan(json.dumps(request))
+    except _core.CoreError as error:
+        raise from_core(error) from None

@@ -1,0 +1,78 @@
+"""Progress on stderr: a bar with rate and ETA on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Report = Callable[[int, int], object]
+
+
+class Progress:
+    """Draws the progress of one or more phases.
+
+    Args:
+        mode: False or ``none`` draws nothing; True or ``auto`` a bar if stderr is a terminal;
+            ``plain`` a line every ten seconds; a function is called with (bytes done, bytes in all).
+    """
+
+    def __init__(self, mode: bool | str | Report = False) -> None:
+        self._call = mode if callable(mode) else None
+        if mode is True:
+            mode = "auto"
+        if mode == "auto":
+            mode = "bar" if sys.stderr.isatty() else "plain"
+        self._mode = mode if isinstance(mode, str) else "none"
+        self._bar: Any = None
+        self._last = 0.0
+
+    def __enter__(self) -> Progress:
+        if self._mode == "bar":
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+                TransferSpeedColumn(), TimeRemainingColumn(),
+                console=Console(stderr=True, no_color="NO_COLOR" in os.environ), transient=True,
+            )  # fmt: skip
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def phase(self, title: str) -> Report | None:
+        """A callback for one phase, or None where nothing is drawn."""
+        if self._call is not None:
+            return self._call
+        if self._bar is not None:
+            task = self._bar.add_task(title, total=None)
+            return lambda done, total: self._bar.update(task, completed=done, total=total or None)
+        if self._mode == "plain":
+            start = self._last = time.monotonic()
+
+            def line(done: int, total: int) -> None:
+                now = time.monotonic()
+                if now - self._last >= 10 and total:
+                    self._last = now
+                    rate = done / max(now - start, 1e-9)
+                    left = (total - done) / rate if rate else float("inf")
+                    print(
+                        f"{title}: {done / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB, "
+                        f"{rate / 1e9:.2f} GB/s, {left:.0f} s left",
+                        file=sys.stderr, flush=True,
+                    )  # fmt: skip
+
+            return line
+        return None
+
+
+def as_callback(progress: Progress, title: str) -> Report | None:
+    """A callback for one phase of ``progress``."""
+    return progress.phase(title)

@@ -1,0 +1,260 @@
+"""Verifying, comparing and hashing checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from .checkpoint import Checkpoint, Tensor, default_threads
+from .convert import Source, _opened
+from .discover import StrPath
+from .errors import FastshardError, Finding, from_core
+from .manifests import MANIFEST_NAME, Manifest, _files_of, against_result, beside, expected_by, run_options
+from .planning import make_plan, parse_size
+from .progress import Progress, as_callback
+
+__all__ = ["Difference", "diff", "manifest", "verify"]
+
+Report = bool | str | Callable[[int, int], object]
+
+
+def _run(memory: str | int, threads: int | None) -> dict[str, Any]:
+    return run_options(parse_size(memory, "memory"), threads or default_threads())
+
+
+def verify(
+    source: Source,
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    subset: tuple[int, int] | None = None,
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Any,
+) -> list[Finding]:
+    """Checks a checkpoint's completeness and integrity, and with a manifest its content.
+
+    Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
+    shards, padding, NaN.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        expect: a manifest or a config; a manifest beside the source is used by itself.
+        subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
+        memory: anonymous memory that is not exceeded.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Returns:
+        All findings; no error among them means that nothing wrong was found.
+
+    Raises:
+        FastshardError: if the path cannot be checked at all.
+    """
+    if subset is not None and not (1 <= subset[0] <= subset[1]):
+        raise FastshardError.of("FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}")
+    expected = expected_by(expect)
+    if expected.config is not None:
+        opening.setdefault("config", expected.config)
+    checkpoint = _opened(source, **opening)
+    plan = make_plan(checkpoint)
+    findings = list(plan.findings)
+    run = {**_run(memory, threads), "subset": subset}
+    path = expected.manifest or beside(checkpoint)
+    try:
+        with Progress(progress) as bar:
+            if path is not None and (_files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs):
+                text = checkpoint._catalog.against(str(path), json.dumps(run), as_callback(bar, "hashing"))
+                findings += [Finding.from_dict(f) for f in json.loads(text)]
+            elif path is not None:
+                findings += against_result(path, plan, run, as_callback(bar, "hashing"))
+            # Replicas and duplicates can only be judged over tensors that are whole.
+            text = plan.core.check(json.dumps(run), as_callback(bar, "verifying"))
+            findings += [Finding.from_dict(f) for f in json.loads(text)["findings"]]
+    except _core.CoreError as error:
+        findings += from_core(error).findings
+    return _unique(findings)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    seen: dict[Finding, None] = dict.fromkeys(findings)
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(seen, key=lambda f: order.get(f.severity, 3))
+
+
+def manifest(
+    source: Source,
+    out: StrPath | None = None,
+    *,
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Any,
+) -> Manifest:
+    """Hashes what is there, so that later damage shows.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
+        memory: anonymous memory that is not exceeded.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing).
+    """
+    from .errors import raise_errors
+
+    checkpoint = _opened(source, **opening)
+    plan = make_plan(checkpoint)
+    raise_errors(plan.findings)
+    try:
+        with Progress(progress) as bar:
+            options = json.dumps(_run(memory, threads))
+            checked = json.loads(plan.core.check(options, as_callback(bar, "verifying")))
+            raise_errors([Finding.from_dict(f) for f in checked["findings"]])
+            outcome = json.loads(checkpoint._catalog.inventory(options, as_callback(bar, "hashing")))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
+    write_text(path, json.dumps(outcome["manifest"], indent=1) + "\n")
+    return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file beside its destination and renames it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        code = "FS502" if isinstance(error, PermissionError) or error.errno == 30 else "FS507"
+        raise FastshardError.of(
+            code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor in which two checkpoints differ.
+
+    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for ``values``.
+    """
+
+    tensor: str
+    kind: str
+    a: str
+    b: str
+    differing: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+
+    def to_finding(self) -> Finding:
+        """The difference as a finding."""
+        if self.kind == "values":
+            message = (
+                f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
+            )
+            return Finding.of("FS309", message, tensor=self.tensor)
+        return Finding.of("FS309", self.kind.replace("_", " "), tensor=self.tensor, expected=self.a, got=self.b)
+
+
+def _tensors(source: Source, canonical: bool, opening: dict[str, Any]) -> tuple[Checkpoint, Any]:
+    checkpoint = _opened(source, **opening)
+    return checkpoint, make_plan(checkpoint, "hf" if canonical else None)
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    memory: str | int = "256MiB",
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Any,
+) -> list[Difference]:
+    """Compares two checkpoints tensor by tensor, across formats and shardings.
+
+    Names are the sources' own where both have the same; otherwise both are seen through their
+    Hugging Face layout. Hashes are compared first; only tensors that differ are read again.
+
+    Raises:
+        FastshardError: if one of the two is damaged or they cannot be brought to common names.
+    """
+    from .errors import raise_errors
+
+    one, two = _opened(a, **opening), _opened(b, **opening)
+    plans = [make_plan(one), make_plan(two)]
+    if one.framework != two.framework or not set(plans[0].index) & set(plans[1].index):
+        if not set(plans[0].index) & set(plans[1].index):
+            plans = [make_plan(one, "hf"), make_plan(two, "hf")]
+    for plan in plans:
+        raise_errors(plan.findings)
+    hashes = []
+    try:
+        with Progress(progress) as bar:
+            for plan, title in zip(plans, "ab", strict=True):
+                outcome = json.loads(plan.core.check(json.dumps(_run(memory, threads)), as_callback(bar, f"hashing {title}")))
+                raise_errors([Finding.from_dict(f) for f in outcome["findings"]])
+                hashes.append(outcome["hashes"])
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    out = []
+    for name in sorted(set(hashes[0]) | set(hashes[1])):
+        if name not in hashes[1]:
+            out.append(Difference(name, "only_a", "present", "absent"))
+        elif name not in hashes[0]:
+            out.append(Difference(name, "only_b", "absent", "present"))
+        else:
+            x, y = (Tensor(plan, plan.index[name]) for plan in plans)
+            if x.shape != y.shape:
+                out.append(Difference(name, "shape", str(list(x.shape)), str(list(y.shape))))
+            elif hashes[0][name] != hashes[1][name] or x.dtype != y.dtype:
+                out.extend(_compare(name, x, y))
+    return out
+
+
+#: Bytes compared at a time.
+_CHUNK = 16 << 20
+
+
+def _compare(name: str, x: Tensor, y: Tensor) -> list[Difference]:
+    """Figures of the difference, in bounded memory."""
+    rows = x.shape[0] if x.shape else 1
+    step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
+    differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0
+    for start in range(0, rows, step):
+        p, q = (
+            (t[start : start + step] if t.shape else t.numpy()).astype(np.float64).ravel() for t in (x, y)
+        )
+        delta = p - q
+        unequal = ~((p == q) | (np.isnan(p) & np.isnan(q)))
+        differing += int(unequal.sum())
+        finite = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
+        largest = max(largest, float(finite.max(initial=0.0)))
+        delta = np.where(np.isfinite(delta), delta, 0.0)
+        total += float(delta.sum())
+        squares += float((delta * delta).sum())
+        count += delta.size
+    mean = total / max(1, count)
+    std = max(0.0, squares / max(1, count) - mean * mean) ** 0.5
+    if x.dtype != y.dtype:
+        return [Difference(name, "dtype", x.dtype, y.dtype, differing, largest, mean, std)]
+    if differing == 0:
+        # Equal numbers with other bits: the sign of a zero or the payload of a NaN.
+        return [Difference(name, "values", "", "", 0, 0.0, 0.0, 0.0)]
+    return [Difference(name, "values", "", "", differing, largest, mean, std)]

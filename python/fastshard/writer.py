@@ -1,0 +1,148 @@
+"""Writing a checkpoint from a script: tensor by tensor, checked, published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from .checkpoint import _ML_DTYPES, _NUMPY, _TORCH
+from .discover import StrPath
+from .errors import FastshardError, Finding, from_core, raise_errors
+from .manifests import Manifest
+from .planning import parse_size
+
+__all__ = ["Writer"]
+
+_FROM_NUMPY = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {v: k for k, v in _ML_DTYPES.items()}
+_FROM_TORCH = {v: k for k, v in _TORCH.items()}
+
+
+class Writer:
+    """Writes tensors one by one into a sharded safetensors checkpoint.
+
+    >>> with Writer("out/", expected={"w": ("BF16", (2, 3))}) as w:
+    ...     w["w"] = array
+
+    On a clean exit the result is checked against ``expected``, gets an index and a manifest, and
+    appears at ``out`` at once. If the block raises, or anything expected is missing, nothing does.
+
+    Args:
+        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
+            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint will do.
+        max_shard_size: largest file, e.g. ``5GB``.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        config: written as ``config.json``.
+
+    Raises:
+        FastshardError: if ``out`` cannot be written to.
+    """
+
+    def __init__(
+        self,
+        out: StrPath,
+        *,
+        expected: Mapping[str, Any] | list[str] | set[str] | None = None,
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+        fsync: bool = True,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._expected = None if expected is None else {name: _wanted(expected, name) for name in expected}
+        self._config = None if config is None else dict(config)
+        self._written: set[str] = set()
+        #: The result's manifest, once it is published.
+        self.manifest: Manifest | None = None
+        try:
+            self._core = _core.ResultWriter(os.fspath(out), 0, parse_size(max_shard_size, "max_shard_size"), overwrite, fsync)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __setitem__(self, name: str, array: Any) -> None:
+        """Writes a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
+
+        Raises:
+            FastshardError: if it is not expected, or of another dtype or shape than expected.
+        """
+        dtype, shape, data = _raw(name, array)
+        if self._expected is not None:
+            if name not in self._expected:
+                raise FastshardError.of("FS207", "not among the tensors expected", tensor=name)
+            want_dtype, want_shape = self._expected[name]
+            if want_shape is not None and tuple(want_shape) != shape:
+                raise FastshardError.of(
+                    "FS201", "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape))
+                )
+            if want_dtype is not None and want_dtype != dtype:
+                raise FastshardError.of("FS202", "dtype", tensor=name, expected=want_dtype, got=dtype)
+        try:
+            self._core.add(name, dtype, list(shape), data)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        self._written.add(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._core.abort()
+            return
+        try:
+            missing = sorted(set(self._expected or ()) - self._written)
+            raise_errors([
+                Finding.of("FS102", "expected, and never written", tensor=name,
+                           help="write it before the block ends; nothing was published")
+                for name in missing
+            ])  # fmt: skip
+            texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}
+            outcome = json.loads(self._core.finish(texts, "null"))
+        except _core.CoreError as core_error:
+            self._core.abort()
+            raise from_core(core_error) from None
+        except BaseException:
+            self._core.abort()
+            raise
+        self.manifest = Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+
+
+def _wanted(expected: Any, name: str) -> tuple[str | None, tuple[int, ...] | None]:
+    value = expected[name] if isinstance(expected, Mapping) else None
+    if value is None:
+        return None, None
+    if isinstance(value, Mapping):
+        return value["dtype"], tuple(value["shape"])
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return str(value.dtype), tuple(value.shape)
+    if len(value) == 2 and isinstance(value[0], str):
+        return value[0], tuple(value[1])
+    return None, tuple(value)
+
+
+def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]:
+    """dtype, shape and C-ordered little-endian bytes of anything array-like."""
+    if type(array).__module__.split(".")[0] == "torch":
+        import torch
+
+        tensor = array.detach().cpu().contiguous()
+        dtype = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise FastshardError.of("FS514", f"dtype {tensor.dtype}", tensor=name)
+        return dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy()
+    values = np.asarray(array)
+    dtype = _FROM_NUMPY.get(values.dtype.name)
+    if dtype is None:
+        raise FastshardError.of("FS514", f"dtype {values.dtype}", tensor=name)
+    if values.dtype.byteorder == ">":
+        values = values.astype(values.dtype.newbyteorder("<"))
+    shape = values.shape
+    return dtype, shape, np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,0 +1,212 @@
+//! Writes tensors one by one, for conversion scripts: hashed as they come, published whole or not at all.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::format::safetensors::padded;
+use crate::hash;
+use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
+use crate::publish::{self, Needs, Staging};
+use crate::tensor::{element_count, Dtype};
+use crate::write::INDEX_NAME;
+
+/// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
+const HEADER_ROOM: usize = 64 << 10;
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    header: serde_json::Map<String, serde_json::Value>,
+    header_bytes: usize,
+    tensors: Vec<(ManifestTensor, [u8; 32])>,
+}
+
+/// A result that is written tensor by tensor.
+#[derive(Debug)]
+pub struct ResultWriter {
+    staging: Option<Staging>,
+    done: Vec<Shard>,
+    open: Option<Shard>,
+    max_shard: u64,
+    names: std::collections::HashSet<String>,
+}
+
+impl ResultWriter {
+    /// Begins a result at `out`. `max_shard` is the most bytes of tensor data per file.
+    ///
+    /// # Errors
+    /// What preflight and staging refuse.
+    pub fn begin(out: &Path, bytes: u64, max_shard: u64, options: &publish::Options) -> Result<ResultWriter> {
+        // A script's result has no plan; its run is itself.
+        let mut run = blake3::Hasher::new();
+        run.update(out.as_os_str().as_encoded_bytes());
+        run.update(&std::process::id().to_le_bytes());
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        run.update(&now.as_nanos().to_le_bytes());
+        let run = run.finalize().to_hex().to_string();
+        publish::preflight(out, &[], &run, &Needs { bytes, files: 4, open_files: 16 }, options)?;
+        let staging = Staging::begin(out, &run, b"writer", options)?;
+        Ok(ResultWriter {
+            staging: Some(staging),
+            done: Vec::new(),
+            open: None,
+            max_shard,
+            names: std::collections::HashSet::new(),
+        })
+    }
+
+    fn staging(&self) -> Result<&Staging> {
+        self.staging.as_ref().ok_or_else(|| Finding::new(codes::USAGE, "the writer is closed").into())
+    }
+
+    /// Adds a tensor: its bytes are little-endian, in C order.
+    ///
+    /// # Errors
+    /// A name twice, a size that does not fit the shape, I/O.
+    pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[u64], bytes: &[u8]) -> Result<()> {
+        let wanted = element_count(shape).and_then(|n| n.checked_mul(dtype.size() as u64));
+        if wanted != Some(bytes.len() as u64) {
+            return Err(Finding::new(codes::SHAPE, "bytes of the tensor")
+                .tensor(name)
+                .expected(format!("{} for {dtype} {shape:?}", wanted.unwrap_or(0)), bytes.len())
+                .into());
+        }
+        if name == "__metadata__" || !self.names.insert(name.to_string()) {
+            return Err(Finding::new(codes::OVERLAP, "written twice, or a reserved name").tensor(name).into());
+        }
+        let room = 160 + 2 * name.len() + 21 * shape.len();
+        let full = self.open.as_ref().is_some_and(|s| {
+            !s.tensors.is_empty()
+                && (s.bytes + bytes.len() as u64 > self.max_shard || s.header_bytes + room > HEADER_ROOM - 64)
+        });
+        if full {
+            self.close_shard()?;
+        }
+        if self.open.is_none() {
+            let path = self.staging()?.path().join(format!("shard-{:05}", self.done.len()));
+            let file = OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .open(&path)
+                .map_err(|e| Error::io(&path, "cannot create", &e))?;
+            file.write_all_at(&[b' '; HEADER_ROOM], 0).map_err(|e| Error::io(&path, "cannot write", &e))?;
+            let mut header = serde_json::Map::new();
+            header.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
+            self.open = Some(Shard { path, file, bytes: 0, header, header_bytes: 64, tensors: Vec::new() });
+        }
+        let shard = self.open.as_mut().expect("opened above");
+        let at = HEADER_ROOM as u64 + shard.bytes;
+        shard.file.write_all_at(bytes, at).map_err(|e| Error::io(&shard.path, "cannot write", &e))?;
+        let end = shard.bytes + bytes.len() as u64;
+        shard.header.insert(
+            name.into(),
+            serde_json::json!({"dtype": dtype.safetensors_name(), "shape": shape, "data_offsets": [shard.bytes, end]}),
+        );
+        shard.header_bytes += room;
+        let digest = *blake3::hash(bytes).as_bytes();
+        shard.tensors.push((
+            ManifestTensor {
+                name: name.into(),
+                dtype,
+                shape: shape.to_vec(),
+                file: String::new(),
+                offset: Some(at),
+                blake3: hash::hex(&digest),
+            },
+            digest,
+        ));
+        shard.bytes = end;
+        Ok(())
+    }
+
+    fn close_shard(&mut self) -> Result<()> {
+        if let Some(shard) = self.open.take() {
+            self.done.push(shard);
+        }
+        Ok(())
+    }
+
+    /// Writes headers, texts, index and manifest, and publishes.
+    ///
+    /// # Errors
+    /// I/O, and a destination that appeared meanwhile. Nothing is published then.
+    pub fn finish(&mut self, texts: &BTreeMap<String, String>, values: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
+        self.close_shard()?;
+        let count = self.done.len();
+        let mut manifest = Manifest::new("writer");
+        manifest.values = values;
+        let mut weight_map = BTreeMap::new();
+        let mut total = 0;
+        let shards = std::mem::take(&mut self.done);
+        for (i, mut shard) in shards.into_iter().enumerate() {
+            let name = if count == 1 {
+                "model.safetensors".to_string()
+            } else {
+                format!("model-{:05}-of-{count:05}.safetensors", i + 1)
+            };
+            let json = serde_json::to_vec(&shard.header).expect("plain data");
+            let header = padded(json, HEADER_ROOM);
+            if header.len() != HEADER_ROOM {
+                return Err(Finding::new(codes::UNSUPPORTED, "one tensor's header entry is too large")
+                    .file(&name)
+                    .expected(format!("{HEADER_ROOM} bytes"), header.len())
+                    .into());
+            }
+            let io = |e: std::io::Error| Error::io(&shard.path, "cannot write", &e);
+            shard.file.write_all_at(&header, 0).map_err(io)?;
+            shard.file.flush().map_err(io)?;
+            let target = self.staging()?.path().join(&name);
+            std::fs::rename(&shard.path, &target).map_err(|e| Error::io(&target, "cannot rename", &e))?;
+            let digest = blake3::hash(&header[8..]);
+            let hashes = shard.tensors.iter().map(|(_, h)| h);
+            manifest.files.push(ManifestFile {
+                name: name.clone(),
+                size: HEADER_ROOM as u64 + shard.bytes,
+                identity: file_identity(digest.as_bytes(), hashes),
+            });
+            total += shard.bytes;
+            for (mut tensor, _) in shard.tensors {
+                tensor.file.clone_from(&name);
+                weight_map.insert(tensor.name.clone(), name.clone());
+                manifest.tensors.push(tensor);
+            }
+        }
+        let staging = self.staging()?;
+        for (name, text) in texts {
+            staging.write(name, text.as_bytes())?;
+        }
+        let mut last = vec![MANIFEST_NAME.to_string()];
+        if count > 1 {
+            let index = serde_json::json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            staging.write(INDEX_NAME, &serde_json::to_vec_pretty(&index).expect("plain data"))?;
+            last.push(INDEX_NAME.into());
+        } else {
+            last.extend(manifest.files.first().map(|f| f.name.clone()));
+        }
+        staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
+        let staging = self.staging.take().expect("checked above");
+        let names: Vec<&str> = last.iter().map(String::as_str).collect();
+        let warnings = staging.publish(&names)?;
+        Ok((manifest, warnings))
+    }
+
+    /// Removes everything that was written.
+    ///
+    /// # Errors
+    /// I/O.
+    pub fn abort(&mut self) -> Result<()> {
+        self.open = None;
+        self.done.clear();
+        match self.staging.take() {
+            Some(staging) => staging.discard(),
+            None => Ok(()),
+        }
+    }
+}
