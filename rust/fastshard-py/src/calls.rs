@@ -79,8 +79,8 @@ pub(crate) fn run<T: Send + 'static>(
             Ok(result)
         }
         (_, Some(error)) => Err(error),
-        (None, None) => {
-            Err(PyRuntimeError::new_err("a worker panicked: this is a bug in fastshard; nothing was published"))
-        }
+        (None, None) => Err(PyRuntimeError::new_err(
+            "a worker panicked: this is a bug in fastshard; nothing was published",
+        )),
     }
 }

@@ -156,10 +156,20 @@ impl Catalog {
             .sources
             .iter()
             .filter_map(|s| {
-                self.inner.files.iter().flatten().find(|f| f.path == s.path && f.root == s.root).map(|f| f.source.clone())
+                self.inner
+                    .files
+                    .iter()
+                    .flatten()
+                    .find(|f| f.path == s.path && f.root == s.root)
+                    .map(|f| f.source.clone())
             })
             .collect();
-        Ok(Plan { plan: Arc::new(planned.plan), findings: planned.findings, files, roots: self.inner.roots.clone() })
+        Ok(Plan {
+            plan: Arc::new(planned.plan),
+            findings: planned.findings,
+            files,
+            roots: self.inner.roots.clone(),
+        })
     }
 
     #[pyo3(signature = (options, progress=None))]
@@ -167,12 +177,19 @@ impl Catalog {
         let options = RunOptions::parse(options)?.engine();
         let catalog = Arc::clone(&self.inner);
         let (manifest, findings) =
-            run(py, progress, move |control| verify::inventory(&catalog, &options, control))?.map_err(raise)?;
+            run(py, progress, move |control| verify::inventory(&catalog, &options, control))?
+                .map_err(raise)?;
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
     #[pyo3(signature = (manifest, options, progress=None))]
-    fn against(&self, py: Python<'_>, manifest: PathBuf, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+    fn against(
+        &self,
+        py: Python<'_>,
+        manifest: PathBuf,
+        options: &str,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<String> {
         let options = RunOptions::parse(options)?;
         let manifest = Manifest::read(&manifest).map_err(raise)?;
         let catalog = Arc::clone(&self.inner);
@@ -276,30 +293,48 @@ impl Plan {
     }
 
     /// Fills `buffer` with the bytes of an output from byte `start`.
-    fn read<'py>(&self, py: Python<'py>, output: usize, start: u64, buffer: &Bound<'py, PyArray1<u8>>) -> PyResult<()> {
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        output: usize,
+        start: u64,
+        buffer: &Bound<'py, PyArray1<u8>>,
+    ) -> PyResult<()> {
         let mut view = buffer.try_readwrite().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let bytes = view.as_slice_mut().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let (plan, files) = (&self.plan, &self.files);
-        py.detach(|| fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir())).map_err(raise)
+        py.detach(|| fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir()))
+            .map_err(raise)
     }
 
     /// Writes and publishes; returns `{"manifest", "findings"}`.
     #[pyo3(signature = (out, options, progress=None))]
-    fn write(&self, py: Python<'_>, out: PathBuf, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+    fn write(
+        &self,
+        py: Python<'_>,
+        out: PathBuf,
+        options: &str,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<String> {
         self.refuse_errors()?;
         let options = RunOptions::parse(options)?;
         let write_options = write::Options {
             threads: options.threads,
             memory: options.memory,
-            publish: publish::Options { overwrite: options.overwrite, resume: options.resume, fsync: options.fsync },
+            publish: publish::Options {
+                overwrite: options.overwrite,
+                resume: options.resume,
+                fsync: options.fsync,
+            },
             copies: options.copies,
             values: options.values,
             sparse: options.sparse,
         };
         let (plan, files, roots) = (Arc::clone(&self.plan), self.files.clone(), self.roots.clone());
-        let (manifest, findings) =
-            run(py, progress, move |control| write::write(&plan, &files, &roots, &out, &write_options, control))?
-                .map_err(raise)?;
+        let (manifest, findings) = run(py, progress, move |control| {
+            write::write(&plan, &files, &roots, &out, &write_options, control)
+        })?
+        .map_err(raise)?;
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
@@ -332,7 +367,14 @@ struct ResultWriter {
 #[pymethods]
 impl ResultWriter {
     #[new]
-    fn new(py: Python<'_>, out: PathBuf, nbytes: u64, max_shard_size: u64, overwrite: bool, fsync: bool) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        out: PathBuf,
+        nbytes: u64,
+        max_shard_size: u64,
+        overwrite: bool,
+        fsync: bool,
+    ) -> PyResult<Self> {
         let options = publish::Options { overwrite, resume: false, fsync };
         let inner = py
             .detach(|| fastshard::writer::ResultWriter::begin(&out, nbytes, max_shard_size, &options))
@@ -340,15 +382,29 @@ impl ResultWriter {
         Ok(ResultWriter { inner: Mutex::new(inner) })
     }
 
-    fn add(&self, py: Python<'_>, name: &str, dtype: &str, shape: Vec<u64>, data: PyReadonlyArray1<'_, u8>) -> PyResult<()> {
+    fn add(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        data: PyReadonlyArray1<'_, u8>,
+    ) -> PyResult<()> {
         let dtype = Dtype::from_safetensors(dtype)
             .ok_or_else(|| PyValueError::new_err(format!("{name}: unknown dtype {dtype}")))?;
         let bytes = data.as_slice().map_err(|e| PyValueError::new_err(e.to_string()))?;
-        py.detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).add(name, dtype, &shape, bytes))
-            .map_err(raise)
+        py.detach(|| {
+            self.inner.lock().unwrap_or_else(PoisonError::into_inner).add(name, dtype, &shape, bytes)
+        })
+        .map_err(raise)
     }
 
-    fn finish(&self, py: Python<'_>, texts: std::collections::BTreeMap<String, String>, values: &str) -> PyResult<String> {
+    fn finish(
+        &self,
+        py: Python<'_>,
+        texts: std::collections::BTreeMap<String, String>,
+        values: &str,
+    ) -> PyResult<String> {
         let values = serde_json::from_str(values).map_err(json_error)?;
         let (manifest, findings) = py
             .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(&texts, values))

@@ -322,6 +322,9 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     let wanted =
         if merging { own_names(source) } else { table_names(table, facts, &extents, &known, &mut findings) };
 
+    // Where something is wrong or missing already, what is left over or lacking is only its echo.
+    let judge = findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
+
     let mut lowering = Lowering::new(table, &local);
     // Registers the target's keys before ties are looked up.
     let mut lowered: Vec<(Wanted, Vec<AtomBox>)> = Vec::with_capacity(wanted.len());
@@ -366,11 +369,10 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
                 outputs.push((want.coords.clone(), output));
             }
             Ok(_) => {}
-            Err(found) => {
-                if keep {
-                    findings.extend(found);
-                }
+            Err(found) if keep => {
+                findings.extend(found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR));
             }
+            Err(_) => {}
         }
     }
 
@@ -569,6 +571,10 @@ fn build(
                     Some(_) => {}
                 }
             }
+            if let Some((a, b)) = stored_twice(source, &held) {
+                findings.push(twice(source, name, a, b));
+                continue;
+            }
             // Tied tensors are copies by declaration; only ranks drift.
             let ranks = held.iter().all(|&h| index.get(h).0.entry == first.entry);
             let combine = match &first.placement {
@@ -600,6 +606,19 @@ fn build(
     } else {
         Err(findings)
     }
+}
+
+/// Two instances of one rule from the same rank and the same root: a name that two files hold.
+fn stored_twice<'a>(source: &Source<'a>, held: &[Held]) -> Option<(&'a Instance, &'a Instance)> {
+    let mut seen: HashMap<(u32, u32, &BTreeMap<String, u64>), &Instance> = HashMap::new();
+    for &(i, _) in held {
+        let instance = &source.resolved.instances[i as usize];
+        let unit = &source.units[instance.unit as usize];
+        if let Some(first) = seen.insert((instance.entry, unit.root, &unit.coords), instance) {
+            return Some((first, instance));
+        }
+    }
+    None
 }
 
 fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {

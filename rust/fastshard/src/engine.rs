@@ -594,7 +594,10 @@ pub fn read(
     if start % item != 0 || start + bytes.len() as u64 > about.nbytes() {
         return Err(Finding::new(codes::USAGE, "bytes asked for")
             .tensor(&about.name)
-            .expected(format!("whole elements within {} bytes", about.nbytes()), format!("{} from {start}", bytes.len()))
+            .expected(
+                format!("whole elements within {} bytes", about.nbytes()),
+                format!("{} from {start}", bytes.len()),
+            )
             .into());
     }
     let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), vec![false; plan.blobs.len()]);
@@ -605,7 +608,12 @@ pub fn read(
         for (part, drift) in seen.drift {
             if drift.differing > 0 && about.parts[part].combine == Combine::Equal {
                 let stored = about.parts[part].sources[drift.source];
-                return Err(place(plan, stored, Finding::new(codes::REPLICAS_DIFFER, "copies of this tensor differ")).into());
+                return Err(place(
+                    plan,
+                    stored,
+                    Finding::new(codes::REPLICAS_DIFFER, "copies of this tensor differ"),
+                )
+                .into());
             }
         }
         if let Some((_, fact)) = seen.undecided.first() {

@@ -17,7 +17,8 @@ pub const MANIFEST_VERSION: u32 = 1;
 const MAX_MANIFEST: u64 = 1 << 30;
 
 /// What a matching manifest leaves open.
-pub const NOT_PROVEN: &str = "a matching manifest proves that the bytes are those that were planned and written; that the layout \
+pub const NOT_PROVEN: &str =
+    "a matching manifest proves that the bytes are those that were planned and written; that the layout \
 is right for the model is proven by the layout's tests and by logits, not by a hash";
 
 /// One tensor of a file.
@@ -125,7 +126,9 @@ impl Manifest {
     pub fn ops_of(plan: &Plan) -> BTreeMap<String, Vec<Op>> {
         plan.outputs
             .iter()
-            .filter_map(|o| o.parts.iter().find(|p| !p.ops.is_empty()).map(|p| (o.name.clone(), p.ops.clone())))
+            .filter_map(|o| {
+                o.parts.iter().find(|p| !p.ops.is_empty()).map(|p| (o.name.clone(), p.ops.clone()))
+            })
             .collect()
     }
 
@@ -136,16 +139,22 @@ impl Manifest {
     pub fn read(path: &std::path::Path) -> Result<Manifest> {
         let file = crate::storage::SourceFile::open(path)?;
         let bad = |message: String| {
-            Finding::new(codes::BAD_MANIFEST, message).file(path).help("make one with `fastshard manifest CKPT`")
+            Finding::new(codes::BAD_MANIFEST, message)
+                .file(path)
+                .help("make one with `fastshard manifest CKPT`")
         };
         if file.size() > MAX_MANIFEST {
             return Err(bad(format!("a manifest of {} bytes", file.size())).into());
         }
         let bytes = file.read_vec(0, file.size() as usize)?;
-        let manifest: Manifest = serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a manifest: {e}")))?;
+        let manifest: Manifest =
+            serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a manifest: {e}")))?;
         if manifest.format != "fastshard.manifest" || manifest.version != MANIFEST_VERSION {
             return Err(bad("not a manifest of a version that this program reads".into())
-                .expected(format!("fastshard.manifest {MANIFEST_VERSION}"), format!("{} {}", manifest.format, manifest.version))
+                .expected(
+                    format!("fastshard.manifest {MANIFEST_VERSION}"),
+                    format!("{} {}", manifest.format, manifest.version),
+                )
                 .into());
         }
         Ok(manifest)

@@ -180,6 +180,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         units.push(Unit {
             coords: unit.coords.clone(),
             bases: unit.bases.clone(),
+            root: file.root,
             file: file.path.clone(),
             rank: unit.rank.clone(),
         });

@@ -33,7 +33,13 @@ impl Subset {
 ///
 /// # Errors
 /// What keeps the run from finishing.
-pub fn content(plan: &Plan, files: &[Arc<SourceFile>], subset: Option<Subset>, options: &Options, control: &Control) -> Result<(Plan, Report)> {
+pub fn content(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    subset: Option<Subset>,
+    options: &Options,
+    control: &Control,
+) -> Result<(Plan, Report)> {
     let mut plan = plan.clone();
     if let Some(subset) = subset {
         plan.outputs.retain(|o| subset.holds(&o.name));
@@ -85,7 +91,11 @@ fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
 ///
 /// # Errors
 /// What keeps the run from finishing.
-pub fn inventory(catalog: &Catalog, options: &Options, control: &Control) -> Result<(Manifest, Vec<Finding>)> {
+pub fn inventory(
+    catalog: &Catalog,
+    options: &Options,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
     let plan = inventory_plan(catalog);
     let files: Vec<Arc<SourceFile>> = catalog.files.iter().flatten().map(|f| f.source.clone()).collect();
     let report = engine::execute(&plan, &files, &Discard, options, control)?;
@@ -128,13 +138,8 @@ pub fn against(
     control: &Control,
 ) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    let by_path: HashMap<&str, usize> = catalog
-        .files
-        .iter()
-        .flatten()
-        .enumerate()
-        .map(|(i, f)| (f.path.as_str(), i))
-        .collect();
+    let by_path: HashMap<&str, usize> =
+        catalog.files.iter().flatten().enumerate().map(|(i, f)| (f.path.as_str(), i)).collect();
     let opened: Vec<_> = catalog.files.iter().flatten().collect();
     for file in &manifest.files {
         match by_path.get(file.name.as_str()) {
@@ -155,7 +160,9 @@ pub fn against(
     let named: std::collections::HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
     for file in &opened {
         if !named.contains(file.path.as_str()) {
-            findings.push(Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file").file(&file.path));
+            findings.push(
+                Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file").file(&file.path),
+            );
         }
     }
 
@@ -171,7 +178,10 @@ pub fn against(
                 Finding::new(codes::HASH, "dtype or shape differs from the manifest")
                     .file(file)
                     .tensor(&stored.name)
-                    .expected(format!("{} {:?}", tensor.dtype, tensor.shape), format!("{} {:?}", stored.dtype, stored.shape)),
+                    .expected(
+                        format!("{} {:?}", tensor.dtype, tensor.shape),
+                        format!("{} {:?}", stored.dtype, stored.shape),
+                    ),
             );
         } else if subset.is_none_or(|s| s.holds(&stored.name)) {
             checks.push((i, tensor));
@@ -179,7 +189,9 @@ pub fn against(
     }
     for tensor in wanted.values().filter(|t| by_path.contains_key(t.file.as_str())) {
         findings.push(
-            Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file").file(&tensor.file).tensor(&tensor.name),
+            Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file")
+                .file(&tensor.file)
+                .tensor(&tensor.name),
         );
     }
     plan.outputs = checks.iter().map(|(i, _)| plan.outputs[*i].clone()).collect();

@@ -128,7 +128,8 @@ pub fn write(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let run = plan.digest();
-    let copied: u64 = options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
+    let copied: u64 =
+        options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
     let manifest_estimate = 4096 + 400 * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
     let needs = Needs {
         bytes: if options.sparse { 0 } else { plan.bytes() + copied + manifest_estimate },
@@ -136,8 +137,10 @@ pub fn write(
         open_files: (files.len() + plan.files.len() + 64) as u64,
     };
     publish::preflight(out, roots, &run, &needs, &options.publish)?;
-    let document = serde_json::to_vec(&serde_json::json!({"plan": run, "target": plan.target, "outputs": plan.outputs.len()}))
-        .expect("plain data");
+    let document = serde_json::to_vec(
+        &serde_json::json!({"plan": run, "target": plan.target, "outputs": plan.outputs.len()}),
+    )
+    .expect("plain data");
     let staging = Staging::begin(out, &run, &document, &options.publish)?;
     if staging.sealed() {
         let manifest = Manifest::read(&staging.path().join(MANIFEST_NAME));
@@ -203,7 +206,8 @@ fn fill(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let space = if options.sparse { Space::Sparse } else { Space::Reserved };
-    let outs: Result<Vec<OutFile>> = plan.files.iter().map(|f| staging.file(&f.name, f.size, space)).collect();
+    let outs: Result<Vec<OutFile>> =
+        plan.files.iter().map(|f| staging.file(&f.name, f.size, space)).collect();
     let outs = outs?;
     let headers: Vec<Vec<u8>> = (0..plan.files.len())
         .map(|f| {
@@ -219,7 +223,9 @@ fn fill(
         .replayed()
         .iter()
         .filter_map(|r| parse_record(r))
-        .filter(|(output, _)| plan.outputs.get(*output as usize).is_some_and(|o| outs[o.file as usize].kept()))
+        .filter(|(output, _)| {
+            plan.outputs.get(*output as usize).is_some_and(|o| outs[o.file as usize].kept())
+        })
         .collect();
     let sink = StagedSink {
         outputs: &plan.outputs,
@@ -298,9 +304,18 @@ fn manifest(plan: &Plan, run: &str, report: &Report, headers: &[Vec<u8>], option
         .zip(headers)
         .enumerate()
         .map(|(f, (file, header))| {
-            let hashes = plan.outputs.iter().zip(&report.outputs).filter(|(o, _)| o.file as usize == f).map(|(_, r)| &r.hash);
+            let hashes = plan
+                .outputs
+                .iter()
+                .zip(&report.outputs)
+                .filter(|(o, _)| o.file as usize == f)
+                .map(|(_, r)| &r.hash);
             let header = blake3::hash(&header[8..]);
-            ManifestFile { name: file.name.clone(), size: file.size, identity: file_identity(header.as_bytes(), hashes) }
+            ManifestFile {
+                name: file.name.clone(),
+                size: file.size,
+                identity: file_identity(header.as_bytes(), hashes),
+            }
         })
         .collect();
     manifest

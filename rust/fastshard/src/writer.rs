@@ -79,7 +79,9 @@ impl ResultWriter {
                 .into());
         }
         if name == "__metadata__" || !self.names.insert(name.to_string()) {
-            return Err(Finding::new(codes::OVERLAP, "written twice, or a reserved name").tensor(name).into());
+            return Err(Finding::new(codes::OVERLAP, "written twice, or a reserved name")
+                .tensor(name)
+                .into());
         }
         let room = 160 + 2 * name.len() + 21 * shape.len();
         let full = self.open.as_ref().is_some_and(|s| {
@@ -137,7 +139,11 @@ impl ResultWriter {
     ///
     /// # Errors
     /// I/O, and a destination that appeared meanwhile. Nothing is published then.
-    pub fn finish(&mut self, texts: &BTreeMap<String, String>, values: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
+    pub fn finish(
+        &mut self,
+        texts: &BTreeMap<String, String>,
+        values: serde_json::Value,
+    ) -> Result<(Manifest, Vec<Finding>)> {
         self.close_shard()?;
         let count = self.done.len();
         let mut manifest = Manifest::new("writer");

@@ -21,6 +21,8 @@ pub struct Unit {
     pub coords: BTreeMap<String, u64>,
     /// Added to positions in names (stage-local layer numbers).
     pub bases: BTreeMap<String, u64>,
+    /// Root that its file lies in: the same piece from two roots is a copy, from one it is a mistake.
+    pub root: u32,
     /// File, for messages.
     pub file: String,
     /// Rank in the field's words, e.g. `tp 1`, for messages.
