@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings as _warnings
 
 from . import _core, layouts
-from .checkpoint import Checkpoint, Tensor, open  # noqa: A004
+from .checkpoint import Checkpoint, Tensor, open
 from .convert import convert, merge, plan
 from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
 from .manifests import Manifest

@@ -19,7 +19,9 @@ _Progress = Callable[[int, int], object] | None
 class Catalog:
     """Files of one checkpoint, opened and parsed; no payload byte has been read."""
 
-    def __new__(cls, roots: list[str | PathLike[str]], files: list[tuple[int, str]], threads: int) -> Catalog: ...
+    def __new__(
+        cls, roots: list[str | PathLike[str]], files: list[tuple[int, str]], threads: int
+    ) -> Catalog: ...
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""
     def files(self) -> str:

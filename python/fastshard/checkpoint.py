@@ -7,20 +7,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from . import _core, adapters
 from .adapters.base import Options, Source
 from .discover import Listing, StrPath, list_roots
-from .errors import FastshardError, Finding, from_core
+from .errors import FastshardError, Finding
 from .planning import Plan, make_plan
+from .tensor import Tensor
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Checkpoint", "Tensor", "open"]
+__all__ = ["Checkpoint", "open"]
 
 
 def default_threads() -> int:
@@ -28,7 +24,7 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open(  # noqa: A001 - the name that users of safetensors and torch expect
+def open(
     *paths: StrPath,
     step: str | int | None = None,
     config: StrPath | Mapping[str, Any] | None = None,
@@ -99,7 +95,7 @@ def _positive(value: int | None, name: str) -> int | None:
 def _relative(finding: Finding, prefixes: list[str]) -> Finding:
     for prefix in prefixes:
         if finding.file and finding.file.startswith(prefix):
-            return Finding.from_dict({**finding.to_dict(), "file": finding.file[len(prefix):]})
+            return Finding.from_dict({**finding.to_dict(), "file": finding.file[len(prefix) :]})
     return finding
 
 
@@ -114,7 +110,9 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
-        raise FastshardError.of("FS501", f"cannot read the config: {error.strerror}", file=str(path)) from None
+        raise FastshardError.of(
+            "FS501", f"cannot read the config: {error.strerror}", file=str(path)
+        ) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
     if not isinstance(content, dict):
@@ -132,23 +130,37 @@ def _expected_names(
         for tensor, index in weight_map.items():
             if index in names and tensor not in names[index]:
                 findings.append(
-                    Finding.of("FS102", "the index names this tensor, its file does not hold it",
-                               file=readable[index]["path"], tensor=tensor,
-                               help="the file was cut short or belongs to another save: copy it again")
+                    Finding.of(
+                        "FS102",
+                        "the index names this tensor, its file does not hold it",
+                        file=readable[index]["path"],
+                        tensor=tensor,
+                        help="the file was cut short or belongs to another save: copy it again",
+                    )
                 )
         listed = set(weight_map)
         for index, have in names.items():
             findings.extend(
-                Finding.of("FS108", "the index does not name this tensor", file=readable[index]["path"], tensor=tensor)
+                Finding.of(
+                    "FS108",
+                    "the index does not name this tensor",
+                    file=readable[index]["path"],
+                    tensor=tensor,
+                )
                 for tensor in sorted(have - listed)
             )
     elif source.expected_names:
         for unit in source.units:
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
                 findings.append(
-                    Finding.of("FS102", "layout.json names this tensor, this rank does not hold it",
-                               file=readable[unit.file]["path"], rank=unit.rank, tensor=tensor,
-                               help="the file belongs to another save: copy the right one")
+                    Finding.of(
+                        "FS102",
+                        "layout.json names this tensor, this rank does not hold it",
+                        file=readable[unit.file]["path"],
+                        rank=unit.rank,
+                        tensor=tensor,
+                        help="the file belongs to another save: copy the right one",
+                    )
                 )
     return findings
 
@@ -161,7 +173,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
     """
 
     def __init__(
-        self, listing: Listing, source: Source, catalog: _core.Catalog, findings: list[Finding], files: list[Any]
+        self,
+        listing: Listing,
+        source: Source,
+        catalog: _core.Catalog,
+        findings: list[Finding],
+        files: list[Any],
     ) -> None:
         self._listing = listing
         self._source = source
@@ -257,141 +274,3 @@ class Checkpoint(Mapping[str, "Tensor"]):
         listed = f"<ul style='color:#b00'>{problems}</ul>" if problems else ""
         head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>bytes</th><th></th></tr>"
         return f"<p>{html.escape(repr(self))}</p>{listed}<table>{head}{rows}</table>{more}"
-
-
-#: safetensors name -> numpy dtype, or the name of its ml_dtypes type.
-_NUMPY: dict[str, str] = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64",
-    "C128": "complex128",
-}
-_ML_DTYPES = {
-    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-}
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a safetensors name, e.g. ``BF16``.
-
-    Raises:
-        ImportError: for bfloat16 and fp8 without ml_dtypes.
-    """
-    if name in _NUMPY:
-        return np.dtype(_NUMPY[name])
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ImportError(f"{name} in numpy needs ml_dtypes: pip install 'fastshard[bf16]', or use .torch()") from None
-    return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
-
-
-class Tensor:
-    """One whole tensor of a checkpoint; its values are read when they are asked for."""
-
-    def __init__(self, plan: Plan, index: int) -> None:
-        self._plan = plan
-        self._index = index
-        self.name, self._dtype, shape, self.nbytes, self._pieces = plan.outputs[index]
-        #: Shape of the whole tensor.
-        self.shape: tuple[int, ...] = tuple(shape)
-
-    @property
-    def dtype(self) -> str:
-        """Element type under its safetensors name, e.g. ``BF16``."""
-        return self._dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def pieces(self) -> list[tuple[str | None, str, tuple[int, ...]]]:
-        """(rank, file, local shape) of what the tensor is made of."""
-        return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
-
-    def get_shape(self) -> list[int]:
-        """Shape, by the name that safetensors' slices give it."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Element type, by the name that safetensors' slices give it."""
-        return self._dtype
-
-    def _bytes(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes of the tensor: a read-only view of the mapped file where they are one run, else gathered."""
-        place = self._plan.core.contiguous(self._index) if length else None
-        if place is not None:
-            path, offset = place
-            return np.memmap(path, dtype=np.uint8, mode="r", offset=offset + start, shape=(length,))
-        buffer = np.empty(length, dtype=np.uint8)
-        try:
-            self._plan.core.read(self._index, start, buffer)
-        except _core.CoreError as error:
-            raise from_core(error) from None
-        return buffer
-
-    def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """The values as a numpy array of :attr:`shape`.
-
-        Zero-copy and read-only where the bytes are one run of one file, else gathered. bfloat16 and
-        fp8 come as ml_dtypes types.
-        """
-        dtype = numpy_dtype(self._dtype)
-        array = np.asarray(self._bytes(0, self.nbytes))
-        if _misaligned(array, dtype.itemsize):
-            array = array.copy()
-        return array.view(dtype).reshape(self.shape)
-
-    def torch(self) -> torch.Tensor:
-        """The values as a torch tensor of :attr:`shape`, on the CPU. Zero-copy like :meth:`numpy`."""
-        import warnings
-
-        import torch
-
-        raw = np.asarray(self._bytes(0, self.nbytes))
-        dtype = getattr(torch, _TORCH[self._dtype])
-        if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=dtype)
-        if _misaligned(raw, max(1, torch.empty(0, dtype=dtype).element_size())):
-            raw = raw.copy()
-        with warnings.catch_warnings():
-            # The map is read-only; torch has no such tensors and warns. Writing to it would fault.
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.from_numpy(raw).view(dtype).reshape(self.shape)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
-        array = self.numpy()
-        if dtype is not None and np.dtype(dtype) != array.dtype:
-            return array.astype(dtype)
-        return array.copy() if copy else array
-
-    def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """A slice as numpy. Rows along the first dimension are read alone."""
-        if isinstance(key, slice) and self.shape and key.step in (None, 1):
-            start, stop, _ = key.indices(self.shape[0])
-            stop = max(start, stop)
-            dtype = numpy_dtype(self._dtype)
-            row = self.nbytes // self.shape[0] if self.shape[0] else 0
-            array = np.asarray(self._bytes(start * row, (stop - start) * row))
-            if _misaligned(array, dtype.itemsize):
-                array = array.copy()
-            return array.view(dtype).reshape((stop - start, *self.shape[1:]))
-        return np.asarray(self.numpy()[key])
-
-    def __repr__(self) -> str:
-        return f"<fastshard.Tensor {self.name} {self._dtype} {list(self.shape)}>"
-
-
-_TORCH = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "C64": "complex64", "C128": "complex128", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-}
-
-
-def _misaligned(array: np.ndarray[Any, np.dtype[np.uint8]], item: int) -> bool:
-    """True if the bytes start where a view of larger items would be misaligned."""
-    return array.size > 0 and array.ctypes.data % item != 0

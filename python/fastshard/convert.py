@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from . import _core
-from . import planning as _planning
 from .adapters.hf_target import COMPANIONS
 from .checkpoint import Checkpoint, default_threads
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
-from .errors import Finding, from_core, raise_errors
+from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import Manifest, expected_by, run_options
 from .planning import Plan, make_plan, parse_size
-from .progress import Progress, as_callback
+from .progress import Progress, Report
 
 __all__ = ["convert", "merge", "plan"]
 
@@ -84,7 +83,7 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
-    progress: bool | Callable[[int, int], object] = False,
+    progress: Report = False,
     **options: Any,
 ) -> Manifest:
     """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
@@ -120,7 +119,7 @@ def convert(
     made = make_plan(checkpoint, to, **planning)
     raise_errors(made.findings)
     with Progress(progress) as bar:
-        findings = expected.check(checkpoint, made, run, as_callback(bar, "verifying the source"))
+        findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)
         options_json = json.dumps({
             **run,
@@ -131,7 +130,7 @@ def convert(
             "values": made.source.values,
         })  # fmt: skip
         try:
-            outcome = json.loads(made.core.write(os.fspath(out), options_json, as_callback(bar, "writing")))
+            outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing")))
         except _core.CoreError as error:
             raise from_core(error) from None
     found = [Finding.from_dict(f) for f in outcome["findings"]]
@@ -150,7 +149,7 @@ def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) ->
     """Tokenizer and generation files, and a merge's config.json: (name, path)."""
     folders = [Path(tokenizer)] if tokenizer is not None else list(checkpoint.roots)
     if tokenizer is not None and not folders[0].is_dir():
-        raise _planning.FastshardError.of("FS501", "no such directory", file=str(tokenizer))
+        raise FastshardError.of("FS501", "no such directory", file=str(tokenizer))
     names = list(COMPANIONS)
     if made.target == "merge" and made.source.hf_names:
         folders = [*folders, *checkpoint.roots]

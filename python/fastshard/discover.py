@@ -141,4 +141,6 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
                 continue
             files.append(File(index, relative, size))
             if len(files) > MAX_FILES:
-                raise FastshardError.of("FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?")
+                raise FastshardError.of(
+                    "FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?"
+                )

@@ -131,12 +131,22 @@ def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: Progre
     for name, tensor in wanted.items():
         if name not in hashes:
             findings.append(
-                Finding.of("FS102", "named by the manifest, not in this checkpoint", tensor=name, file=os.fspath(path))
+                Finding.of(
+                    "FS102",
+                    "named by the manifest, not in this checkpoint",
+                    tensor=name,
+                    file=os.fspath(path),
+                )
             )
         elif hashes[name] != tensor["blake3"]:
             findings.append(
-                Finding.of("FS308", "content differs from the manifest", tensor=name,
-                           expected=f"BLAKE3 {tensor['blake3']}", got=hashes[name],
-                           help="the checkpoint was changed or damaged since, or another layout's values are stored")
+                Finding.of(
+                    "FS308",
+                    "content differs from the manifest",
+                    tensor=name,
+                    expected=f"BLAKE3 {tensor['blake3']}",
+                    got=hashes[name],
+                    help="the checkpoint was changed or damaged since, or another layout's values are stored",
+                )
             )
     return findings

@@ -113,14 +113,22 @@ def make_plan(
         raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
     if to is not None and to not in TARGETS:
         if to in KNOWN_TARGETS:
-            raise FastshardError.of("FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to)
-        raise FastshardError.of("FS515", "target", expected=" | ".join((*TARGETS, *KNOWN_TARGETS)), got=repr(to))
+            raise FastshardError.of(
+                "FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to
+            )
+        raise FastshardError.of(
+            "FS515", "target", expected=" | ".join((*TARGETS, *KNOWN_TARGETS)), got=repr(to)
+        )
     if tp != 1 or pp != 1:
-        raise FastshardError.of("FS514", "this version writes whole tensors only", expected="tp 1, pp 1", got=f"tp {tp}, pp {pp}")
+        raise FastshardError.of(
+            "FS514", "this version writes whole tensors only", expected="tp 1, pp 1", got=f"tp {tp}, pp {pp}"
+        )
     source = checkpoint._source
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or vocab_size < 1:
-            raise FastshardError.of("FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size))
+            raise FastshardError.of(
+                "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size)
+            )
         axes = {k: v for k, v in source.axes.items() if k != "V"}
         source = dataclasses.replace(source, vocab_size=vocab_size, axes=axes)
     if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
@@ -146,8 +154,11 @@ def make_plan(
     findings += planned
     if not source.provable:
         findings.append(
-            Finding.of("FS109", "completeness not provable: nothing outside the files states what must exist",
-                       help="give --expect CONFIG (a config.json or the training config)")
+            Finding.of(
+                "FS109",
+                "completeness not provable: nothing outside the files states what must exist",
+                help="give --expect CONFIG (a config.json or the training config)",
+            )
         )
     if to == "hf" and not any(f.severity == "error" for f in findings):
         summary = json.loads(core.summary())

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Report = Callable[[int, int], object]
+#: Called with (bytes done, bytes in all).
+Callback = Callable[[int, int], object]
+#: How progress is shown; see :class:`Progress`.
+Report = bool | str | Callback
 
 
 class Progress:
@@ -19,7 +22,7 @@ class Progress:
             ``plain`` a line every ten seconds; a function is called with (bytes done, bytes in all).
     """
 
-    def __init__(self, mode: bool | str | Report = False) -> None:
+    def __init__(self, mode: Report = False) -> None:
         self._call = mode if callable(mode) else None
         if mode is True:
             mode = "auto"
@@ -32,7 +35,13 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._mode == "bar":
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
@@ -47,7 +56,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def phase(self, title: str) -> Report | None:
+    def phase(self, title: str) -> Callback | None:
         """A callback for one phase, or None where nothing is drawn."""
         if self._call is not None:
             return self._call
@@ -71,8 +80,3 @@ class Progress:
 
             return line
         return None
-
-
-def as_callback(progress: Progress, title: str) -> Report | None:
-    """A callback for one phase of ``progress``."""
-    return progress.phase(title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from .checkpoint import Checkpoint, Tensor, default_threads
+from .checkpoint import Tensor, default_threads
 from .convert import Source, _opened
 from .discover import StrPath
-from .errors import FastshardError, Finding, from_core
+from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, _files_of, against_result, beside, expected_by, run_options
 from .planning import make_plan, parse_size
-from .progress import Progress, as_callback
+from .progress import Progress, Report
 
 __all__ = ["Difference", "diff", "manifest", "verify"]
-
-Report = bool | str | Callable[[int, int], object]
 
 
 def _run(memory: str | int, threads: int | None) -> dict[str, Any]:
@@ -60,7 +58,9 @@ def verify(
         FastshardError: if the path cannot be checked at all.
     """
     if subset is not None and not (1 <= subset[0] <= subset[1]):
-        raise FastshardError.of("FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}")
+        raise FastshardError.of(
+            "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
+        )
     expected = expected_by(expect)
     if expected.config is not None:
         opening.setdefault("config", expected.config)
@@ -71,13 +71,15 @@ def verify(
     path = expected.manifest or beside(checkpoint)
     try:
         with Progress(progress) as bar:
-            if path is not None and (_files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs):
-                text = checkpoint._catalog.against(str(path), json.dumps(run), as_callback(bar, "hashing"))
+            if path is not None and (
+                _files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs
+            ):
+                text = checkpoint._catalog.against(str(path), json.dumps(run), bar.phase("hashing"))
                 findings += [Finding.from_dict(f) for f in json.loads(text)]
             elif path is not None:
-                findings += against_result(path, plan, run, as_callback(bar, "hashing"))
+                findings += against_result(path, plan, run, bar.phase("hashing"))
             # Replicas and duplicates can only be judged over tensors that are whole.
-            text = plan.core.check(json.dumps(run), as_callback(bar, "verifying"))
+            text = plan.core.check(json.dumps(run), bar.phase("verifying"))
             findings += [Finding.from_dict(f) for f in json.loads(text)["findings"]]
     except _core.CoreError as error:
         findings += from_core(error).findings
@@ -112,17 +114,15 @@ def manifest(
     Raises:
         FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing).
     """
-    from .errors import raise_errors
-
     checkpoint = _opened(source, **opening)
     plan = make_plan(checkpoint)
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
             options = json.dumps(_run(memory, threads))
-            checked = json.loads(plan.core.check(options, as_callback(bar, "verifying")))
+            checked = json.loads(plan.core.check(options, bar.phase("verifying")))
             raise_errors([Finding.from_dict(f) for f in checked["findings"]])
-            outcome = json.loads(checkpoint._catalog.inventory(options, as_callback(bar, "hashing")))
+            outcome = json.loads(checkpoint._catalog.inventory(options, bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
     path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
@@ -166,16 +166,11 @@ class Difference:
     def to_finding(self) -> Finding:
         """The difference as a finding."""
         if self.kind == "values":
-            message = (
-                f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
-            )
+            message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
             return Finding.of("FS309", message, tensor=self.tensor)
-        return Finding.of("FS309", self.kind.replace("_", " "), tensor=self.tensor, expected=self.a, got=self.b)
-
-
-def _tensors(source: Source, canonical: bool, opening: dict[str, Any]) -> tuple[Checkpoint, Any]:
-    checkpoint = _opened(source, **opening)
-    return checkpoint, make_plan(checkpoint, "hf" if canonical else None)
+        return Finding.of(
+            "FS309", self.kind.replace("_", " "), tensor=self.tensor, expected=self.a, got=self.b
+        )
 
 
 def diff(
@@ -195,20 +190,19 @@ def diff(
     Raises:
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
     """
-    from .errors import raise_errors
-
     one, two = _opened(a, **opening), _opened(b, **opening)
     plans = [make_plan(one), make_plan(two)]
-    if one.framework != two.framework or not set(plans[0].index) & set(plans[1].index):
-        if not set(plans[0].index) & set(plans[1].index):
-            plans = [make_plan(one, "hf"), make_plan(two, "hf")]
+    if not set(plans[0].index) & set(plans[1].index):
+        plans = [make_plan(one, "hf"), make_plan(two, "hf")]
     for plan in plans:
         raise_errors(plan.findings)
     hashes = []
     try:
         with Progress(progress) as bar:
             for plan, title in zip(plans, "ab", strict=True):
-                outcome = json.loads(plan.core.check(json.dumps(_run(memory, threads)), as_callback(bar, f"hashing {title}")))
+                outcome = json.loads(
+                    plan.core.check(json.dumps(_run(memory, threads)), bar.phase(f"hashing {title}"))
+                )
                 raise_errors([Finding.from_dict(f) for f in outcome["findings"]])
                 hashes.append(outcome["hashes"])
     except _core.CoreError as error:

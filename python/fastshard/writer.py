@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from .checkpoint import _ML_DTYPES, _NUMPY, _TORCH
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import Manifest
 from .planning import parse_size
+from .tensor import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
 
 __all__ = ["Writer"]
 
-_FROM_NUMPY = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {v: k for k, v in _ML_DTYPES.items()}
-_FROM_TORCH = {v: k for k, v in _TORCH.items()}
+_FROM_NUMPY = {np.dtype(v).name: k for k, v in NUMPY_NAMES.items()} | {
+    v: k for k, v in ML_DTYPES_NAMES.items()
+}
+_FROM_TORCH = {v: k for k, v in TORCH_NAMES.items()}
 
 
 class Writer:
@@ -61,7 +63,9 @@ class Writer:
         #: The result's manifest, once it is published.
         self.manifest: Manifest | None = None
         try:
-            self._core = _core.ResultWriter(os.fspath(out), 0, parse_size(max_shard_size, "max_shard_size"), overwrite, fsync)
+            self._core = _core.ResultWriter(
+                os.fspath(out), 0, parse_size(max_shard_size, "max_shard_size"), overwrite, fsync
+            )
         except _core.CoreError as error:
             raise from_core(error) from None
 

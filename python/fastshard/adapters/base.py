@@ -119,4 +119,6 @@ class Adapter(Protocol):
 
 def missing(path: str, rank: str | None, why: str, help: str) -> Finding:
     """A file that must be there and is not."""
-    return Finding.of("FS101", "missing file", file=path, rank=rank, expected=why, got="no such file", help=help)
+    return Finding.of(
+        "FS101", "missing file", file=path, rank=rank, expected=why, got="no such file", help=help
+    )

@@ -25,47 +25,54 @@ def _in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def steps_of(listing: Listing) -> dict[str, str]:
-    """Folders that hold model files, with the step they are named for."""
-    steps = {}
-    for folder in listing.folders():
-        names = [f.name for f in listing.within(folder)]
-        if any(_LAYER.match(n) or _RANK.match(n) for n in names):
-            steps[folder] = folder.rsplit("/", 1)[-1]
+#: Step name -> the (root, folder) pairs that hold files of it; node-local parts may lie at any depth.
+Steps = dict[str, list[tuple[int, str]]]
+
+
+def steps_of(listing: Listing) -> Steps:
+    """Folders that hold model files, by the step they are named for."""
+    places: dict[tuple[int, str], None] = {}
+    for file in listing.files:
+        if _LAYER.match(file.name) or _RANK.match(file.name) or _ZERO3.match(file.name):
+            places[file.root, file.folder] = None
+    steps: Steps = {}
+    for root, folder in places:
+        name = folder.rsplit("/", 1)[-1] or listing.roots[root].resolve().name
+        steps.setdefault(name, []).append((root, folder))
     return steps
 
 
-def choose_step(listing: Listing, steps: dict[str, str], wanted: str | None) -> str:
-    """The folder of the step asked for, else of the one that ``latest`` names, else of the newest.
+def choose_step(listing: Listing, steps: Steps, wanted: str | None) -> str:
+    """The step asked for, else the one that ``latest`` names, else the newest.
 
     Raises:
         FastshardError: ``FS105`` if ``latest`` names a step that is not there, ``FS501`` if the
             step asked for is not there.
     """
-    have = ", ".join(sorted(set(steps.values()))) or "none"
+    have = ", ".join(sorted(steps, key=lambda n: (_number(n), n))) or "none"
     if wanted is not None:
-        hits = [folder for folder, name in steps.items() if name == wanted or _number(name) == _number(wanted)]
-        if not hits:
-            raise FastshardError.of(
-                "FS501", f"there is no step {wanted}", expected=f"one of {have}", help="choose one of these with --step"
-            )
-        return hits[0]
-    trackers = [f for f in listing.files if f.name == "latest"]
-    for tracker in sorted(trackers, key=lambda f: f.path.count("/")):
-        name = listing.read_text(tracker, limit=4096).strip()
-        folder = _in(tracker.folder, name)
-        if folder in steps:
-            return folder
-        if not steps or any(f == tracker.folder or f.startswith(_in(tracker.folder, "")) for f in steps):
-            raise FastshardError.of(
-                "FS105",
-                "the tracker file names a step that is not there",
-                file=tracker.path,
-                expected=f"one of {have}",
-                got=repr(name),
-                help=f"copy {name} from where it was saved, or choose a step that is there with --step",
-            )
-    return max(steps, key=lambda folder: (_number(steps[folder]), folder))
+        for name in steps:
+            if name == wanted or (_number(name) == _number(wanted) and _number(name) >= 0):
+                return name
+        raise FastshardError.of(
+            "FS501",
+            f"there is no step {wanted}",
+            expected=f"one of {have}",
+            help="choose one of these with --step",
+        )
+    for tracker in sorted((f for f in listing.files if f.name == "latest"), key=lambda f: f.path.count("/")):
+        named = listing.read_text(tracker, limit=4096).strip()
+        if named in steps:
+            return named
+        raise FastshardError.of(
+            "FS105",
+            "the tracker file names a step that is not there",
+            file=tracker.path,
+            expected=f"one of {have}",
+            got=repr(named),
+            help=f"copy {named} from where it was saved, or choose a step that is there with --step",
+        )
+    return max(steps, key=lambda name: (_number(name), name))
 
 
 def _number(name: str) -> int:
@@ -83,16 +90,17 @@ class GptNeox:
         if listing.single:
             return None
         steps = steps_of(listing)
-        tracked = any(f.name == "latest" for f in listing.files)
-        if not steps and not tracked:
+        if not steps and not any(f.name == "latest" for f in listing.files):
             return None
-        if not steps and not any("global_step" in f.path for f in listing.files):
-            return None
-        folder = choose_step(listing, steps, options.step)
-        inside = listing.within(folder)
+        step = choose_step(listing, steps, options.step)
+        places = steps[step]
+        folder = places[0][1]
+        inside = [f for f in listing.files if (f.root, f.folder) in places]
         for file in inside:
             if _MOE.match(file.name):
-                raise FastshardError.of("FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path)
+                raise FastshardError.of(
+                    "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
+                )
         layers: list[tuple[int, int, File]] = []
         ranks: list[tuple[int, File]] = []
         for file in inside:
@@ -109,12 +117,13 @@ class GptNeox:
         files = [f for _, f in ranks] + [f for _, _, f in layers]
         notes: dict[str, Any] = {
             "folder": folder,
+            "places": places,
             "pipeline": pipeline,
             "ranks": [r for r, _ in ranks],
             "layers": [(layer, tp) for layer, tp, _ in layers],
             "widths": _widths(layers),
         }
-        return Found(self, "GPT-NeoX", files, step=folder.rsplit("/", 1)[-1], notes=notes)
+        return Found(self, "GPT-NeoX", files, step=step, notes=notes)
 
     def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
@@ -125,7 +134,7 @@ class GptNeox:
             content = values(i)
             states.append(content if isinstance(content, dict) else {})
         source = Source(framework=found.framework, units=[], step=found.step)
-        yaml, yaml_path = neox_config.read(listing, notes["folder"], options, source.findings)
+        yaml, yaml_path = neox_config.read(listing, notes["places"], options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
         model = neox_config.Model.of(args, yaml, yaml_path, source.findings)
@@ -157,10 +166,14 @@ class GptNeox:
             file = found.files[offset + i]
             if rank >= tp:
                 source.findings.append(
-                    Finding.of("FS108", f"tp rank {rank} of a tp {tp} checkpoint: a leftover?", file=file.path)
+                    Finding.of(
+                        "FS108", f"tp rank {rank} of a tp {tp} checkpoint: a leftover?", file=file.path
+                    )
                 )
                 continue
-            source.units.append(Unit(file=offset + i, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}"))
+            source.units.append(
+                Unit(file=offset + i, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}")
+            )
         count = model.layers
         if count is None:
             # Gaps at 1 and N+2 are normal: no tensors live there.
@@ -182,8 +195,11 @@ class GptNeox:
             names = " and ".join(self._file(notes, layer, rank) for rank in range(tp))
             source.findings.append(
                 Finding.of(
-                    "FS103", f"layer {layer:02d}: none of its files is there",
-                    file=_in(notes["folder"], self._file(notes, layer, 0)), expected=why, got=f"layers {shown}",
+                    "FS103",
+                    f"layer {layer:02d}: none of its files is there",
+                    file=_in(notes["folder"], self._file(notes, layer, 0)),
+                    expected=why,
+                    got=f"layers {shown}",
                     help=f"copy {names} from the pipeline stage that owned the layer",
                 )
             )
@@ -192,13 +208,23 @@ class GptNeox:
                 if (layer, rank) not in have and layer not in absent:
                     name = self._file(notes, layer, rank)
                     source.findings.append(
-                        missing(_in(notes["folder"], name), f"tp {rank}", why, f"copy {name} from the node that ran tp rank {rank}")
+                        missing(
+                            _in(notes["folder"], name),
+                            f"tp {rank}",
+                            why,
+                            f"copy {name} from the node that ran tp rank {rank}",
+                        )
                     )
         for i, (layer, _) in enumerate(layers):
             if layer not in expected:
                 source.findings.append(
-                    Finding.of("FS108", f"layer {layer} of a {count}-layer model", file=found.files[offset + i].path,
-                               severity="error", help="a leftover of another run in the same folder? move it away")
+                    Finding.of(
+                        "FS108",
+                        f"layer {layer} of a {count}-layer model",
+                        file=found.files[offset + i].path,
+                        severity="error",
+                        help="a leftover of another run in the same folder? move it away",
+                    )
                 )
 
     @staticmethod
@@ -213,15 +239,21 @@ class GptNeox:
         ranks: list[int] = found.notes["ranks"]
         if states and states[0].get("module") is None:
             raise FastshardError.of(
-                "FS101", "the rank files hold no tensors, and no layer file is there", file=found.files[0].path,
-                expected="layer_LL-model_TT-model_states.pt beside it", got="none",
+                "FS101",
+                "the rank files hold no tensors, and no layer file is there",
+                file=found.files[0].path,
+                expected="layer_LL-model_TT-model_states.pt beside it",
+                got="none",
                 help="copy the layer files of this step from the nodes that wrote them",
             )
         module = states[0].get("module") if states else None
         if isinstance(module, dict) and not any(str(k).startswith("sequential.") for k in module):
             raise FastshardError.of(
-                "FS514", "a DeepSpeed checkpoint of a model that is not GPT-NeoX: not read yet", file=found.files[0].path,
-                expected="tensors named sequential.N....", got=", ".join(sorted(map(str, module))[:3]),
+                "FS514",
+                "a DeepSpeed checkpoint of a model that is not GPT-NeoX: not read yet",
+                file=found.files[0].path,
+                expected="tensors named sequential.N....",
+                got=", ".join(sorted(map(str, module))[:3]),
             )
         tp = model.tp or max(ranks) + 1
         source.degrees = {"tp": tp}
@@ -229,17 +261,26 @@ class GptNeox:
         for i, rank in enumerate(ranks):
             if rank >= tp:
                 source.findings.append(
-                    Finding.of("FS108", f"rank {rank} of a tp {tp} checkpoint: a leftover?", file=found.files[i].path)
+                    Finding.of(
+                        "FS108", f"rank {rank} of a tp {tp} checkpoint: a leftover?", file=found.files[i].path
+                    )
                 )
             else:
                 source.units.append(
-                    Unit(file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}")
+                    Unit(
+                        file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}"
+                    )
                 )
         for rank in range(tp):
             if rank not in ranks:
                 name = f"mp_rank_{rank:02d}_model_states.pt"
                 source.findings.append(
-                    missing(_in(found.notes["folder"], name), f"tp {rank}", why, f"copy {name} from the node that ran tp rank {rank}")
+                    missing(
+                        _in(found.notes["folder"], name),
+                        f"tp {rank}",
+                        why,
+                        f"copy {name} from the node that ran tp rank {rank}",
+                    )
                 )
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
@@ -261,24 +302,45 @@ def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding
             if value != seen[0][1]:
                 findings.append(
                     Finding.of(
-                        "FS107", f"{key} differs between ranks", file=found.files[i].path,
-                        rank=f"mp rank {found.notes['ranks'][i]}", expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
-                        got=str(value), help="take all files from one step",
+                        "FS107",
+                        f"{key} differs between ranks",
+                        file=found.files[i].path,
+                        rank=f"mp rank {found.notes['ranks'][i]}",
+                        expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                        got=str(value),
+                        help="take all files from one step",
                     )
                 )
     step = _number(found.step or "")
     iteration = states[0].get("iteration") if states else None
     if isinstance(iteration, int) and step >= 0 and iteration != step:
         findings.append(
-            Finding.of("FS107", "the folder is named for another step than its files tell of", file=found.files[0].path,
-                       expected=str(step), got=str(iteration), help="take all files from one step")
+            Finding.of(
+                "FS107",
+                "the folder is named for another step than its files tell of",
+                file=found.files[0].path,
+                expected=str(step),
+                got=str(iteration),
+                help="take all files from one step",
+            )
         )
     known = [(i, s["args"]) for i, s in enumerate(states) if isinstance(s.get("args"), dict)]
     for i, args in known:
-        for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "model_parallel_size"):
+        for key in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "padded_vocab_size",
+            "model_parallel_size",
+        ):
             if args.get(key) != known[0][1].get(key):
                 findings.append(
-                    Finding.of("FS110", f"args.{key} differs between ranks", file=found.files[i].path,
-                               expected=str(known[0][1].get(key)), got=str(args.get(key)),
-                               help="the files belong to different runs")
+                    Finding.of(
+                        "FS110",
+                        f"args.{key} differs between ranks",
+                        file=found.files[i].path,
+                        expected=str(known[0][1].get(key)),
+                        got=str(args.get(key)),
+                        help="the files belong to different runs",
+                    )
                 )

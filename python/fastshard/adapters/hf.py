@@ -94,8 +94,12 @@ class HuggingFace:
             if not safe_relative(name):
                 findings.append(
                     Finding.of(
-                        "FS603", "a file name in the index leaves the directory", file=index.path, tensor=str(tensor),
-                        got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
+                        "FS603",
+                        "a file name in the index leaves the directory",
+                        file=index.path,
+                        tensor=str(tensor),
+                        got=repr(name),
+                        help="do not use this checkpoint: such an index is made to read other files",
                     )
                 )
             elif name not in files:
@@ -104,7 +108,12 @@ class HuggingFace:
                 if file is None:
                     count = sum(1 for other in weight_map.values() if other == name)
                     findings.append(
-                        missing(path, None, f"{count} tensors by {index.name}", "copy it from where the checkpoint was saved")
+                        missing(
+                            path,
+                            None,
+                            f"{count} tensors by {index.name}",
+                            "copy it from where the checkpoint was saved",
+                        )
                     )
                     files[name] = File(-1, path, 0)
                 else:
@@ -112,7 +121,9 @@ class HuggingFace:
         present = [f for f in files.values() if f.root >= 0]
         order = {f.path: i for i, f in enumerate(present)}
         expected = {
-            str(t): order[files[n].path] for t, n in weight_map.items() if n in files and files[n].path in order
+            str(t): order[files[n].path]
+            for t, n in weight_map.items()
+            if n in files and files[n].path in order
         }
         notes = {"folder": index.folder, "index": index.path, "weight_map": expected}
         # Files of the same naming that the index does not name are leftovers.
@@ -130,18 +141,30 @@ class HuggingFace:
         (stem, total, suffix), have = max(groups.items(), key=lambda kv: len(kv[1]))
         count = int(total)
         if count > 100_000:
-            raise FastshardError.of("FS514", f"{count} shards by the file name", file=next(iter(have.values())).path)
+            raise FastshardError.of(
+                "FS514", f"{count} shards by the file name", file=next(iter(have.values())).path
+            )
         first = 0 if 0 in have else 1
         for i in range(first, first + count):
             if i not in have:
                 name = f"{stem}-{i:05d}-of-{total}.{suffix}"
                 path = f"{folder}/{name}" if folder else name
-                findings.append(missing(path, None, f"{count} shards by the file names", "copy it from where it was saved"))
+                findings.append(
+                    missing(
+                        path, None, f"{count} shards by the file names", "copy it from where it was saved"
+                    )
+                )
         findings.append(
-            Finding.of("FS108", "there is no index; taking the shards by their names", severity="note",
-                       file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json")
+            Finding.of(
+                "FS108",
+                "there is no index; taking the shards by their names",
+                severity="note",
+                file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
+            )
         )
-        return Found(self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder})
+        return Found(
+            self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder}
+        )
 
     def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
@@ -149,7 +172,9 @@ class HuggingFace:
             content = values(i)
             if isinstance(content, dict) and "DCP_SHARDING_INFO" in content:
                 raise FastshardError.of(
-                    "FS514", "rank shards of torch's HuggingFaceStorageWriter: not read yet", file=file.path,
+                    "FS514",
+                    "rank shards of torch's HuggingFaceStorageWriter: not read yet",
+                    file=file.path,
                     help="consolidate them with torch first; see README.md for the formats that this version reads",
                 )
         config, path = config_of(listing, found.notes["folder"], options)

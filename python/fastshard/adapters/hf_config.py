@@ -35,14 +35,21 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
     hidden = _int(config, "hidden_size", file)
     heads = _int(config, "num_attention_heads", file)
     vocab = _int(config, "vocab_size", file)
-    axes = {"H": hidden, "L": _int(config, "num_hidden_layers", file), "F": _int(config, "intermediate_size", file)}
+    axes = {
+        "H": hidden,
+        "L": _int(config, "num_hidden_layers", file),
+        "F": _int(config, "intermediate_size", file),
+    }
     axes |= {"V": vocab, "P": vocab}
     head_dim = _int(config, "head_dim", file)
     if head_dim is None and hidden and heads:
         if hidden % heads:
             raise FastshardError.of(
-                "FS211", "config: hidden_size over num_attention_heads", file=file,
-                expected=f"a multiple of {heads}", got=str(hidden),
+                "FS211",
+                "config: hidden_size over num_attention_heads",
+                file=file,
+                expected=f"a multiple of {heads}",
+                got=str(hidden),
             )
         head_dim = hidden // heads
     axes["d"] = head_dim
@@ -56,8 +63,11 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
         groups = _int(config, "num_key_value_heads", file) or heads
         if heads and groups and heads % groups:
             raise FastshardError.of(
-                "FS211", "config: num_attention_heads over num_key_value_heads", file=file,
-                expected=f"a multiple of {groups}", got=str(heads),
+                "FS211",
+                "config: num_attention_heads over num_key_value_heads",
+                file=file,
+                expected=f"a multiple of {groups}",
+                got=str(heads),
             )
         axes["g"] = groups
         axes["r"] = heads // groups if heads and groups else None

@@ -10,12 +10,27 @@ from .base import Source
 
 #: Files that go along with a model if they are there.
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 
 #: GPT-NeoX activation -> transformers. source: gpt-neox tools/ckpts/convert_neox_to_hf.py
-_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish", "geglu": "gelu"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "mish": "mish",
+    "geglu": "gelu",
+}
 
 
 def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
@@ -31,7 +46,9 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
         if layout is None:
             raise FastshardError.of(
                 "FS514" if config else "FS209",
-                f"no layout for model_type {config.get('model_type')!r}" if config else "the model's config is not known",
+                f"no layout for model_type {config.get('model_type')!r}"
+                if config
+                else "the model's config is not known",
                 help="give the config.json with --config; `fastshard merge` needs none",
             )
         return layout, hf_config.axes_and_facts(config)[1]
@@ -42,7 +59,10 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
                 value = wanted
             if value != wanted:
                 raise FastshardError.of(
-                    "FS514", f"transformers has no GPT-NeoX model with this {key}", expected=wanted, got=str(value)
+                    "FS514",
+                    f"transformers has no GPT-NeoX model with this {key}",
+                    expected=wanted,
+                    got=str(value),
                 )
         facts = {"attention_bias": bool(config.get("use_bias_in_attn_linear", True))}
         facts["tied"] = source.facts.get("tied", False)
@@ -50,7 +70,9 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
     raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
 
 
-def config_json(source: Source, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
+def config_json(
+    source: Source, axes: dict[str, int], dtype: str | None
+) -> tuple[dict[str, Any], list[Finding]]:
     """The config.json of the result, and what had to be assumed.
 
     Args:
@@ -67,7 +89,8 @@ def config_json(source: Source, axes: dict[str, int], dtype: str | None) -> tupl
     residual = source.facts.get("gpt_j_residual")
     if residual is None:
         raise FastshardError.of(
-            "FS209", "the model depends on `gpt_j_residual`, which nothing here states",
+            "FS209",
+            "the model depends on `gpt_j_residual`, which nothing here states",
             help="give the training config with --config (it must say gpt_j_residual: true or false)",
         )
     findings = []
@@ -75,8 +98,12 @@ def config_json(source: Source, axes: dict[str, int], dtype: str | None) -> tupl
     def known(key: str, default: Any) -> Any:
         if key not in config:
             findings.append(
-                Finding.of("FS109", f"config: {key} is stated nowhere; GPT-NeoX's default {default!r} is written",
-                           severity="note", file="config.json")
+                Finding.of(
+                    "FS109",
+                    f"config: {key} is stated nowhere; GPT-NeoX's default {default!r} is written",
+                    severity="note",
+                    file="config.json",
+                )
             )
         return config.get(key, default)
 

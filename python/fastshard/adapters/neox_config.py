@@ -19,15 +19,17 @@ _GATED = {"swiglu", "geglu", "reglu", "bilinear", "glu"}
 
 
 def read(
-    listing: Listing, folder: str, options: Options, findings: list[Finding]
+    listing: Listing, places: list[tuple[int, str]], options: Options, findings: list[Finding]
 ) -> tuple[dict[str, Any], str | None]:
     """The training config: the one given, else all YAML files that were saved with the step, merged."""
     if options.config is not None:
         return {str(k).replace("-", "_"): v for k, v in options.config.items()}, options.config_path
     merged: dict[str, Any] = {}
     path = None
-    prefix = f"{folder}/configs" if folder else "configs"
-    for file in listing.within(prefix):
+    folders = {(root, f"{folder}/configs" if folder else "configs") for root, folder in places}
+    for file in sorted(
+        (f for f in listing.files if (f.root, f.folder) in folders), key=lambda f: (f.path, f.root)
+    ):
         if not file.name.endswith((".yml", ".yaml")):
             continue
         try:
@@ -41,8 +43,14 @@ def read(
             key = str(key).replace("-", "_")
             if key in merged and merged[key] != value:
                 findings.append(
-                    Finding.of("FS110", f"the saved configs disagree on {key}", file=file.path,
-                               expected=str(merged[key]), got=str(value), help="give the right one with --config")
+                    Finding.of(
+                        "FS110",
+                        f"the saved configs disagree on {key}",
+                        file=file.path,
+                        expected=str(merged[key]),
+                        got=str(value),
+                        help="give the right one with --config",
+                    )
                 )
             merged[key] = value
         path = file.path
@@ -71,7 +79,9 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: dict[str, Any], config: dict[str, Any], path: str | None, findings: list[Finding]) -> Model:
+    def of(
+        cls, args: dict[str, Any], config: dict[str, Any], path: str | None, findings: list[Finding]
+    ) -> Model:
         """Combines the arguments in the files with the YAML; contradictions become findings."""
 
         def number(key: str) -> int | None:
@@ -79,12 +89,22 @@ class Model:
             for value in (inside, outside):
                 if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                     raise FastshardError.of(
-                        "FS211", f"config: {key}", file=path, expected="a positive whole number", got=repr(value)
+                        "FS211",
+                        f"config: {key}",
+                        file=path,
+                        expected="a positive whole number",
+                        got=repr(value),
                     )
             if inside is not None and outside is not None and inside != outside:
                 findings.append(
-                    Finding.of("FS215", f"config: {key}", file=path, expected=f"{inside} as the checkpoint's arguments say",
-                               got=str(outside), help="give the config of this checkpoint with --config")
+                    Finding.of(
+                        "FS215",
+                        f"config: {key}",
+                        file=path,
+                        expected=f"{inside} as the checkpoint's arguments say",
+                        got=str(outside),
+                        help="give the config of this checkpoint with --config",
+                    )
                 )
             return inside if inside is not None else outside
 
@@ -92,7 +112,9 @@ class Model:
         hidden, heads = number("hidden_size"), number("num_attention_heads")
         padded = args.get("padded_vocab_size")
         axes = {"L": model.layers, "H": hidden, "P": padded if isinstance(padded, int) else None}
-        model.llama = str(config.get("mlp_type", "")) == "llama" or str(config.get("activation", "")) in _GATED
+        model.llama = (
+            str(config.get("mlp_type", "")) == "llama" or str(config.get("activation", "")) in _GATED
+        )
         if model.llama or config.get("num_kv_heads"):
             groups = number("num_kv_heads") or heads
             axes |= {"g": groups, "r": heads // groups if heads and groups else None}
@@ -101,7 +123,10 @@ class Model:
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
         model.axes = {k: v for k, v in axes.items() if v}
-        for fact, key, wanted in (("gpt_j_residual", "gpt_j_residual", True), ("tied", "no_weight_tying", False)):
+        for fact, key, wanted in (
+            ("gpt_j_residual", "gpt_j_residual", True),
+            ("tied", "no_weight_tying", False),
+        ):
             value = config.get(key)
             if isinstance(value, bool):
                 model.facts[fact] = value is wanted

@@ -25,7 +25,9 @@ def _positive(layout: dict[str, Any], key: str, path: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FastshardError.of("FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value))
+        raise FastshardError.of(
+            "FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
+        )
     return value
 
 
@@ -59,12 +61,21 @@ class TpSafetensors:
                 stated = _positive(layout, "tp", path)
                 if stated is None:
                     raise FastshardError.of(
-                        "FS211", "layout.json: tp", file=path, expected="the tensor-parallel degree", got="nothing"
+                        "FS211",
+                        "layout.json: tp",
+                        file=path,
+                        expected="the tensor-parallel degree",
+                        got="nothing",
                     )
                 tp, why = stated, f"tp {stated} by layout.json"
                 for key in sorted(set(layout) - _KNOWN_KEYS):
                     findings.append(
-                        Finding.of("FS108", f"layout.json: unknown key {key!r} is not used", file=path, severity="warning")
+                        Finding.of(
+                            "FS108",
+                            f"layout.json: unknown key {key!r} is not used",
+                            file=path,
+                            severity="warning",
+                        )
                     )
             if len(stems) == 1:
                 stem, width = stems.pop()
@@ -73,7 +84,9 @@ class TpSafetensors:
                         name = f"{stem}{rank:0{width}d}.safetensors"
                         findings.append(
                             missing(
-                                f"{folder}/{name}" if folder else name, f"tp {rank}", why,
+                                f"{folder}/{name}" if folder else name,
+                                f"tp {rank}",
+                                why,
                                 f"copy {name} from the node that ran tp rank {rank}",
                             )
                         )
@@ -82,13 +95,18 @@ class TpSafetensors:
                 for file in ranks[rank]:
                     if rank >= tp:
                         findings.append(
-                            Finding.of("FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path)
+                            Finding.of(
+                                "FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path
+                            )
                         )
                     else:
                         files.append(file)
                         notes.append(rank)
             return Found(
-                self, "per-rank safetensors", files, findings,
+                self,
+                "per-rank safetensors",
+                files,
+                findings,
                 notes={"folder": folder, "ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
             )
         return None
@@ -101,7 +119,8 @@ class TpSafetensors:
         source = Source(
             framework=found.framework,
             units=[
-                Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}") for i, rank in enumerate(found.notes["ranks"])
+                Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
+                for i, rank in enumerate(found.notes["ranks"])
             ],
             degrees={"tp": found.notes["tp"]},
             config=config,
@@ -125,10 +144,15 @@ class TpSafetensors:
                 source.axes["P"] = padded
             dims = layout.get("tp_dim") or {}
             if not isinstance(dims, dict) or not all(
-                d is None or (isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 64) for d in dims.values()
+                d is None or (isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 64)
+                for d in dims.values()
             ):
                 raise FastshardError.of(
-                    "FS211", "layout.json: tp_dim", file=path, expected="tensor name -> dimension or null", got=repr(dims)[:80]
+                    "FS211",
+                    "layout.json: tp_dim",
+                    file=path,
+                    expected="tensor name -> dimension or null",
+                    got=repr(dims)[:80],
                 )
             source.expected_names = set(dims)
             if source.layout is None:

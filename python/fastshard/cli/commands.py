@@ -33,9 +33,7 @@ class Result:
 
 Outcome = tuple[Result, list[Finding]]
 
-NOT_PROVEN = (
-    "not proven: that the layout is right for the model (a hash cannot tell; compare logits once per kind of model)"
-)
+NOT_PROVEN = "not proven: that the layout is right for the model (a hash cannot tell; compare logits once per kind of model)"
 
 
 def _opening(a: argparse.Namespace) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def _open(a: argparse.Namespace, **more: Any) -> Checkpoint:
 
 
 def _progress(a: argparse.Namespace) -> str | bool:
-    return False if a.quiet or a.json and a.progress == "auto" else a.progress
+    return False if a.quiet or (a.json and a.progress == "auto") else a.progress
 
 
 def _shape(a: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +102,10 @@ def inspect(a: argparse.Namespace) -> Outcome:
     ]
     text = table(rows, indent="")
     if a.verbose:
-        listing = [(name, dtype, str(shape), human(size), f"{n} pieces") for name, dtype, shape, size, n in plan.outputs]
+        listing = [
+            (name, dtype, str(shape), human(size), f"{n} pieces")
+            for name, dtype, shape, size, n in plan.outputs
+        ]
         text += "\n\n" + table(listing) if listing else ""
         document["outputs"] = [
             {"name": name, "dtype": dtype, "shape": shape, "bytes": size, "pieces": n}
@@ -117,7 +118,11 @@ def _verdict(plan: Plan) -> str:
     errors = [f for f in plan.findings if f.severity == "error"]
     if errors:
         return f"NO: {len(errors)} findings below"
-    return "yes, by headers" if plan.source.provable else "nothing missing by headers; not provable (give --expect CONFIG)"
+    return (
+        "yes, by headers"
+        if plan.source.provable
+        else "nothing missing by headers; not provable (give --expect CONFIG)"
+    )
 
 
 def plan(a: argparse.Namespace) -> Outcome:
@@ -136,18 +141,32 @@ def plan(a: argparse.Namespace) -> Outcome:
     }
     if a.verbose or a.json:
         document["plan"] = made.to_dict()
-    ops = sorted({f"{next(iter(op))} {next(iter(op.values()))}" for v in summary["value_ops"].values() for op in v})
+    ops = sorted(
+        {f"{next(iter(op))} {next(iter(op.values()))}" for v in summary["value_ops"].values() for op in v}
+    )
     rows = [
         ("target", made.target),
         ("digest", made.digest),
-        ("sources", f"{summary['sources']} files, {human(summary['source_bytes'])}, {summary['stored_tensors']} tensors"),
+        (
+            "sources",
+            f"{summary['sources']} files, {human(summary['source_bytes'])}, {summary['stored_tensors']} tensors",
+        ),
         ("outputs", f"{summary['outputs']} tensors, {summary['parameters']:,} parameters"),
-        ("files", ", ".join(f"{f['name']} ({human(f['size'])})" for f in summary["files"][:4])
-         + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else "")),
+        (
+            "files",
+            ", ".join(f"{f['name']} ({human(f['size'])})" for f in summary["files"][:4])
+            + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else ""),
+        ),
         ("dtypes", ", ".join(f"{d} x {n}" for d, (n, _) in summary["dtypes"].items()) or "-"),
-        ("value ops", ", ".join(ops) or "none: every bit is kept" if a.dtype == "keep" else f"cast to {a.dtype}"),
+        (
+            "value ops",
+            ", ".join(ops) or "none: every bit is kept" if a.dtype == "keep" else f"cast to {a.dtype}",
+        ),
         ("space", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
-        ("memory", f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {_threads(a)} threads)"),
+        (
+            "memory",
+            f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {_threads(a)} threads)",
+        ),
         ("reads", "each source byte once, replicas and checksums included"),
     ]
     text = table(rows, indent="")
@@ -170,7 +189,12 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         f"{a.out}: {len(document['tensors'])} tensors, {human(size)} in {len(document['files'])} files, "
         f"every byte hashed; manifest {MANIFEST_NAME}\n{NOT_PROVEN}"
     )
-    summary = {"out": str(a.out), "tensors": len(document["tensors"]), "bytes": size, "plan": document["plan"]}
+    summary = {
+        "out": str(a.out),
+        "tensors": len(document["tensors"]),
+        "bytes": size,
+        "plan": document["plan"],
+    }
     return Result(text, {**summary, "files": document["files"]}), manifest.findings
 
 
@@ -211,7 +235,11 @@ def diff(a: argparse.Namespace) -> Outcome:
     """Tensor by tensor."""
     opening = _opening(a)
     differences = diff_checkpoints(a.a, a.b, memory=a.memory, progress=_progress(a), **opening)
-    text = f"{len(differences)} tensors differ" if differences else "no difference: every tensor has the same bytes"
+    text = (
+        f"{len(differences)} tensors differ"
+        if differences
+        else "no difference: every tensor has the same bytes"
+    )
     document = {"equal": not differences, "differences": [vars(d) for d in differences]}
     return Result(text, document), [d.to_finding() for d in differences]
 
@@ -222,19 +250,26 @@ def manifest(a: argparse.Namespace) -> Outcome:
     document = made.document
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
     size = sum(f["size"] for f in document["files"])
-    text = f"{path}: {len(document['tensors'])} tensors in {len(document['files'])} files, {human(size)} hashed"
+    text = (
+        f"{path}: {len(document['tensors'])} tensors in {len(document['files'])} files, {human(size)} hashed"
+    )
     return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
 
 
 def explain(a: argparse.Namespace) -> Outcome:
     """What a code means."""
     if a.code is None:
-        rows = [(code, row["severity"], row["name"].lower().replace("_", "-")) for code, row in sorted(CODES.items())]
+        rows = [
+            (code, row["severity"], row["name"].lower().replace("_", "-"))
+            for code, row in sorted(CODES.items())
+        ]
         return Result(table(rows, indent=""), {"codes": list(CODES.values())}), []
     code = a.code.upper()
     row = CODES.get(code if code.startswith("FS") else f"FS{code}")
     if row is None:
-        raise FastshardError.of("FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes")
+        raise FastshardError.of(
+            "FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes"
+        )
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
     name = row["name"].lower().replace("_", " ")
     text = f"{row['code']} {name} ({row['severity']}; as an error, exit code {exits[row['exit']]})\n\n{row['explanation']}"

@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish(
-    arguments: argparse.Namespace, result: commands.Result | None, findings: list[Finding], code: int, as_json: bool
+    arguments: argparse.Namespace,
+    result: commands.Result | None,
+    findings: list[Finding],
+    code: int,
+    as_json: bool,
 ) -> int:
     try:
         if as_json:
@@ -58,8 +62,10 @@ def _finish(
 
 def _interrupted(arguments: argparse.Namespace, as_json: bool) -> int:
     finding = Finding.of(
-        "FS510", "stopped by the user",
+        "FS510",
+        "stopped by the user",
         help="nothing was published; the same command with --resume continues"
-        if arguments.command in ("merge", "convert") else None,
+        if arguments.command in ("merge", "convert")
+        else None,
     )
     return _finish(arguments, None, [finding], 2, as_json)

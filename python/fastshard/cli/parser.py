@@ -34,38 +34,55 @@ def _common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
             "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
         )
         group.add_argument(
-            "--memory", default="256MiB", metavar="SIZE",
+            "--memory",
+            default="256MiB",
+            metavar="SIZE",
             help="anonymous memory of the process, baseline included (default: 256MiB)",
         )
 
 
 def _source(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     parser.add_argument(
-        "ckpt", nargs=nargs, metavar="CKPT", help="checkpoint directory or file; several are node-local parts of one"
+        "ckpt",
+        nargs=nargs,
+        metavar="CKPT",
+        help="checkpoint directory or file; several are node-local parts of one",
     )
     _opening(parser)
 
 
 def _opening(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("source")
-    group.add_argument("--step", metavar="N", help="step to take (default: the tracker file's, else the newest)")
+    group.add_argument(
+        "--step", metavar="N", help="step to take (default: the tracker file's, else the newest)"
+    )
     group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
     group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped")
-    group.add_argument("--accept", action="append", default=[], metavar="WHAT", help="accept e.g. uncommitted")
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped"
+    )
+    group.add_argument(
+        "--accept", action="append", default=[], metavar="WHAT", help="accept e.g. uncommitted"
+    )
 
 
 def _shaping(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
     group.add_argument("--dtype", choices=("keep", "bf16", "f16", "f32"), default="keep")
     group.add_argument(
-        "--replicas", choices=("equal", "mean"), default="equal",
+        "--replicas",
+        choices=("equal", "mean"),
+        default="equal",
         help="copies of a replicated tensor that differ: refuse (default), or average in float32",
     )
     group.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
     group.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
-    group.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)")
-    group.add_argument("--weights", choices=("params", "masters"), default="params", help="which copy of the weights")
+    group.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
+    )
+    group.add_argument(
+        "--weights", choices=("params", "masters"), default="params", help="which copy of the weights"
+    )
     group.add_argument("--optimizer", action="store_true", help="optimizer state too")
 
 
@@ -92,11 +109,17 @@ def build() -> argparse.ArgumentParser:
 
     def add(name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
         return commands.add_parser(
-            name, help=help, description=textwrap.dedent(description or help), epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+            name,
+            help=help,
+            description=textwrap.dedent(description or help),
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
 
-    inspect = add("inspect", "what it is: framework, step, topology, tensors, bytes, what is missing (headers only)")
+    inspect = add(
+        "inspect", "what it is: framework, step, topology, tensors, bytes, what is missing (headers only)"
+    )
     _source(inspect)
     _common(inspect, run=False)
 
@@ -146,9 +169,13 @@ def build() -> argparse.ArgumentParser:
 
 def _target(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
-        "--to", required=required, metavar="TARGET",
+        "--to",
+        required=required,
+        metavar="TARGET",
         help=f"{', '.join(TARGETS)} (known, not written yet: {', '.join(KNOWN_TARGETS)})",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree of the result")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree of the result")
+    parser.add_argument(
+        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree of the result"
+    )
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N")

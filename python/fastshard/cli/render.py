@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import Finding
@@ -51,9 +51,10 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
 
 
-def table(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Columns padded to their widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return "\n".join(
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )

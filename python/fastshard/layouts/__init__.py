@@ -43,7 +43,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise FastshardError.of("FS501", f"cannot read the layout: {error.strerror}", file=str(path)) from None
+        raise FastshardError.of(
+            "FS501", f"cannot read the layout: {error.strerror}", file=str(path)
+        ) from None
 
 
 def get(name: str) -> str:
@@ -63,6 +65,8 @@ def get(name: str) -> str:
 def names() -> list[str]:
     """Names of all tables."""
     built_in = {
-        file.name.removesuffix(".toml") for file in resources.files(__name__).iterdir() if file.name.endswith(".toml")
+        file.name.removesuffix(".toml")
+        for file in resources.files(__name__).iterdir()
+        if file.name.endswith(".toml")
     }
     return sorted(built_in | set(_registered))

@@ -49,6 +49,14 @@ pub struct Catalog {
 }
 
 impl Catalog {
+    /// A file as messages name it: by its root too, where there are several.
+    pub fn label(&self, file: &CatalogFile) -> String {
+        match self.roots.get(file.root as usize) {
+            Some(root) if self.roots.len() > 1 => root.join(&file.path).display().to_string(),
+            _ => file.path.clone(),
+        }
+    }
+
     /// Opens files, given by root and relative path, and reads their headers on `threads` threads.
     /// No payload byte is read. A file that cannot be read becomes a finding.
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {

@@ -401,7 +401,7 @@ impl Run<'_> {
         if let Some(want) = about.crc32 {
             let got = self.sources.segments(blob).crc(0, about.len).unwrap_or(0);
             if got != want {
-                let file = &self.plan.sources[about.file as usize].path;
+                let file = self.plan.label(about.file);
                 let mut finding = Finding::new(
                     codes::CRC,
                     format!("CRC32 of member {}", about.member.as_deref().unwrap_or("?")),
@@ -542,7 +542,7 @@ pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
     }
     if let Some(blob) = shards::blobs_of(tensor).first() {
         let file = plan.blobs[*blob as usize].file;
-        finding.file.get_or_insert_with(|| plan.sources[file as usize].path.clone());
+        finding.file.get_or_insert_with(|| plan.label(file));
     }
     finding
 }

@@ -300,6 +300,9 @@ pub struct Plan {
     pub axes: BTreeMap<String, u64>,
     /// What was noted while planning.
     pub notes: Vec<Finding>,
+    /// Roots as given, for messages; not part of the document.
+    #[serde(skip)]
+    pub roots: Vec<String>,
 }
 
 struct Digesting(blake3::Hasher);
@@ -428,6 +431,15 @@ impl Plan {
 }
 
 impl Plan {
+    /// A source file as messages name it: by its root too, where there are several.
+    pub fn label(&self, file: u32) -> String {
+        let file = &self.sources[file as usize];
+        match self.roots.get(file.root as usize) {
+            Some(root) if self.roots.len() > 1 => format!("{root}/{}", file.path),
+            _ => file.path.clone(),
+        }
+    }
+
     /// The file that a stored tensor lies in (its first, where there are several).
     pub fn file_of(&self, stored: &StoredTensor) -> &PlanFile {
         let blob = match &stored.pieces {

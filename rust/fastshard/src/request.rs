@@ -181,7 +181,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             coords: unit.coords.clone(),
             bases: unit.bases.clone(),
             root: file.root,
-            file: file.path.clone(),
+            file: catalog.label(file),
             rank: unit.rank.clone(),
         });
         for tensor in &file.parsed.tensors {
@@ -294,6 +294,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         topology: request.source.degrees.clone(),
         axes,
         notes: Vec::new(),
+        roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
     };
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();

@@ -213,7 +213,7 @@ pub(super) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>>
             format!(
                 "the same bytes as {}'s shard in {}{more}",
                 x.rank.as_deref().unwrap_or("another rank"),
-                plan.sources[original as usize].path
+                plan.label(original)
             ),
         )
         .expected("another part of the tensor", "a copy")

@@ -1,0 +1,188 @@
+"""One whole tensor of a checkpoint, read when its values are asked for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from .errors import from_core
+
+if TYPE_CHECKING:
+    import torch
+
+    from .planning import Plan
+
+__all__ = ["Tensor"]
+
+#: safetensors name -> numpy dtype, or the name of its ml_dtypes type.
+NUMPY_NAMES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "C128": "complex128",
+}
+#: safetensors name -> ml_dtypes type.
+ML_DTYPES_NAMES = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+#: safetensors name -> torch dtype.
+TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "C128": "complex128",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a safetensors name, e.g. ``BF16``.
+
+    Raises:
+        ImportError: for bfloat16 and fp8 without ml_dtypes.
+    """
+    if name in NUMPY_NAMES:
+        return np.dtype(NUMPY_NAMES[name])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(
+            f"{name} in numpy needs ml_dtypes: pip install 'fastshard[bf16]', or use .torch()"
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES_NAMES[name]))
+    return dtype
+
+
+def _misaligned(array: np.ndarray[Any, np.dtype[np.uint8]], item: int) -> bool:
+    """True if the bytes start where a view of larger items would be misaligned."""
+    return array.size > 0 and array.ctypes.data % item != 0
+
+
+class Tensor:
+    """One whole tensor of a checkpoint; its values are read when they are asked for."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self._plan = plan
+        self._index = index
+        self.name, self._dtype, shape, self.nbytes, self._pieces = plan.outputs[index]
+        #: Shape of the whole tensor.
+        self.shape: tuple[int, ...] = tuple(shape)
+
+    @property
+    def dtype(self) -> str:
+        """Element type under its safetensors name, e.g. ``BF16``."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def pieces(self) -> list[tuple[str | None, str, tuple[int, ...]]]:
+        """(rank, file, local shape) of what the tensor is made of."""
+        return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
+
+    def get_shape(self) -> list[int]:
+        """Shape, by the name that safetensors' slices give it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Element type, by the name that safetensors' slices give it."""
+        return self._dtype
+
+    def _bytes(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes of the tensor: a read-only view of the mapped file where they are one run, else gathered."""
+        place = self._plan.core.contiguous(self._index) if length else None
+        if place is not None:
+            path, offset = place
+            return np.memmap(path, dtype=np.uint8, mode="r", offset=offset + start, shape=(length,))
+        buffer = np.empty(length, dtype=np.uint8)
+        try:
+            self._plan.core.read(self._index, start, buffer)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return buffer
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """The values as a numpy array of :attr:`shape`.
+
+        Zero-copy and read-only where the bytes are one run of one file, else gathered. bfloat16 and
+        fp8 come as ml_dtypes types.
+        """
+        dtype = numpy_dtype(self._dtype)
+        array = np.asarray(self._bytes(0, self.nbytes))
+        if _misaligned(array, dtype.itemsize):
+            array = array.copy()
+        return array.view(dtype).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """The values as a torch tensor of :attr:`shape`, on the CPU. Zero-copy like :meth:`numpy`."""
+        import torch
+
+        raw = np.asarray(self._bytes(0, self.nbytes))
+        dtype = getattr(torch, TORCH_NAMES[self._dtype])
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=dtype)
+        if _misaligned(raw, max(1, torch.empty(0, dtype=dtype).element_size())):
+            raw = raw.copy()
+        with warnings.catch_warnings():
+            # The map is read-only; torch has no such tensors and warns. Writing to it would fault.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(raw).view(dtype).reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        array = self.numpy()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        """A slice as numpy. Rows along the first dimension are read alone."""
+        if isinstance(key, slice) and self.shape and key.step in (None, 1):
+            start, stop, _ = key.indices(self.shape[0])
+            stop = max(start, stop)
+            dtype = numpy_dtype(self._dtype)
+            row = self.nbytes // self.shape[0] if self.shape[0] else 0
+            array = np.asarray(self._bytes(start * row, (stop - start) * row))
+            if _misaligned(array, dtype.itemsize):
+                array = array.copy()
+            return array.view(dtype).reshape((stop - start, *self.shape[1:]))
+        return np.asarray(self.numpy()[key])
+
+    def __repr__(self) -> str:
+        return f"<fastshard.Tensor {self.name} {self._dtype} {list(self.shape)}>"
