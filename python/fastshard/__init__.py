@@ -10,11 +10,12 @@ from __future__ import annotations
 import warnings as _warnings
 
 from . import _core, layouts
-from .checkpoint import Checkpoint, Tensor, open
+from .checkpoint import Checkpoint, open
 from .convert import convert, merge, plan
 from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
 from .manifests import Manifest
 from .planning import Plan
+from .tensor import Tensor
 from .verify import Difference, diff, manifest, verify
 from .writer import Writer
 

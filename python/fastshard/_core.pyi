@@ -7,6 +7,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__: list[str]
 __version__: str
 DEBUG_BUILD: bool
 

@@ -13,15 +13,10 @@ from . import _core, adapters
 from .adapters.base import Options, Source
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding
-from .planning import Plan, make_plan
+from .planning import Plan, default_threads, make_plan
 from .tensor import Tensor
 
 __all__ = ["Checkpoint", "open"]
-
-
-def default_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open(

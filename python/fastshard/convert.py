@@ -10,12 +10,12 @@ from typing import Any
 
 from . import _core
 from .adapters.hf_target import COMPANIONS
-from .checkpoint import Checkpoint, default_threads
+from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import Manifest, expected_by, run_options
-from .planning import Plan, make_plan, parse_size
+from .planning import Plan, make_plan
 from .progress import Progress, Report
 
 __all__ = ["convert", "merge", "plan"]
@@ -78,7 +78,7 @@ def convert(
     *,
     expect: StrPath | Mapping[str, Any] | None = None,
     tokenizer: StrPath | None = None,
-    memory: str | int = "256MiB",
+    memory: str | int | None = None,
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -95,7 +95,8 @@ def convert(
         expect: a manifest to check the source (or the result) against, or a config as for
             :func:`fastshard.open`. A manifest beside the source is used by itself.
         tokenizer: directory to take tokenizer files from; default the source's.
-        memory: anonymous memory of the process that is not exceeded, baseline included.
+        memory: anonymous memory of the process that is not exceeded, baseline included. Default
+            256 MiB, or 128 MiB on top of what the process holds already where that is more.
         threads: worker threads; default all cores.
         resume: continue an interrupted run of the same plan.
         overwrite: replace ``out`` if it is there.
@@ -115,7 +116,7 @@ def convert(
     if expected.config is not None:
         options.setdefault("config", expected.config)
     checkpoint = _opened(source, **options) if options else _opened(source)
-    run = run_options(memory=parse_size(memory, "memory"), threads=threads or default_threads())
+    run = run_options(memory, threads)
     made = make_plan(checkpoint, to, **planning)
     raise_errors(made.findings)
     with Progress(progress) as bar:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
+from .planning import default_threads, parse_size
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -48,9 +49,19 @@ class Manifest(Mapping[str, Any]):
         return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
 
 
-def run_options(memory: int, threads: int) -> dict[str, Any]:
+#: Default budget, and what is added to a process that holds more than that already (torch alone may).
+_DEFAULT_MEMORY = 256 << 20
+_HEADROOM = 128 << 20
+
+
+def run_options(memory: str | int | None, threads: int | None) -> dict[str, Any]:
     """Options of an engine run, as the core takes them."""
-    return {"memory": memory, "threads": threads, "scratch_dir": tempfile.gettempdir()}
+    budget = (
+        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM)
+        if memory is None
+        else parse_size(memory, "memory")
+    )
+    return {"memory": budget, "threads": threads or default_threads(), "scratch_dir": tempfile.gettempdir()}
 
 
 def is_manifest(path: Path) -> bool:

@@ -12,19 +12,15 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from .checkpoint import Tensor, default_threads
 from .convert import Source, _opened
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, _files_of, against_result, beside, expected_by, run_options
-from .planning import make_plan, parse_size
+from .planning import make_plan
 from .progress import Progress, Report
+from .tensor import Tensor
 
 __all__ = ["Difference", "diff", "manifest", "verify"]
-
-
-def _run(memory: str | int, threads: int | None) -> dict[str, Any]:
-    return run_options(parse_size(memory, "memory"), threads or default_threads())
 
 
 def verify(
@@ -32,7 +28,7 @@ def verify(
     *,
     expect: StrPath | Mapping[str, Any] | None = None,
     subset: tuple[int, int] | None = None,
-    memory: str | int = "256MiB",
+    memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
     **opening: Any,
@@ -46,7 +42,7 @@ def verify(
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest beside the source is used by itself.
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
-        memory: anonymous memory that is not exceeded.
+        memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
@@ -67,7 +63,7 @@ def verify(
     checkpoint = _opened(source, **opening)
     plan = make_plan(checkpoint)
     findings = list(plan.findings)
-    run = {**_run(memory, threads), "subset": subset}
+    run = {**run_options(memory, threads), "subset": subset}
     path = expected.manifest or beside(checkpoint)
     try:
         with Progress(progress) as bar:
@@ -96,7 +92,7 @@ def manifest(
     source: Source,
     out: StrPath | None = None,
     *,
-    memory: str | int = "256MiB",
+    memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
     **opening: Any,
@@ -106,7 +102,7 @@ def manifest(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
-        memory: anonymous memory that is not exceeded.
+        memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
@@ -119,7 +115,7 @@ def manifest(
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
-            options = json.dumps(_run(memory, threads))
+            options = json.dumps(run_options(memory, threads))
             checked = json.loads(plan.core.check(options, bar.phase("verifying")))
             raise_errors([Finding.from_dict(f) for f in checked["findings"]])
             outcome = json.loads(checkpoint._catalog.inventory(options, bar.phase("hashing")))
@@ -177,7 +173,7 @@ def diff(
     a: Source,
     b: Source,
     *,
-    memory: str | int = "256MiB",
+    memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
     **opening: Any,
@@ -201,7 +197,7 @@ def diff(
         with Progress(progress) as bar:
             for plan, title in zip(plans, "ab", strict=True):
                 outcome = json.loads(
-                    plan.core.check(json.dumps(_run(memory, threads)), bar.phase(f"hashing {title}"))
+                    plan.core.check(json.dumps(run_options(memory, threads)), bar.phase(f"hashing {title}"))
                 )
                 raise_errors([Finding.from_dict(f) for f in outcome["findings"]])
                 hashes.append(outcome["hashes"])

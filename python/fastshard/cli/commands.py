@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..checkpoint import Checkpoint, default_threads
+from ..checkpoint import Checkpoint
 from ..checkpoint import open as open_checkpoint
 from ..convert import convert as convert_checkpoint
 from ..errors import CODES, FastshardError, Finding
-from ..manifests import MANIFEST_NAME
-from ..planning import Plan, make_plan, parse_size
+from ..manifests import MANIFEST_NAME, run_options
+from ..planning import Plan, default_threads, make_plan
 from ..verify import diff as diff_checkpoints
 from ..verify import manifest as make_manifest
 from ..verify import verify as verify_checkpoint
@@ -130,7 +130,7 @@ def plan(a: argparse.Namespace) -> Outcome:
     checkpoint = _open(a)
     made = make_plan(checkpoint, a.to, tp=a.tp, pp=a.pp, **_shape(a))
     summary = made.summary
-    memory = parse_size(a.memory, "--memory")
+    memory = run_options(a.memory, a.threads)["memory"]
     free = shutil.disk_usage(os.curdir).free
     document: dict[str, Any] = {
         "digest": made.digest,

@@ -35,9 +35,8 @@ def _common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
         )
         group.add_argument(
             "--memory",
-            default="256MiB",
             metavar="SIZE",
-            help="anonymous memory of the process, baseline included (default: 256MiB)",
+            help="anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
         )
 
 

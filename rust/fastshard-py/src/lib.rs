@@ -275,10 +275,12 @@ impl Plan {
     /// (rank, file, local shape) of every stored tensor that an output is made of.
     fn pieces(&self, output: usize) -> Vec<(Option<String>, String, Vec<u64>)> {
         let Some(output) = self.plan.outputs.get(output) else { return Vec::new() };
+        let mut seen = std::collections::HashSet::new();
         output
             .parts
             .iter()
             .flat_map(|p| &p.sources)
+            .filter(|s| seen.insert(**s))
             .map(|&s| {
                 let stored = &self.plan.stored[s as usize];
                 (stored.rank.clone(), self.plan.file_of(stored).path.clone(), stored.shape.clone())
