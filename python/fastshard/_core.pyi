@@ -7,7 +7,20 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__: list[str]
+__all__ = [
+    "DEBUG_BUILD",
+    "Catalog",
+    "CoreError",
+    "Plan",
+    "ResultWriter",
+    "__version__",
+    "anonymous_memory",
+    "check_layout",
+    "codes_table",
+    "exit_code",
+    "format_finding",
+]
+
 __version__: str
 DEBUG_BUILD: bool
 
