@@ -124,7 +124,7 @@ impl Values {
             Value::Float(x) => json!(x.to_string()),
             Value::Str(s) => json!(s),
             Value::Bytes(b) => json!({"__bytes__": b.len()}),
-            Value::List(v) | Value::Tuple(v) | Value::Set(v) => json!(all(v, budget)),
+            Value::List(v) | Value::Tuple(v) | Value::Set(v) => all(v, budget).into(),
             Value::Dict(items) => {
                 let mut map = Map::new();
                 for (k, v) in items {
@@ -141,17 +141,18 @@ impl Values {
             Value::Tensor(i) => json!({"__tensor__": i}),
             Value::Global(name) => json!({"__global__": name}),
             Value::Record { class, args, state } => {
+                // Moved into the map: `json!` would copy the subtree at each level.
+                let mut map = Map::new();
                 let class = match self.get(*class) {
                     Value::Global(name) => json!(name),
                     _ => self.node_json(*class, depth + 1, budget),
                 };
-                let args = self.node_json(*args, depth + 1, budget);
-                match state {
-                    Some(s) => {
-                        json!({"__class__": class, "args": args, "state": self.node_json(*s, depth + 1, budget)})
-                    }
-                    None => json!({"__class__": class, "args": args}),
+                map.insert("__class__".into(), class);
+                map.insert("args".into(), self.node_json(*args, depth + 1, budget));
+                if let Some(state) = state {
+                    map.insert("state".into(), self.node_json(*state, depth + 1, budget));
                 }
+                map.into()
             }
         }
     }

@@ -28,13 +28,14 @@ pub struct Limits {
     pub depth: usize,
     /// Objects remembered for later reference.
     pub memo: usize,
-    /// Values made, plus references from one value to another.
+    /// Values made, plus references from one value to another; also at most 8 for each byte of the
+    /// stream, so that memory and time are linear in its length.
     pub nodes: usize,
     /// Objects on the stack.
     pub stack: usize,
     /// Bytes of one integer.
     pub long: usize,
-    /// Bytes that calls derive from strings of the stream, which they could otherwise multiply.
+    /// Bytes that calls copy out of strings of the stream, for each byte of the stream.
     pub derived: usize,
 }
 
@@ -49,7 +50,7 @@ pub const LIMITS: Limits = Limits {
     nodes: 1 << 26,
     stack: 1 << 22,
     long: 1024,
-    derived: 512 << 20,
+    derived: 4,
 };
 
 /// A storage that a tensor names by persistent id `("storage", class, key, location, numel)`.
@@ -125,6 +126,9 @@ pub fn parse_within(bytes: &[u8], file: &Path, limits: &Limits) -> Result<Pickle
     Ok(Pickle { values: machine.values, tensors: machine.tensors, storages: machine.storages })
 }
 
+/// Values and references that a byte of the stream can make, with room for one copy by a call: the
+/// busiest opcode makes four.
+const NODES_PER_BYTE: usize = 8;
 /// Marks a memo index that nothing was stored under.
 const VACANT: Node = Node::MAX;
 
@@ -210,14 +214,21 @@ impl<'a> Machine<'a> {
 
     /// Accounts for `count` values or references.
     fn spend(&mut self, count: usize) -> Result<()> {
-        self.nodes = self.nodes.saturating_add(count);
-        self.limit("values", self.nodes, self.limits.nodes)
+        self.afford(count)?;
+        self.nodes += count;
+        Ok(())
+    }
+
+    /// Refuses a copy of `count` references before it is made; making the value accounts for it.
+    fn afford(&self, count: usize) -> Result<()> {
+        let limit = self.limits.nodes.min(NODES_PER_BYTE * self.bytes.len());
+        self.limit("values", self.nodes.saturating_add(count), limit)
     }
 
     /// Accounts for `count` bytes copied out of a string that is already there.
     fn derive(&mut self, count: usize) -> Result<()> {
         self.derived = self.derived.saturating_add(count);
-        self.limit("bytes derived by calls", self.derived, self.limits.derived)
+        self.limit("bytes derived by calls", self.derived, self.limits.derived * self.bytes.len())
     }
 
     /// Adds a value to the arena.

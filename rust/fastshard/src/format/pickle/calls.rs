@@ -116,7 +116,7 @@ impl Machine<'_> {
         let (Value::List(v) | Value::Tuple(v) | Value::Set(v)) = self.values.get(items) else {
             return Ok(None);
         };
-        self.limit("values", self.nodes.saturating_add(v.len()), self.limits.nodes)?;
+        self.afford(v.len())?;
         let value = make(v.clone());
         self.make(value).map(Some)
     }
@@ -128,7 +128,7 @@ impl Machine<'_> {
             Value::List(v) | Value::Tuple(v) => v.len(),
             _ => return Ok(None),
         };
-        self.limit("values", self.nodes.saturating_add(count), self.limits.nodes)?;
+        self.afford(count)?;
         let pair = |&n: &Node| match self.values.get(n) {
             Value::List(v) | Value::Tuple(v) => <[Node; 2]>::try_from(v.as_slice()).ok().map(|[k, v]| (k, v)),
             _ => None,

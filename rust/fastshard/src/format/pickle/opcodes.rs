@@ -396,19 +396,21 @@ impl Machine<'_> {
     }
 }
 
-/// An integer from little-endian two's complement bytes; none stand for 0.
-fn integer(bytes: &[u8]) -> Value {
-    let fill = if bytes.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
-    let mut low = [fill; 8];
-    let n = bytes.len().min(8);
-    low[..n].copy_from_slice(&bytes[..n]);
-    let small =
-        (low[7] & 0x80 != 0) == (fill != 0) && bytes.get(8..).is_none_or(|r| r.iter().all(|&b| b == fill));
-    if small {
-        Value::Int(i64::from_le_bytes(low))
-    } else {
-        Value::BigInt(bytes.to_vec())
+/// An integer from little-endian two's complement bytes, in as few as hold it; none stand for 0.
+fn integer(mut bytes: &[u8]) -> Value {
+    let sign = |b: u8| if b & 0x80 == 0 { 0 } else { 0xff };
+    while let [rest @ .., before, last] = bytes {
+        if *last != sign(*before) {
+            break;
+        }
+        bytes = &bytes[..=rest.len()];
     }
+    if bytes.len() > 8 {
+        return Value::BigInt(bytes.to_vec());
+    }
+    let mut all = [bytes.last().map_or(0, |&b| sign(b)); 8];
+    all[..bytes.len()].copy_from_slice(bytes);
+    Value::Int(i64::from_le_bytes(all))
 }
 
 /// A Python 2 `str`: text where it is UTF-8 (as torch decodes it), else bytes.

@@ -101,8 +101,8 @@ impl Archive {
         })?;
         let directory = Directory::find(file, start, end)?;
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip =
-            ZipArchive::with_config(config, Region::new(file, start, len)).map_err(|e| zip_error(file, e))?;
+        let mut zip = ZipArchive::with_config(config, Region::new(file, start, len))
+            .map_err(|e| zip_error(file, "the zip container", e))?;
         if zip.central_directory_start() != directory.start {
             return Err(unsafe_zip(file, "start of the central directory")
                 .expected(directory.start, zip.central_directory_start())
@@ -114,11 +114,14 @@ impl Archive {
                 .into());
         }
 
+        let mut names = Vec::with_capacity(zip.len());
+        for name in zip.file_names_raw() {
+            let name = std::str::from_utf8(name).ok().filter(|name| !name.contains('\0'));
+            names.push(name.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?.to_string());
+        }
         let mut members = Vec::with_capacity(zip.len());
-        for index in 0..zip.len() {
-            let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, e))?;
-            let name = std::str::from_utf8(entry.name_raw()).ok().filter(|name| !name.contains('\0'));
-            let name = name.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?.to_string();
+        for (index, name) in names.into_iter().enumerate() {
+            let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, &name, e))?;
             let unsupported = |what: String| -> Error {
                 Finding::new(codes::UNSUPPORTED, format!("{name}: {what}")).file(file.path()).into()
             };
@@ -362,13 +365,11 @@ fn unsafe_zip(file: &SourceFile, message: &str) -> Finding {
         .help("damaged, or not written by torch: copy it again from the node that wrote it")
 }
 
-fn zip_error(file: &SourceFile, error: zip::result::ZipError) -> Error {
+fn zip_error(file: &SourceFile, what: &str, error: zip::result::ZipError) -> Error {
+    let refuse = |e: &dyn std::fmt::Display| unsafe_zip(file, &format!("{what} cannot be read: {e}")).into();
     match error {
-        zip::result::ZipError::Io(e) => match e.downcast::<Error>() {
-            Ok(error) => error,
-            Err(e) => unsafe_zip(file, &format!("the zip container cannot be read: {e}")).into(),
-        },
-        error => unsafe_zip(file, &format!("the zip container cannot be read: {error}")).into(),
+        zip::result::ZipError::Io(e) => e.downcast::<Error>().unwrap_or_else(|e| refuse(&e)),
+        error => refuse(&error),
     }
 }
 
