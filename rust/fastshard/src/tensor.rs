@@ -107,11 +107,12 @@ pub fn element_count(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))
 }
 
-/// C-order strides of a shape, in elements.
+/// C-order strides of a shape, in elements. They saturate where they mean nothing: a tensor without
+/// elements may have other extents of any size.
 pub fn c_strides(shape: &[u64]) -> Vec<u64> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1u64; shape.len()];
     for i in (1..shape.len()).rev() {
-        strides[i - 1] = strides[i] * shape[i].max(1);
+        strides[i - 1] = strides[i].saturating_mul(shape[i].max(1));
     }
     strides
 }

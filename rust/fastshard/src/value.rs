@@ -45,8 +45,30 @@ pub struct Values {
 
 /// Nodes visited at most when a value is turned into JSON: shared objects would multiply otherwise.
 const JSON_NODES: usize = 200_000;
+/// Bytes of strings and keys at most when a value is turned into JSON, for the same reason.
+const JSON_TEXT: usize = 16 << 20;
 /// Nesting followed at most when a value is turned into JSON.
 const JSON_DEPTH: usize = 64;
+/// Elements of a tuple at most that has a text as a key.
+const KEY_TUPLE: usize = 8;
+
+/// What is left of the bounds.
+struct Budget {
+    nodes: usize,
+    text: usize,
+}
+
+impl Budget {
+    /// `text` if it still fits; else nothing more is looked at.
+    fn text(&mut self, text: &str) -> String {
+        if text.len() > self.text {
+            self.nodes = 0;
+            return "...".into();
+        }
+        self.text -= text.len();
+        text.to_string()
+    }
+}
 
 impl Values {
     /// Adds a node.
@@ -97,24 +119,42 @@ impl Values {
         }
     }
 
-    /// The root as JSON: bounded in nodes and depth, tensors as `{"__tensor__": index}`, records as
-    /// `{"__class__": name, ...}`, bytes by their length, everything beyond the bounds as `"..."`.
+    /// A dict's key as text: strings as they are; numbers, constants, names and short tuples of
+    /// these much as Python prints them. `None` for all other keys.
+    pub fn key_text(&self, key: Node) -> Option<String> {
+        match self.get(key) {
+            Value::Str(s) | Value::Global(s) => Some(s.clone()),
+            Value::Int(i) => Some(i.to_string()),
+            Value::Bool(true) => Some("True".into()),
+            Value::Bool(false) => Some("False".into()),
+            Value::None => Some("None".into()),
+            Value::Tuple(items) if items.len() <= KEY_TUPLE => {
+                let plain = |&n: &Node| match self.get(n) {
+                    Value::Tuple(_) => None,
+                    _ => self.key_text(n),
+                };
+                let items: Option<Vec<String>> = items.iter().map(plain).collect();
+                Some(format!("({})", items?.join(", ")))
+            }
+            _ => None,
+        }
+    }
+
+    /// The root as JSON: bounded in nodes, text and depth, tensors as `{"__tensor__": index}`, records
+    /// as `{"__class__": name, ...}`, bytes by their length, keys without a text as `"__key<node>__"`,
+    /// everything beyond the bounds as `"..."`.
     pub fn to_json(&self) -> serde_json::Value {
         if self.nodes.is_empty() {
             return serde_json::Value::Null;
         }
-        let mut budget = JSON_NODES;
-        self.node_json(self.root, 0, &mut budget)
+        self.node_json(self.root, 0, &mut Budget { nodes: JSON_NODES, text: JSON_TEXT })
     }
 
-    fn node_json(&self, node: Node, depth: usize, budget: &mut usize) -> serde_json::Value {
-        if *budget == 0 || depth > JSON_DEPTH {
+    fn node_json(&self, node: Node, depth: usize, budget: &mut Budget) -> serde_json::Value {
+        if budget.nodes == 0 || depth > JSON_DEPTH {
             return json!("...");
         }
-        *budget -= 1;
-        let all = |nodes: &[Node], budget: &mut usize| -> Vec<serde_json::Value> {
-            nodes.iter().map(|&n| self.node_json(n, depth + 1, budget)).collect()
-        };
+        budget.nodes -= 1;
         match self.get(node) {
             Value::None => serde_json::Value::Null,
             Value::Bool(b) => json!(b),
@@ -122,29 +162,37 @@ impl Values {
             Value::BigInt(bytes) => json!({"__bigint_bytes__": bytes.len()}),
             Value::Float(x) if x.is_finite() => json!(x),
             Value::Float(x) => json!(x.to_string()),
-            Value::Str(s) => json!(s),
+            Value::Str(s) => json!(budget.text(s)),
             Value::Bytes(b) => json!({"__bytes__": b.len()}),
-            Value::List(v) | Value::Tuple(v) | Value::Set(v) => all(v, budget).into(),
+            Value::List(v) | Value::Tuple(v) | Value::Set(v) => {
+                let mut items = Vec::new();
+                for &n in v {
+                    items.push(self.node_json(n, depth + 1, budget));
+                    if budget.nodes == 0 {
+                        break;
+                    }
+                }
+                items.into()
+            }
             Value::Dict(items) => {
                 let mut map = Map::new();
-                for (k, v) in items {
-                    let key = match self.get(*k) {
-                        Value::Str(s) => s.clone(),
-                        Value::Int(i) => i.to_string(),
-                        _ => self.node_json(*k, depth + 1, budget).to_string(),
-                    };
-                    let value = self.node_json(*v, depth + 1, budget);
-                    map.insert(key, value);
+                for &(k, v) in items {
+                    let key = self.key_text(k).unwrap_or_else(|| format!("__key{k}__"));
+                    let key = budget.text(&key);
+                    map.insert(key, self.node_json(v, depth + 1, budget));
+                    if budget.nodes == 0 {
+                        break;
+                    }
                 }
                 map.into()
             }
             Value::Tensor(i) => json!({"__tensor__": i}),
-            Value::Global(name) => json!({"__global__": name}),
+            Value::Global(name) => json!({"__global__": budget.text(name)}),
             Value::Record { class, args, state } => {
                 // Moved into the map: `json!` would copy the subtree at each level.
                 let mut map = Map::new();
                 let class = match self.get(*class) {
-                    Value::Global(name) => json!(name),
+                    Value::Global(name) => json!(budget.text(name)),
                     _ => self.node_json(*class, depth + 1, budget),
                 };
                 map.insert("__class__".into(), class);

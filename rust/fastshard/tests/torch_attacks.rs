@@ -111,6 +111,12 @@ fn malformed_streams_are_refused_with_opcode_and_position() {
     }
 }
 
+fn json_is_small(pickle: &Pickle) {
+    let start = Instant::now();
+    assert!(pickle.values.to_json().to_string().len() < 32 << 20);
+    assert!(start.elapsed() < BOUND);
+}
+
 #[test]
 fn bombs_are_bounded() {
     // Billion laughs: a value stored once and mentioned often stays small.
@@ -123,9 +129,21 @@ fn bombs_are_bounded() {
     laughs.push(b'.');
     let pickle = unpickle(&laughs).unwrap();
     assert_eq!(pickle.values.len(), 101);
-    let start = Instant::now();
-    assert!(pickle.values.to_json().to_string().len() < 100 << 20);
-    assert!(start.elapsed() < BOUND);
+    json_is_small(&pickle);
+
+    // Keys in keys, whose text would double with each level of quotes; one long text in many places.
+    let mut keys = b"}q\x00(U\x01aU\x01bu".to_vec();
+    for i in 0..100u8 {
+        keys.extend([b'}', b'h', i, b'N', b's', b'q', i + 1]);
+    }
+    let keys = [&b"("[..], &keys, b"t."].concat();
+    json_is_small(&unpickle(&keys).unwrap());
+    let mut long = b"]q\x00(X\x00\x00\x10\x00".to_vec();
+    long.extend(vec![b'k'; 1 << 20]);
+    long.extend(b"q\x01");
+    long.extend(b"h\x01".repeat(100_000));
+    long.extend(b"}h\x01h\x01sh\x01\x85e.");
+    json_is_small(&unpickle(&long).unwrap());
 
     let marks = vec![b'('; 1_000_000];
     refused(unpickle(marks), codes::UNSAFE_PICKLE, &["MARK at byte 1000", "marks open"]);
@@ -454,6 +472,8 @@ fn tensors_must_lie_inside_their_storage() {
             &["weight", "data/0", "at most 24 bytes"],
         );
     }
+    refused(good(6, 0, &[max; 3], &[0; 3]), codes::UNSAFE_PICKLE, &["weight", "below 2^63 bytes"]);
+    refused(good(6, 0, &[0, max, max, max], &[1; 4]), codes::UNSAFE_PICKLE, &["below 2^63 bytes"]);
     refused(good(6, 0, &[6], &[1, 1]), codes::UNSAFE_PICKLE, &["strides"]);
     refused(good(6, u32::MAX, &[6], &[1]), codes::UNSAFE_PICKLE, &["offset"]);
     refused(good(6, 0, &[6], &[u32::MAX]), codes::UNSAFE_PICKLE, &["stride"]);

@@ -1,7 +1,7 @@
 //! Inert pickle machine: protocols 0 to 5, as far as plain data and torch tensors go.
 //!
 //! Nothing is imported or called. A name becomes [`Value::Global`], a call becomes
-//! [`Value::Record`], and a closed table ([`calls`]) turns the constructors of plain data and of
+//! [`Value::Record`], and a closed table (`pickle/calls.rs`) turns the constructors of plain data and of
 //! torch tensors into values. Values live in an arena, so neither building nor dropping them
 //! recurses, and an object that a stream mentions often is stored once.
 //!

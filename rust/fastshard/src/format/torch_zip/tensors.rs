@@ -14,8 +14,6 @@ use crate::value::{Node, Value, Values};
 const MAX_LISTING: usize = 512 << 20;
 /// Bytes that a tensor takes in the listing besides path and shape.
 const TENSOR: usize = 128;
-/// Elements of a tuple at most that is used as a key.
-const MAX_KEY_TUPLE: usize = 8;
 
 /// Makes the file's listing. Blobs are the members `data/*`, whether a tensor uses them or not.
 pub(super) fn assemble(
@@ -134,6 +132,16 @@ impl Storages<'_> {
             .expected(format!("at most {} bytes", blob.len), reach)
             .into());
         }
+        // A view can repeat elements without end (stride 0), but torch counts its bytes in 63 bits.
+        let extents = tensor
+            .shape
+            .iter()
+            .try_fold(dtype.size() as i64, |n, &d| n.checked_mul(i64::try_from(d.max(1)).ok()?));
+        if extents.is_none() {
+            return Err(finding(codes::UNSAFE_PICKLE, "size of the tensor".into())
+                .expected("below 2^63 bytes", format!("{dtype} {:?}", tensor.shape))
+                .into());
+        }
         Ok(FileTensor {
             path,
             dtype,
@@ -231,7 +239,7 @@ impl Walk<'_> {
         let mut seen: HashMap<String, bool> = HashMap::new();
         for &(key, value) in items {
             let holds = holds_tensors(self.values, value);
-            let key = key_text(self.values, key);
+            let key = self.values.key_text(key);
             if let Some(key) = &key {
                 // Charged since one long string can be the key in any number of dicts.
                 self.charge(key.len())?;
@@ -290,25 +298,4 @@ fn holds_tensors(values: &Values, node: Node) -> bool {
 /// meta, wrapper subclasses.
 fn is_rebuild(name: &str) -> bool {
     name.starts_with("torch._utils._rebuild_") || name.starts_with("torch._tensor._rebuild_")
-}
-
-/// A key as part of a path: strings as they are; numbers, constants and short tuples much as Python
-/// prints them.
-fn key_text(values: &Values, key: Node) -> Option<String> {
-    match values.get(key) {
-        Value::Str(s) | Value::Global(s) => Some(s.clone()),
-        Value::Int(i) => Some(i.to_string()),
-        Value::Bool(true) => Some("True".into()),
-        Value::Bool(false) => Some("False".into()),
-        Value::None => Some("None".into()),
-        Value::Tuple(items) if items.len() <= MAX_KEY_TUPLE => {
-            let plain = |&n: &Node| match values.get(n) {
-                Value::Tuple(_) => None,
-                _ => key_text(values, n),
-            };
-            let items: Option<Vec<String>> = items.iter().map(plain).collect();
-            Some(format!("({})", items?.join(", ")))
-        }
-        _ => None,
-    }
 }
