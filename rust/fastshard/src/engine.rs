@@ -235,8 +235,28 @@ pub fn execute(
     options: &Options,
     control: &Control,
 ) -> Result<Report> {
+    execute_tiled(plan, files, sink, options, None, control)
+}
+
+/// [`execute`] with every tile of `tile` bytes (a power of two of at least 1024), whatever the
+/// budget says: for tests, which want many tiles of small tensors.
+///
+/// # Errors
+/// As [`execute`].
+#[doc(hidden)]
+pub fn execute_tiled(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sink: &dyn Sink,
+    options: &Options,
+    tile: Option<u64>,
+    control: &Control,
+) -> Result<Report> {
     plan.validate()?;
-    let (tiles, memory) = budget(plan, options)?;
+    let (mut tiles, memory) = budget(plan, options)?;
+    if let Some(tile) = tile {
+        tiles.fill(tile.next_power_of_two().max(1024));
+    }
     let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
     let tracked = shards::tracked(plan);
     let readers: Vec<AtomicU32> = (0..plan.blobs.len()).map(|_| AtomicU32::new(0)).collect();

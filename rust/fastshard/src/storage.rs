@@ -99,6 +99,14 @@ impl SourceFile {
         self.network
     }
 
+    /// Treats the file as one on a network filesystem: for tests of that way of reading.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn as_network(mut self) -> Self {
+        self.network = true;
+        self
+    }
+
     /// Fills `buffer` from `offset`; a short file is an error that names it.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(buffer, offset).map_err(|e| {
