@@ -77,6 +77,8 @@ struct Index<'a> {
     /// Per key: the axis bound by names, if all its holders bind it.
     name_axis: HashMap<u32, Option<usize>>,
     held: HashMap<(u32, u64), Vec<Held>>,
+    /// Per key, the first that holds a part of it.
+    first: HashMap<u32, Held>,
 }
 
 const WHOLE: u64 = u64::MAX;
@@ -93,7 +95,8 @@ impl<'a> Index<'a> {
                 }
             }
         }
-        let mut index = Index { source, alias, name_axis: HashMap::new(), held: HashMap::new() };
+        let mut index =
+            Index { source, alias, name_axis: HashMap::new(), held: HashMap::new(), first: HashMap::new() };
         let each = |visit: &mut dyn FnMut(u32, u32, &AtomBox)| {
             for (i, instance) in source.resolved.instances.iter().enumerate() {
                 for (b, held) in instance.boxes.iter().enumerate() {
@@ -111,12 +114,15 @@ impl<'a> Index<'a> {
         });
         index.name_axis = name_axis;
         let mut all: HashMap<(u32, u64), Vec<Held>> = HashMap::new();
+        let mut first: HashMap<u32, Held> = HashMap::new();
         each(&mut |i, b, held| {
             let key = index.key(held.atom.key);
+            first.entry(key).or_insert((i, b));
             let at = index.name_axis[&key].map_or(WHOLE, |axis| held.lo[axis]);
             all.entry((key, at)).or_default().push((i, b));
         });
         index.held = all;
+        index.first = first;
         index
     }
 
@@ -127,6 +133,11 @@ impl<'a> Index<'a> {
     fn get(&self, held: Held) -> (&'a Instance, &'a AtomBox) {
         let instance = &self.source.resolved.instances[held.0 as usize];
         (instance, &instance.boxes[held.1 as usize])
+    }
+
+    /// Something that holds a part of the wanted canonical tensor.
+    fn any(&self, wanted: &AtomBox) -> Option<Held> {
+        self.first.get(&self.key(wanted.atom.key)).copied()
     }
 
     /// Everything that may overlap the box.
@@ -513,6 +524,11 @@ fn build(
     for want in boxes {
         let needed = volume(&want.lo, &want.hi);
         if needed == 0 {
+            // A rank that holds only padding, or a tensor without elements, has its dtype all the same.
+            if let (None, Some(held)) = (&dtype, index.any(want)) {
+                let tensor = &source.stored[index.get(held).0.tensor as usize];
+                dtype = Some((tensor.dtype, tensor.name.clone()));
+            }
             continue;
         }
         // Copies of one box are replicas (or terms of a sum).
@@ -689,7 +705,7 @@ fn completeness(source: &Source) -> Vec<Finding> {
         if !anywhere && (entry.optional || alternative || truth != Truth::Holds) {
             continue;
         }
-        let bound: Vec<&String> = entry.name.variables().map(|v| &v.axis).collect();
+        let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
         let dimensions: Vec<&String> = table.shards[&entry.class]
             .iter()
             .filter(|(_, axes)| !axes.iter().any(|a| bound.contains(&a)))
