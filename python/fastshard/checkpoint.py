@@ -212,7 +212,6 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Files that were read: path, format, bytes, number of tensors."""
         return [f for f in self._files if f is not None]
 
-    @property
     def metadata(self) -> dict[str, Any]:
         """Values of the checkpoint that are not tensors (iteration, arguments)."""
         return dict(self._source.values)

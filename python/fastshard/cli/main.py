@@ -15,7 +15,7 @@ from .parser import build
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    arguments = build().parse_args(argv)
+    arguments = parse(argv)
     as_json = bool(getattr(arguments, "json", False))
     try:
         result, findings = commands.COMMANDS[arguments.command](arguments)
@@ -31,6 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _finish(arguments, result, findings, code, as_json)
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; paths may stand before, between and after the flags."""
+    parser = build()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
+        # argparse gives the first run of paths to CKPT and OUT; the last path of all is OUT.
+        paths = [*arguments.ckpt, *([arguments.out] if hasattr(arguments, "out") else []), *rest]
+        if hasattr(arguments, "out"):
+            arguments.out = paths.pop()
+        arguments.ckpt = paths
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
+
+
 def _finish(
     arguments: argparse.Namespace,
     result: commands.Result | None,
@@ -42,10 +57,14 @@ def _finish(
         if as_json:
             document: dict[str, Any] = {"command": arguments.command, "exit_code": code}
             document |= result.document if result else {}
+            if result and arguments.command != "explain":
+                document["not_proven"] = not_proven(findings)
             document["findings"] = [f.to_dict() for f in findings]
             render.print_json(document)
         elif result and result.text:
             print(result.text)
+            if arguments.command != "explain":
+                print(f"not proven: {not_proven(findings)}")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,6 +77,14 @@ def _finish(
             published = "; nothing was published" if arguments.command in ("merge", "convert") else ""
             print(f"fastshard: {what}{published}", file=sys.stderr)
     return code
+
+
+def not_proven(findings: list[Finding]) -> str:
+    """The one line that every result ends with."""
+    unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
+    if unprovable:
+        return f"{unprovable.message}; {unprovable.help}"
+    return "that the layout is right for the model: a hash cannot tell, logits can"
 
 
 def _interrupted(arguments: argparse.Namespace, as_json: bool) -> int:

@@ -61,7 +61,11 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         "--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped"
     )
     group.add_argument(
-        "--accept", action="append", default=[], metavar="WHAT", help="accept e.g. uncommitted"
+        "--accept",
+        action="append",
+        default=[],
+        choices=("uncommitted",),
+        help="accept what is not in order",
     )
 
 

@@ -35,9 +35,7 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
     helped: set[str] = set()
     order = {"error": 0, "warning": 1, "note": 2}
     for finding in sorted(findings, key=lambda f: order.get(f.severity, 3)):
-        if (finding.severity == "note" and not verbose and finding.code != "FS109") or (
-            quiet and finding.severity != "error"
-        ):
+        if (finding.severity == "note" and not verbose) or (quiet and finding.severity != "error"):
             continue
         shown[finding.code] = shown.get(finding.code, 0) + 1
         if shown[finding.code] > _SHOWN and not verbose:

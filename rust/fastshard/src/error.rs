@@ -129,14 +129,19 @@ pub fn printable(text: &str) -> String {
 }
 
 impl fmt::Display for Finding {
-    /// `<path>: <rank>: <tensor>: <what>: expected <x>, got <y>`, one line, control characters escaped.
+    /// `<path>: <tensor>: <what> (<rank>): expected <x>, got <y>`, one line, control characters escaped.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut line = String::new();
-        for part in [&self.file, &self.host, &self.rank, &self.tensor].into_iter().flatten() {
+        for part in [&self.file, &self.tensor].into_iter().flatten() {
             line.push_str(part);
             line.push_str(": ");
         }
         line.push_str(&self.message);
+        match (&self.rank, &self.host) {
+            (Some(rank), Some(host)) => line.push_str(&format!(" ({rank} on {host})")),
+            (Some(place), None) | (None, Some(place)) => line.push_str(&format!(" ({place})")),
+            (None, None) => {}
+        }
         match (&self.expected, &self.got) {
             (Some(x), Some(y)) => line.push_str(&format!(": expected {x}, got {y}")),
             (Some(x), None) => line.push_str(&format!(": expected {x}")),
