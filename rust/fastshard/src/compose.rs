@@ -49,6 +49,8 @@ pub struct Composed {
     pub outputs: Vec<(BTreeMap<String, u64>, Output)>,
     /// Regions that should be zero.
     pub pads: Vec<PadRegion>,
+    /// Stored tensors that repeat another one of the same rank, from another root: (first, copy).
+    pub copies: Vec<(u32, u32)>,
     /// Findings.
     pub findings: Vec<Finding>,
 }
@@ -79,6 +81,15 @@ struct Index<'a> {
     held: HashMap<(u32, u64), Vec<Held>>,
     /// Per key, the first that holds a part of it.
     first: HashMap<u32, Held>,
+}
+
+/// What outputs took of the source.
+#[derive(Default)]
+struct Ledger {
+    /// Elements taken per box.
+    used: HashMap<Held, u64>,
+    /// See [`Composed::copies`].
+    copies: Vec<(u32, u32)>,
 }
 
 const WHOLE: u64 = u64::MAX;
@@ -355,7 +366,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     }
 
     let index = Index::new(source, registry);
-    let mut used: HashMap<Held, u64> = HashMap::new();
+    let mut ledger = Ledger::default();
     let mut outputs = Vec::with_capacity(lowered.len());
     for (want, boxes) in &lowered {
         let entry = &table.entries[want.entry];
@@ -373,7 +384,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
                 .collect(),
             None => continue,
         };
-        let built = build(&index, target, table, entry, &extents, registry, &name, &shape, boxes, &mut used);
+        let built =
+            build(&index, target, table, entry, &extents, registry, &name, &shape, boxes, &mut ledger);
         match built {
             Ok((parts, dtype)) if keep => {
                 let output = finish(target, entry, &want.coords, name, shape, boxes, parts, dtype);
@@ -395,7 +407,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         let stored = &source.stored[instance.tensor as usize];
         for (b, held) in instance.boxes.iter().enumerate() {
             let whole = volume(&held.lo, &held.hi);
-            let taken = used.get(&(i as u32, b as u32)).copied().unwrap_or(0);
+            let taken = ledger.used.get(&(i as u32, b as u32)).copied().unwrap_or(0);
             if taken < whole && judge_leftovers {
                 let unit = &source.units[instance.unit as usize];
                 let mut finding = Finding::new(
@@ -413,7 +425,9 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             }
         }
     }
-    Composed { outputs, pads, findings }
+    ledger.copies.sort_unstable();
+    ledger.copies.dedup();
+    Composed { outputs, pads, copies: ledger.copies, findings }
 }
 
 fn pad_region(stored: u32, held: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {
@@ -515,7 +529,7 @@ fn build(
     name: &str,
     shape: &[u64],
     boxes: &[AtomBox],
-    used: &mut HashMap<Held, u64>,
+    ledger: &mut Ledger,
 ) -> Result<(Vec<Part>, Option<Dtype>), Vec<Finding>> {
     let source = index.source;
     let mut findings = Vec::new();
@@ -570,7 +584,7 @@ fn build(
                 continue;
             }
             for &h in &held {
-                *used.entry(h).or_default() += volume(&lo, &hi);
+                *ledger.used.entry(h).or_default() += volume(&lo, &hi);
                 let tensor = &source.stored[index.get(h).0.tensor as usize];
                 match &dtype {
                     None => dtype = Some((tensor.dtype, tensor.name.clone())),
@@ -587,10 +601,18 @@ fn build(
                     Some(_) => {}
                 }
             }
-            if let Some((a, b)) = stored_twice(source, &held) {
-                findings.push(twice(source, name, a, b));
+            // One piece per rank: the same rank's piece from another root is a copy, to be compared and
+            // not to be added; from the same root it is a mistake.
+            let (kept, again) = one_per_rank(source, &held);
+            if let Some((a, b)) = again.iter().find(|(a, b)| root_of(source, a.0) == root_of(source, b.0)) {
+                findings.push(twice(source, name, index.get(*a).0, index.get(*b).0));
                 continue;
             }
+            for (_, h) in &again {
+                *ledger.used.entry(*h).or_default() += volume(&lo, &hi);
+            }
+            ledger.copies.extend(again.iter().map(|(a, b)| (index.get(*a).0.tensor, index.get(*b).0.tensor)));
+            let held = kept;
             // Tied tensors are copies by declaration; only ranks drift.
             let ranks = held.iter().all(|&h| index.get(h).0.entry == first.entry);
             let combine = match &first.placement {
@@ -624,17 +646,26 @@ fn build(
     }
 }
 
-/// Two instances of one rule from the same rank and the same root: a name that two files hold.
-fn stored_twice<'a>(source: &Source<'a>, held: &[Held]) -> Option<(&'a Instance, &'a Instance)> {
-    let mut seen: HashMap<(u32, u32, &BTreeMap<String, u64>), &Instance> = HashMap::new();
-    for &(i, _) in held {
-        let instance = &source.resolved.instances[i as usize];
-        let unit = &source.units[instance.unit as usize];
-        if let Some(first) = seen.insert((instance.entry, unit.root, &unit.coords), instance) {
-            return Some((first, instance));
+fn root_of(source: &Source, instance: u32) -> u32 {
+    source.units[source.resolved.instances[instance as usize].unit as usize].root
+}
+
+/// The first piece of each rule and rank, and the others with the one they repeat.
+fn one_per_rank(source: &Source, held: &[Held]) -> (Vec<Held>, Vec<(Held, Held)>) {
+    let mut first: HashMap<(u32, &BTreeMap<String, u64>), Held> = HashMap::new();
+    let (mut kept, mut again) = (Vec::new(), Vec::new());
+    for &h in held {
+        let instance = &source.resolved.instances[h.0 as usize];
+        let key = (instance.entry, &source.units[instance.unit as usize].coords);
+        match first.entry(key) {
+            std::collections::hash_map::Entry::Occupied(slot) => again.push((*slot.get(), h)),
+            std::collections::hash_map::Entry::Vacant(slot) => {
+                slot.insert(h);
+                kept.push(h);
+            }
         }
     }
-    None
+    (kept, again)
 }
 
 fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {

@@ -292,6 +292,9 @@ pub struct Plan {
     pub files: Vec<OutFile>,
     /// Regions that should be zero.
     pub pads: Vec<PadRegion>,
+    /// Stored tensors that must repeat another one: (first, copy).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<(u32, u32)>,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
     /// Degree of each parallel dimension of the source.

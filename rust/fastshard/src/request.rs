@@ -290,6 +290,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         outputs,
         files,
         pads: composed.pads,
+        copies: composed.copies,
         texts: request.texts.clone(),
         topology: request.source.degrees.clone(),
         axes,

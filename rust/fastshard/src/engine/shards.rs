@@ -223,6 +223,28 @@ pub(super) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>>
     Ok(findings)
 }
 
+/// Pieces that two roots hold and that are not the same.
+pub(super) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
+    let mut reader = Reader::new(sources);
+    let mut findings = Vec::new();
+    for &(first, copy) in &plan.copies {
+        let (a, b) = (&plan.stored[first as usize], &plan.stored[copy as usize]);
+        let same = a.dtype == b.dtype && a.shape == b.shape && reader.equal(a, b)?;
+        if !same {
+            let file =
+                blobs_of(a).first().map_or_else(String::new, |b| plan.label(plan.blobs[*b as usize].file));
+            let finding =
+                Finding::new(codes::REPLICAS_DIFFER, format!("not what {file} holds of the same piece"))
+                    .expected("equal bytes", "other bytes")
+                    .help(
+                        "the two directories hold different steps or runs: give only parts of one checkpoint",
+                    );
+            findings.push(place(plan, copy, finding));
+        }
+    }
+    Ok(findings)
+}
+
 /// Replicas that were to be averaged but belong to another layer: closer to another layer's copies
 /// than to their own layer's.
 pub(super) fn swapped(plan: &Plan, sources: &Sources, findings: &[Finding]) -> Result<Vec<Finding>> {
