@@ -108,19 +108,14 @@ impl Archive {
                 .expected(directory.start, zip.central_directory_start())
                 .into());
         }
-        if zip.len() as u64 != directory.members {
+        if zip.len() != directory.names.len() {
             return Err(unsafe_zip(file, "distinct member names")
-                .expected(directory.members, zip.len())
+                .expected(directory.names.len(), zip.len())
                 .into());
         }
 
-        let mut names = Vec::with_capacity(zip.len());
-        for name in zip.file_names_raw() {
-            let name = std::str::from_utf8(name).ok().filter(|name| !name.contains('\0'));
-            names.push(name.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?.to_string());
-        }
         let mut members = Vec::with_capacity(zip.len());
-        for (index, name) in names.into_iter().enumerate() {
+        for (index, name) in directory.names.into_iter().enumerate() {
             let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, &name, e))?;
             let unsupported = |what: String| -> Error {
                 Finding::new(codes::UNSUPPORTED, format!("{name}: {what}")).file(file.path()).into()
@@ -167,7 +162,8 @@ impl Archive {
 struct Directory {
     /// Offset from the start of the archive.
     start: u64,
-    members: u64,
+    /// Names of the members in the order of the directory.
+    names: Vec<String>,
 }
 
 impl Directory {
@@ -242,28 +238,33 @@ impl Directory {
                 )
                 .into());
         }
-        let headers = count_headers(&file.read_vec(start + offset, len as usize)?);
-        if headers != Some(members) {
-            let got = headers.map_or("bytes that are no headers".into(), |n| format!("{n} headers"));
-            return Err(unsafe_zip(file, "content of the central directory")
-                .expected(format!("{members} headers"), got)
+        let directory = file.read_vec(start + offset, len as usize)?;
+        let names = names(&directory)
+            .ok_or_else(|| unsafe_zip(file, "the central directory holds bytes that are no headers"))?;
+        if names.len() as u64 != members {
+            return Err(unsafe_zip(file, "headers in the central directory")
+                .expected(members, names.len())
                 .into());
         }
-        Ok(Directory { start: offset, members })
+        let text =
+            |name: &[u8]| std::str::from_utf8(name).ok().filter(|n| !n.contains('\0')).map(str::to_string);
+        let names: Option<Vec<String>> = names.into_iter().map(text).collect();
+        let names = names.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?;
+        Ok(Directory { start: offset, names })
     }
 }
 
-/// Headers that fill a central directory exactly, `None` if something else does. Readers go by the
-/// number or by the size, so one that fits only one of them hides members from some.
-fn count_headers(mut directory: &[u8]) -> Option<u64> {
-    let mut count = 0;
+/// Names in the headers of a central directory, `None` if something else is in it. Readers go by the
+/// number of headers or by the size, so a directory that fits only one of them hides members.
+fn names(mut directory: &[u8]) -> Option<Vec<&[u8]>> {
+    let mut names = Vec::new();
     while !directory.is_empty() {
         let fixed = directory.get(..CENTRAL).filter(|header| header.starts_with(b"PK\x01\x02"))?;
-        let variable: usize = [28, 30, 32].iter().map(|&at| usize::from(u16_at(fixed, at))).sum();
-        directory = directory.get(CENTRAL + variable..)?;
-        count += 1;
+        let [name, extra, comment] = [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
+        names.push(directory.get(CENTRAL..CENTRAL + name)?);
+        directory = directory.get(CENTRAL + name + extra + comment..)?;
     }
-    Some(count)
+    Some(names)
 }
 
 /// Checks a member's local header against the central directory; returns the offset of its data.
