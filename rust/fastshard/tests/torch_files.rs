@@ -178,8 +178,9 @@ fn the_header_digest_covers_pickle_and_checksums() {
     let parsed = torch_zip::parse(&file).unwrap();
     let mut hasher = blake3::Hasher::new();
     let mut zip = zip::ZipArchive::new(std::io::Cursor::new(&mut bytes)).unwrap();
-    let mut names: Vec<String> =
-        zip.file_names_raw().map(|name| String::from_utf8(name.to_vec()).unwrap()).collect();
+    let mut names: Vec<String> = (0..zip.len())
+        .map(|i| String::from_utf8(zip.by_index(i).unwrap().name_raw().to_vec()).unwrap())
+        .collect();
     names.sort();
     let mut pkl = Vec::new();
     std::io::Read::read_to_end(&mut zip.by_name("root_tensor/data.pkl").unwrap(), &mut pkl).unwrap();
