@@ -372,7 +372,7 @@ fn zip_attacks_are_refused() {
     unsafe_zip(good_zip().patch(end + 8, &[1, 0]), &["disks"]);
     unsafe_zip(good_zip().patch(end + 12, &[1]), &["end of the central directory"]);
     unsafe_zip(good_zip().patch(end + 19, &[0x7f]), &["end of the central directory"]);
-    unsafe_zip(good_zip().patch(central[1] + 45, &[0x7f]), &["a/data/0 cannot be read"]);
+    unsafe_zip(good_zip().patch(central[1] + 45, &[0x7f]), &["cannot be read"]);
     unsafe_zip(good_zip().patch(central[1] + 42, &[0xff]), &["a/data/0"]);
     for size in [23u32, 25, u32::MAX - 1] {
         let size = size.to_le_bytes();
