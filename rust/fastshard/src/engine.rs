@@ -139,7 +139,7 @@ pub fn anonymous_memory() -> u64 {
 fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
     let item = output.dtype.size() as u64;
     let mut wanted = PLAIN_TILE;
-    for part in &output.parts {
+    for part in output.parts.iter().filter(|p| p.volume() > 0) {
         let stored = &plan.stored[part.sources[0] as usize];
         let strides = match &stored.pieces {
             Pieces::View { strides, .. } => strides.clone(),
