@@ -13,12 +13,6 @@ use fastshard::codes;
 use fastshard::engine;
 use proptest::prelude::*;
 
-/// Cases of a property; `FASTSHARD_CASES=10` runs ten times as many.
-fn cases(n: u32) -> u32 {
-    let factor: f64 = std::env::var("FASTSHARD_CASES").ok().and_then(|f| f.parse().ok()).unwrap_or(1.0);
-    (f64::from(n) * factor) as u32
-}
-
 fn dice() -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(any::<u32>(), 0..240)
 }

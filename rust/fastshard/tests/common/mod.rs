@@ -53,12 +53,24 @@ impl<'a> Dice<'a> {
     }
 }
 
+/// Cases of a property; `FASTSHARD_CASES=10` runs ten times as many.
+pub fn cases(n: u32) -> u32 {
+    let factor: f64 = std::env::var("FASTSHARD_CASES").ok().and_then(|f| f.parse().ok()).unwrap_or(1.0);
+    (f64::from(n) * factor) as u32
+}
+
 /// A number that looks random and is never the same for two inputs.
 pub fn mix(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z ^= z >> 27;
     z = z.wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
+}
+
+/// The bytes of an element, never the same for two seeds where the type is wide enough.
+pub fn element(seed: u64, dtype: Dtype) -> Vec<u8> {
+    let both = [mix(seed).to_le_bytes(), mix(!seed).to_le_bytes()].concat();
+    both[..dtype.size()].to_vec()
 }
 
 /// A tensor in memory.

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use fastshard::tensor::Dtype;
 
-use super::{mix, Dice, RankFile, Tensor};
+use super::{element, mix, Dice, RankFile, Tensor};
 
 pub type Extents = BTreeMap<String, u64>;
 
@@ -652,10 +652,6 @@ fn shard(dice: &mut Dice, world: &World, side: &mut Side) {
     }
 }
 
-fn element(seed: u64, dtype: Dtype) -> Vec<u8> {
-    mix(seed).to_le_bytes()[..dtype.size()].to_vec()
-}
-
 /// A small number in a float dtype, and its exact value.
 fn small(seed: u64, dtype: Dtype) -> (Vec<u8>, f32) {
     let value = match mix(seed) % 8 {
@@ -815,13 +811,7 @@ pub fn case(dice: &mut Dice) -> Case {
                 } else {
                     for _ in 0..n {
                         seed += 1;
-                        bytes.extend(if group.partial {
-                            small(seed, dtype).0
-                        } else if dtype == Dtype::C128 {
-                            [element(seed, Dtype::F64), element(seed << 32, Dtype::F64)].concat()
-                        } else {
-                            element(seed, dtype)
-                        });
+                        bytes.extend(if group.partial { small(seed, dtype).0 } else { element(seed, dtype) });
                     }
                 }
                 world.tensors.insert(key, Canonical { axes, dtype, bytes, terms });
