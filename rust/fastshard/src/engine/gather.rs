@@ -114,16 +114,23 @@ impl<'p> Sources<'p> {
     pub fn finish(&self, blob: u32, cuts: &[u64], buffer: &mut [u8]) -> Result<()> {
         let len = self.plan.blobs[blob as usize].len;
         let (file, base) = self.locate(blob)?;
-        for (mut lo, hi) in self.segments(blob).gaps(0, len) {
-            while lo < hi {
-                let cut = cuts.iter().copied().filter(|c| *c > lo).min().unwrap_or(hi);
-                let n = (hi.min(cut) - lo).min(buffer.len() as u64);
-                file.read_at(base + lo, &mut buffer[..n as usize])?;
-                self.note(blob, lo, &buffer[..n as usize]);
-                lo += n;
+        // Another worker that reads padding may note a part of a gap first, and the gap is then noted
+        // no more: what is left of it is a gap of the next round.
+        loop {
+            let gaps = self.segments(blob).gaps(0, len);
+            if gaps.is_empty() {
+                return Ok(());
+            }
+            for (mut lo, hi) in gaps {
+                while lo < hi {
+                    let cut = cuts.iter().copied().filter(|c| *c > lo).min().unwrap_or(hi);
+                    let n = (hi.min(cut) - lo).min(buffer.len() as u64);
+                    file.read_at(base + lo, &mut buffer[..n as usize])?;
+                    self.note(blob, lo, &buffer[..n as usize]);
+                    lo += n;
+                }
             }
         }
-        Ok(())
     }
 
     /// Reads the box `part` of `axes` of a stored tensor into `into`. `scratch` bounds what is read
