@@ -538,7 +538,8 @@ impl Run<'_> {
         let what = format!("{} elements differ by up to {:e}", drift.differing, drift.largest);
         let against =
             self.plan.stored[first as usize].rank.clone().unwrap_or_else(|| "the first copy".into());
-        if part.combine == Combine::Mean {
+        // What is no number cannot be averaged: its first copy was taken.
+        if part.combine == Combine::Mean && self.plan.stored[first as usize].dtype.is_float() {
             Finding::new(
                 codes::REPLICAS_AVERAGED,
                 format!("copies differ from {against}'s; averaged in float32"),
