@@ -583,6 +583,33 @@ fn build(
                 findings.push(twice(source, name, first, other.0));
                 continue;
             }
+            // Two spellings of one name on one rank are no replicas.
+            let mut pairs = held.windows(2).map(|w| (index.get(w[0]), index.get(w[1])));
+            if let Some(((a, _), (b, _))) =
+                pairs.find(|((a, x), (b, y))| a.unit == b.unit && x.atom.key == y.atom.key)
+            {
+                findings.push(twice(source, name, a, b));
+                continue;
+            }
+            if let Placement::Sum(dimension) = &first.placement {
+                let rank = |h: Held| source.units[index.get(h).0.unit as usize].coords.get(dimension);
+                let numbers = source.stored[first.tensor as usize].dtype.is_float();
+                if !numbers
+                    || held.iter().enumerate().any(|(n, &h)| held[..n].iter().any(|&o| rank(o) == rank(h)))
+                {
+                    let stored = &source.stored[first.tensor as usize];
+                    findings.push(
+                        Finding::new(
+                            codes::UNSUPPORTED,
+                            format!("a sum over {dimension} of integers, or with copies over another dimension"),
+                        )
+                        .file(&source.units[first.unit as usize].file)
+                        .tensor(&stored.name)
+                        .help("each rank's term would count more than once; describe the tensor otherwise in a layout of your own"),
+                    );
+                    continue;
+                }
+            }
             for &h in &held {
                 *ledger.used.entry(h).or_default() += volume(&lo, &hi);
                 let tensor = &source.stored[index.get(h).0.tensor as usize];
