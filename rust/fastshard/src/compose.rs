@@ -583,6 +583,18 @@ fn build(
                 findings.push(twice(source, name, first, other.0));
                 continue;
             }
+            // One piece per rank: the same rank's piece from another root is a copy, to be compared and
+            // not to be added; from the same root it is a mistake.
+            let (kept, again) = one_per_rank(source, &held);
+            if let Some((a, b)) = again.iter().find(|(a, b)| root_of(source, a.0) == root_of(source, b.0)) {
+                findings.push(twice(source, name, index.get(*a).0, index.get(*b).0));
+                continue;
+            }
+            for (_, h) in &again {
+                *ledger.used.entry(*h).or_default() += volume(&lo, &hi);
+            }
+            ledger.copies.extend(again.iter().map(|(a, b)| (index.get(*a).0.tensor, index.get(*b).0.tensor)));
+            let held = kept;
             // Two spellings of one name on one rank are no replicas.
             let mut pairs = held.windows(2).map(|w| (index.get(w[0]), index.get(w[1])));
             if let Some(((a, _), (b, _))) =
@@ -628,18 +640,6 @@ fn build(
                     Some(_) => {}
                 }
             }
-            // One piece per rank: the same rank's piece from another root is a copy, to be compared and
-            // not to be added; from the same root it is a mistake.
-            let (kept, again) = one_per_rank(source, &held);
-            if let Some((a, b)) = again.iter().find(|(a, b)| root_of(source, a.0) == root_of(source, b.0)) {
-                findings.push(twice(source, name, index.get(*a).0, index.get(*b).0));
-                continue;
-            }
-            for (_, h) in &again {
-                *ledger.used.entry(*h).or_default() += volume(&lo, &hi);
-            }
-            ledger.copies.extend(again.iter().map(|(a, b)| (index.get(*a).0.tensor, index.get(*b).0.tensor)));
-            let held = kept;
             // Tied tensors are copies by declaration; only ranks drift.
             let ranks = held.iter().all(|&h| index.get(h).0.entry == first.entry);
             let combine = match &first.placement {
