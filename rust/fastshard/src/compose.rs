@@ -4,7 +4,7 @@
 //! proven that every element of every output comes from exactly one place, and that every stored
 //! tensor goes somewhere.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
 use crate::codes;
@@ -72,6 +72,9 @@ pub struct Source<'a> {
 /// (instance, box) of a source.
 type Held = (u32, u32);
 
+/// Per box of the source, which parts of it are taken; ranks of the target may take the same one.
+type Used = HashMap<Held, BTreeSet<(Vec<u64>, Vec<u64>)>>;
+
 struct Index<'a> {
     source: &'a Source<'a>,
     /// canonical tensor -> tied owner
@@ -86,8 +89,8 @@ struct Index<'a> {
 /// What outputs took of the source.
 #[derive(Default)]
 struct Ledger {
-    /// Elements taken per box.
-    used: HashMap<Held, u64>,
+    /// Parts taken per box.
+    used: Used,
     /// See [`Composed::copies`].
     copies: Vec<(u32, u32)>,
 }
@@ -407,7 +410,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         let stored = &source.stored[instance.tensor as usize];
         for (b, held) in instance.boxes.iter().enumerate() {
             let whole = volume(&held.lo, &held.hi);
-            let taken = ledger.used.get(&(i as u32, b as u32)).copied().unwrap_or(0);
+            let parts = ledger.used.get(&(i as u32, b as u32));
+            let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
             if taken < whole && judge_leftovers {
                 let unit = &source.units[instance.unit as usize];
                 let mut finding = Finding::new(
@@ -591,7 +595,7 @@ fn build(
                 continue;
             }
             for (_, h) in &again {
-                *ledger.used.entry(*h).or_default() += volume(&lo, &hi);
+                ledger.used.entry(*h).or_default().insert((lo.clone(), hi.clone()));
             }
             ledger.copies.extend(again.iter().map(|(a, b)| (index.get(*a).0.tensor, index.get(*b).0.tensor)));
             let held = kept;
@@ -623,7 +627,7 @@ fn build(
                 }
             }
             for &h in &held {
-                *ledger.used.entry(h).or_default() += volume(&lo, &hi);
+                ledger.used.entry(h).or_default().insert((lo.clone(), hi.clone()));
                 let tensor = &source.stored[index.get(h).0.tensor as usize];
                 match &dtype {
                     None => dtype = Some((tensor.dtype, tensor.name.clone())),
