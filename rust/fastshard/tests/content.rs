@@ -457,6 +457,47 @@ fn unknown_and_contradictory_things_are_found() {
     outcome.expect(codes::NOT_DIVISIBLE, Severity::Error);
 }
 
+/// What several ranks of the target take alike is taken once, and leaves the rest without a place.
+#[test]
+fn layers_beyond_the_target_are_found_at_any_degree() {
+    let stacked = "layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = \"norms\"\nshape = \"[L, H]\"\n";
+    let single = "layout = \"b\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n[[tensor]]\nname = \"norm.{L}\"\nshape = \"[H]\"\nas = \"norms\"\n";
+    let files = vec![RankFile { tensors: vec![Tensor::painted("norms", &[4, 8], 1)], ..RankFile::default() }];
+    for tp in [1, 2, 4] {
+        let outcome = merge(
+            &files,
+            json!({
+                "source": {"layout": stacked, "units": units(&files)},
+                "target": {"name": "to", "layout": single, "degrees": {"tp": tp}, "axes": {"L": 2}},
+                "max_shard_size": 1u64 << 40,
+            }),
+        );
+        outcome.expect(codes::UNKNOWN_TENSOR, Severity::Error);
+    }
+}
+
+/// A rank beyond the degree would hold nothing of a divided tensor, and vanish.
+#[test]
+fn ranks_beyond_the_degree_are_refused() {
+    let table =
+        "layout = \"a\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n[[tensor]]\nname = \"w\"\nshape = \"[F]\"\n";
+    let rank = |r: u64| RankFile {
+        coords: [("tp".to_string(), r)].into(),
+        tensors: vec![Tensor::painted("w", &[16], r)],
+        ..RankFile::default()
+    };
+    for (ranks, degree) in [(2, 1), (4, 2), (3, 2)] {
+        let files: Vec<RankFile> = (0..ranks).map(rank).collect();
+        for degrees in [json!({"tp": degree}), json!({})] {
+            let asked = json!({
+                "source": {"layout": table, "units": units(&files), "degrees": degrees},
+                "max_shard_size": 1u64 << 40,
+            });
+            merge(&files, asked).expect(codes::RANKS_DISAGREE, Severity::Error);
+        }
+    }
+}
+
 #[test]
 fn a_bias_of_unknown_kind_is_not_guessed() {
     let mut files = ranks(2, H);

@@ -352,6 +352,25 @@ pub fn resolve(
         finding
     };
 
+    // A rank beyond the degree would lie outside every divided tensor.
+    for unit in units {
+        for (dimension, &rank) in &unit.coords {
+            let degree = outside.known.degree(dimension);
+            let counts = outside.known.degrees.contains_key(dimension)
+                || table.shards.values().any(|map| map.get(dimension).is_some_and(|axes| !axes.is_empty()));
+            if counts && rank >= degree {
+                let mut finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
+                    .file(&unit.file)
+                    .expected(format!("below the degree of {degree}"), rank)
+                    .help(
+                        "the file is a leftover of a run at a larger degree, or the degree is stated wrongly",
+                    );
+                finding.rank = unit.rank.clone();
+                findings.push(finding);
+            }
+        }
+    }
+
     // 1. names -> rules
     let mut literals: HashMap<String, usize> = table
         .entries
