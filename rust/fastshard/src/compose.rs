@@ -665,6 +665,17 @@ fn build(
             }
             let (axes, dst_base, src_base) = make_part(shape, want, first_box, &lo, &hi);
             let ops = value_ops(source.table, rule, &source.resolved.extents, table, entry, extents);
+            let stored = &source.stored[first.tensor as usize];
+            if !ops.is_empty() && !stored.dtype.is_float() {
+                findings.push(
+                    Finding::new(codes::UNSUPPORTED, "values that the layouts scale or add to must be floats")
+                        .file(&source.units[first.unit as usize].file)
+                        .tensor(&stored.name)
+                        .expected("F16, BF16, F32 or F64", stored.dtype)
+                        .help("the tensor is quantised or of another model; describe it without scale and add"),
+                );
+                continue;
+            }
             let sources: Vec<u32> = held.iter().map(|&h| index.get(h).0.tensor).collect();
             parts.push(Part { axes, dst_base, src_base, sources, combine, ops });
         }

@@ -161,6 +161,12 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             .into());
         }
     }
+    if let Some(dtype) = request.dtype.filter(|d| !d.is_float()) {
+        return Err(Finding::new(codes::BAD_VALUE, "element type of the result")
+            .expected("F16, BF16, F32 or F64", dtype)
+            .help("choose one of these with --dtype")
+            .into());
+    }
     let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);
     let wanted = |name: &str| {
         (include.is_empty() || include.iter().any(|p| p.matches(name)))
