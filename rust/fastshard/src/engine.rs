@@ -57,6 +57,8 @@ pub struct TileDone {
     pub size: u64,
     /// Its chaining value.
     pub value: ChainingValue,
+    /// NaN or infinite elements in it.
+    pub non_finite: u64,
 }
 
 /// A sink that keeps nothing: for verifying.
@@ -342,8 +344,9 @@ impl Run<'_> {
             let comparable = self.tiles[*output as usize] == tile.size
                 && self.plan.outputs[*output as usize].parts.iter().all(|p| p.sources.len() == 1);
             let mut progress = lock(slot);
-            if let (true, Some(value)) = (comparable, progress.values.get_mut(tile.index as usize)) {
+            if let (true, Some(value @ None)) = (comparable, progress.values.get_mut(tile.index as usize)) {
                 *value = Some(tile.value);
+                progress.non_finite += tile.non_finite;
             }
         }
     }
@@ -391,7 +394,7 @@ impl Run<'_> {
             let value = hash::tile_value(bytes, tile, size, total);
             let non_finite = kernel::count_non_finite(output.dtype, bytes);
             self.sink.write(index, start, bytes)?;
-            self.sink.done(index, &TileDone { index: tile, size, value })?;
+            self.sink.done(index, &TileDone { index: tile, size, value, non_finite })?;
             let mut progress = lock(&self.outputs[index]);
             progress.values[tile as usize] = Some(value);
             progress.non_finite += non_finite;

@@ -55,6 +55,7 @@ fn record(output: usize, tile: &TileDone) -> Vec<u8> {
     bytes.extend(tile.index.to_le_bytes());
     bytes.extend(tile.size.to_le_bytes());
     bytes.extend(tile.value);
+    bytes.extend(tile.non_finite.to_le_bytes());
     bytes
 }
 
@@ -62,7 +63,9 @@ fn parse_record(bytes: &[u8]) -> Option<(u32, TileDone)> {
     let output = u32::from_le_bytes(bytes.get(..4)?.try_into().ok()?);
     let index = u64::from_le_bytes(bytes.get(4..12)?.try_into().ok()?);
     let size = u64::from_le_bytes(bytes.get(12..20)?.try_into().ok()?);
-    Some((output, TileDone { index, size, value: bytes.get(20..)?.try_into().ok()? }))
+    let value = bytes.get(20..52)?.try_into().ok()?;
+    let non_finite = u64::from_le_bytes(bytes.get(52..)?.try_into().ok()?);
+    Some((output, TileDone { index, size, value, non_finite }))
 }
 
 impl StagedSink<'_> {
