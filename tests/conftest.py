@@ -1,0 +1,41 @@
+"""Options and parametrisation: the committed fixtures, or all those of `--fixtures-dir DIR`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import FIXTURES
+
+#: Cases of `broken/` that name a checkpoint this version reads.
+BROKEN = ("neox_", "tp4_", "hf_embed_is_rank0_slice", "latest_points_nowhere")
+#: fixture argument -> (folder, prefix of the names)
+KINDS = {"neox": ("gpt_neox", "neox_"), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fixtures-dir", type=Path, metavar="DIR", help="run the checks over all fixtures of this folder, broken/ too"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # These cases exist only there; the default run builds its damaged checkpoints itself.
+    if collection_path.name == "test_broken_fixtures.py" and config.getoption("--fixtures-dir") is None:
+        return True
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    root: Path = metafunc.config.getoption("--fixtures-dir") or FIXTURES
+    for kind, (folder, prefix) in KINDS.items():
+        if f"{kind}_fixture" in metafunc.fixturenames:
+            found = sorted(p for p in (root / folder).glob(f"{prefix}*") if (p / "expected.json").is_file())
+            assert found, f"no {prefix}* in {root / folder}: these tests would show nothing"
+            metafunc.parametrize(f"{kind}_fixture", found, ids=[p.name for p in found])
+    if "broken_case" in metafunc.fixturenames:
+        index = json.loads((root / "broken/index.json").read_text())
+        cases = [case | {"path": root / "broken" / case["name"]} for case in index if case["name"].startswith(BROKEN)]
+        assert cases
+        metafunc.parametrize("broken_case", cases, ids=[case["name"] for case in cases])
