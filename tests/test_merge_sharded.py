@@ -1,0 +1,130 @@
+"""Per-rank safetensors and Hugging Face shards: every tensor of a merge has the hash that it must have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FIXTURES, HF, TP4, cli, copy, edit_safetensors, read_result, sha256
+
+NAMES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+
+
+def assert_expected(out: Path, fixture: Path) -> None:
+    have = read_result(out)
+    want = json.loads((fixture / "expected.json").read_text())["tensors"]
+    assert set(have) == set(want)
+    for name, entry in want.items():
+        tensor = have[name]
+        assert (list(tensor.shape), tensor.dtype) == (entry["shape"], NAMES[entry["dtype"]]), name
+        assert sha256(tensor) == entry["sha256"], name
+
+
+def test_ranks_are_merged(tp4_fixture: Path, tmp_path: Path) -> None:
+    assert cli("merge", tp4_fixture, tmp_path / "out").code == 0
+    assert_expected(tmp_path / "out", tp4_fixture)
+
+
+def test_ranks_are_merged_by_config_alone(tp4_fixture: Path, tmp_path: Path) -> None:
+    root = copy(tp4_fixture, tmp_path / "ckpt")
+    (root / "layout.json").unlink()
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert_expected(tmp_path / "out", tp4_fixture)
+
+
+def test_ranks_are_merged_by_layout_json_alone(tp4_fixture: Path, tmp_path: Path) -> None:
+    root = copy(tp4_fixture, tmp_path / "ckpt")
+    (root / "config.json").unlink()
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert_expected(tmp_path / "out", tp4_fixture)
+
+
+def test_without_layout_and_config_nothing_is_guessed(tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+    (root / "config.json").unlink()
+    (root / "layout.json").unlink()
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 3
+    assert ran.having("FS106")
+    assert not (tmp_path / "out").exists()
+
+
+def test_node_local_directories_are_one_checkpoint(tmp_path: Path) -> None:
+    nodes = []
+    for node in range(2):
+        root = copy(TP4, tmp_path / f"node{node}")
+        for rank in range(4):
+            if rank // 2 != node:
+                (root / f"tp_rank_{rank:02d}.safetensors").unlink()
+        nodes.append(root)
+    assert cli("merge", *nodes, tmp_path / "out").code == 0
+    assert_expected(tmp_path / "out", TP4)
+
+
+def test_hf_shards_are_merged(hf_fixture: Path, tmp_path: Path) -> None:
+    assert cli("merge", hf_fixture, tmp_path / "out").code == 0
+    assert_expected(tmp_path / "out", hf_fixture)
+
+
+def test_hf_shards_are_resharded(hf_fixture: Path, tmp_path: Path) -> None:
+    assert cli("convert", hf_fixture, tmp_path / "out", "--to", "hf", "--max-shard-size", "100KB").code == 0
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    assert [f.name for f in files] == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert_expected(tmp_path / "out", hf_fixture)
+
+
+def test_config_and_generation_files_go_along(tmp_path: Path) -> None:
+    root = copy(HF, tmp_path / "ckpt")
+    (root / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert cli("convert", root, tmp_path / "out", "--to", "hf").code == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (HF / "generation_config.json").read_bytes()
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
+
+
+def test_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok/tokenizer.json").write_text("{}")
+    neox = FIXTURES / "gpt_neox/neox_pp_tp2"
+    assert cli("convert", neox, tmp_path / "out", "--to", "hf", "--tokenizer", tmp_path / "tok").code == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+
+def test_include_and_exclude_narrow_the_result(tmp_path: Path) -> None:
+    options = ("--include", "*.layers.0.*", "--exclude", "*mlp*")
+    assert cli("merge", HF, tmp_path / "out", *options).code == 0
+    names = set(read_result(tmp_path / "out"))
+    every = json.loads((HF / "expected.json").read_text())["tensors"]
+    assert names == {n for n in every if ".layers.0." in n and "mlp" not in n}
+    assert names
+
+
+def test_pad_rows_that_are_not_zero_are_dropped_and_said(tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][-6:] = 0.5
+
+    edit_safetensors(root / "tp_rank_03.safetensors", fill)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0
+    assert ran.having("FS307", tensor="model.embed_tokens.weight")
+    assert_expected(tmp_path / "out", TP4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_said(value: float, tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 7] = value
+
+    edit_safetensors(root / "tp_rank_02.safetensors", spoil)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code in (0, 1)
+    assert ran.having("FS306", tensor="model.layers.0.mlp.up_proj.weight")
