@@ -143,7 +143,8 @@ impl<'a, 'p> Reader<'a, 'p> {
 /// Shards of one tensor on two ranks that hold the same bytes.
 ///
 /// Equality that is the same over all ranks and layers of a rule can be meant and warns; equality of
-/// some ranks or layers only, or of everything that two ranks hold, is a file copied over another.
+/// some ranks or layers only, of a tensor that no layer repeats (an embedding), or of everything that
+/// two ranks hold, is a file copied over another.
 pub(super) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     let mut reader = Reader::new(sources);
     // (rule, index) -> shards
@@ -162,7 +163,9 @@ pub(super) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>>
     // rule -> pairs seen equal and not
     let mut rules: HashMap<u32, (u64, u64)> = HashMap::new();
     let mut equal: Vec<(u32, u32)> = Vec::new();
+    let mut repeats: HashMap<u32, u64> = HashMap::new();
     for ((rule, _), shards) in &groups {
+        *repeats.entry(*rule).or_default() += 1;
         let sums: Vec<Option<u32>> = shards.iter().map(|&s| crc(s)).collect();
         for a in 0..shards.len() {
             for b in a + 1..shards.len() {
@@ -195,7 +198,7 @@ pub(super) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>>
     for (a, b) in equal {
         let (x, y) = (&plan.stored[a as usize], &plan.stored[b as usize]);
         let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
-        let symmetric = rules[&x.rule].1 == 0;
+        let symmetric = rules[&x.rule].1 == 0 && repeats[&x.rule] > 1;
         let whole_rank = pairs[&(r.min(s), r.max(s))].1 == 0;
         let bad = !symmetric || whole_rank;
         let file = |t: &StoredTensor| blobs_of(t).first().map_or(0, |b| plan.blobs[*b as usize].file);
