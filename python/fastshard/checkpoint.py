@@ -13,7 +13,7 @@ from . import _core, adapters
 from .adapters.base import Options, Source
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding
-from .planning import Plan, default_threads, make_plan
+from .planning import Opened, Plan, default_threads, make_plan
 from .tensor import Tensor
 
 __all__ = ["Checkpoint", "open"]
@@ -78,7 +78,7 @@ def open(
         source.pass_unknown = False
     findings += source.findings
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
-    return Checkpoint(listing, source, catalog, findings, readable)
+    return Checkpoint(listing, Opened(source, catalog, findings), readable)
 
 
 def _positive(value: int | None, name: str) -> int | None:
@@ -167,40 +167,32 @@ class Checkpoint(Mapping[str, "Tensor"]):
     for its values. ``findings`` tells what is wrong; reading a tensor that is not whole raises.
     """
 
-    def __init__(
-        self,
-        listing: Listing,
-        source: Source,
-        catalog: _core.Catalog,
-        findings: list[Finding],
-        files: list[Any],
-    ) -> None:
+    def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
         self._listing = listing
-        self._source = source
-        self._catalog = catalog
-        self._opening = findings
+        #: What planning needs of the checkpoint.
+        self.opened = opened
         self._files = files
         self._merged: Plan | None = None
 
     @property
     def framework(self) -> str:
         """Framework that wrote the checkpoint."""
-        return self._source.framework
+        return self.opened.source.framework
 
     @property
     def family(self) -> str | None:
         """Model family, if it is known."""
-        return self._source.family
+        return self.opened.source.family
 
     @property
     def step(self) -> str | None:
         """Name of the step, if steps are named."""
-        return self._source.step
+        return self.opened.source.step
 
     @property
     def topology(self) -> dict[str, int]:
         """Parallel degrees, e.g. ``{"tp": 2}``."""
-        return dict(self._source.degrees)
+        return dict(self.opened.source.degrees)
 
     @property
     def roots(self) -> list[Path]:
@@ -214,7 +206,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def metadata(self) -> dict[str, Any]:
         """Values of the checkpoint that are not tensors (iteration, arguments)."""
-        return dict(self._source.values)
+        return dict(self.opened.source.values)
 
     @property
     def findings(self) -> list[Finding]:
@@ -224,7 +216,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def _plan(self) -> Plan:
         if self._merged is None:
-            self._merged = make_plan(self)
+            self._merged = make_plan(self.opened)
         return self._merged
 
     def __getitem__(self, name: str) -> Tensor:

@@ -66,7 +66,7 @@ def plan(
     """
     checkpoint = _opened(source, **opening)
     return make_plan(
-        checkpoint, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
+        checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
         max_shard_size=max_shard_size, tp=tp, pp=pp,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def convert(
         options.setdefault("config", expected.config)
     checkpoint = _opened(source, **options) if options else _opened(source)
     run = run_options(memory, threads)
-    made = make_plan(checkpoint, to, **planning)
+    made = make_plan(checkpoint.opened, to, **planning)
     raise_errors(made.findings)
     with Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))

@@ -91,7 +91,7 @@ class Expected:
         have = {file["path"] for file in checkpoint.files}
         try:
             if named & have or not named:
-                return _findings(checkpoint._catalog.against(str(path), json.dumps(run), progress))
+                return _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
             # A manifest of another layout of the same model: its tensors are the ones to come out.
             return against_result(path, plan, run, progress)
         except _core.CoreError as error:

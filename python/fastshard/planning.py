@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _core, layouts
 from .adapters import hf_target
 from .adapters.base import Source
 from .errors import FastshardError, Finding, from_core
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
 TARGETS = ("hf",)
@@ -53,6 +50,15 @@ def parse_size(text: str | int, name: str = "size") -> int:
     if size < 1:
         raise FastshardError.of("FS515", f"{name}", expected="more than 0 bytes", got=repr(text))
     return int(size)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint as planning sees it: declaration, files, and what was found on opening."""
+
+    source: Source
+    catalog: _core.Catalog
+    findings: list[Finding]
 
 
 class Plan:
@@ -100,7 +106,7 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint,
+    opened: Opened,
     to: str | None = None,
     *,
     vocab_size: int | None = None,
@@ -129,14 +135,14 @@ def make_plan(
         raise FastshardError.of(
             "FS514", "this version writes whole tensors only", expected="tp 1, pp 1", got=f"tp {tp}, pp {pp}"
         )
-    source = checkpoint._source
+    source = opened.source
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise FastshardError.of(
                 "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size)
             )
         axes = {k: v for k, v in source.axes.items() if k != "V"}
-        source = dataclasses.replace(source, vocab_size=vocab_size, axes=axes)
+        source = replace(source, vocab_size=vocab_size, axes=axes)
     if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     request: dict[str, Any] = {
@@ -147,13 +153,13 @@ def make_plan(
         "exclude": list(exclude),
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
-    findings = list(checkpoint._opening)
+    findings = list(opened.findings)
     if to == "hf":
         layout, facts = hf_target.facts_of(source)
         request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
-    core = _plan(checkpoint._catalog, request)
+    core = _plan(opened.catalog, request)
     planned = [Finding.from_dict(f) for f in json.loads(core.findings())]
     if broken:
         planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207")]
@@ -173,7 +179,7 @@ def make_plan(
         config, assumed = hf_target.config_json(source, summary["axes"], main)
         findings += assumed
         request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
-        core = _plan(checkpoint._catalog, request)
+        core = _plan(opened.catalog, request)
     return Plan(core, findings, source, to or "merge")
 
 

@@ -61,7 +61,7 @@ def verify(
     if expected.config is not None:
         opening.setdefault("config", expected.config)
     checkpoint = _opened(source, **opening)
-    plan = make_plan(checkpoint)
+    plan = make_plan(checkpoint.opened)
     findings = list(plan.findings)
     run = {**run_options(memory, threads), "subset": subset}
     path = expected.manifest or beside(checkpoint)
@@ -73,7 +73,7 @@ def verify(
             if path is not None and (
                 _files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs
             ):
-                text = checkpoint._catalog.against(str(path), json.dumps(run), bar.phase("hashing"))
+                text = checkpoint.opened.catalog.against(str(path), json.dumps(run), bar.phase("hashing"))
                 findings += [Finding.from_dict(f) for f in json.loads(text)]
             elif path is not None:
                 findings += against_result(path, plan, run, bar.phase("hashing"))
@@ -114,14 +114,14 @@ def manifest(
         FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing).
     """
     checkpoint = _opened(source, **opening)
-    plan = make_plan(checkpoint)
+    plan = make_plan(checkpoint.opened)
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
             options = json.dumps(run_options(memory, threads))
             checked = json.loads(plan.core.check(options, bar.phase("verifying")))
             raise_errors([Finding.from_dict(f) for f in checked["findings"]])
-            outcome = json.loads(checkpoint._catalog.inventory(options, bar.phase("hashing")))
+            outcome = json.loads(checkpoint.opened.catalog.inventory(options, bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
     path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
@@ -190,9 +190,9 @@ def diff(
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
     """
     one, two = _opened(a, **opening), _opened(b, **opening)
-    plans = [make_plan(one), make_plan(two)]
+    plans = [make_plan(one.opened), make_plan(two.opened)]
     if not set(plans[0].index) & set(plans[1].index):
-        plans = [make_plan(one, "hf"), make_plan(two, "hf")]
+        plans = [make_plan(one.opened, "hf"), make_plan(two.opened, "hf")]
     for plan in plans:
         raise_errors(plan.findings)
     hashes = []

@@ -69,7 +69,7 @@ def _shape(a: argparse.Namespace) -> dict[str, Any]:
 def inspect(a: argparse.Namespace) -> Outcome:
     """Header-only description."""
     checkpoint = _open(a)
-    plan = make_plan(checkpoint)
+    plan = make_plan(checkpoint.opened)
     summary = plan.summary
     document = {
         "framework": checkpoint.framework,
@@ -126,7 +126,7 @@ def _verdict(plan: Plan) -> str:
 def plan(a: argparse.Namespace) -> Outcome:
     """What would be written."""
     checkpoint = _open(a)
-    made = make_plan(checkpoint, a.to, tp=a.tp, pp=a.pp, **_shape(a))
+    made = make_plan(checkpoint.opened, a.to, tp=a.tp, pp=a.pp, **_shape(a))
     summary = made.summary
     memory = run_options(a.memory, a.threads)["memory"]
     free = shutil.disk_usage(os.curdir).free
