@@ -1,0 +1,329 @@
+//! Builds one output: which pieces make it, and the proof that each element comes from one place.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::index::{first_overlap, intersect, one_per_rank, volume, Held, Index, Ledger};
+use super::wanted::Wanted;
+use super::{Replicas, Source, Target};
+use crate::codes;
+use crate::error::Finding;
+use crate::layout::expr::Extents;
+use crate::layout::resolve::{AtomBox, Instance, Placement, Registry};
+use crate::layout::table::{Entry, Table};
+use crate::plan::{Combine, Fill, Op, Output, PadRegion, Part, PartAxis};
+use crate::tensor::{c_strides, Dtype};
+
+/// Parts of an output axis by axis; axes of extent 1 only move the bases.
+fn make_part(
+    shape: &[u64],
+    want: &AtomBox,
+    have: &AtomBox,
+    lo: &[u64],
+    hi: &[u64],
+) -> (Vec<PartAxis>, u64, Vec<u64>) {
+    let strides = c_strides(shape);
+    let mut dst_base: u64 = want.atom.base.iter().zip(&strides).map(|(b, s)| b * s).sum();
+    let mut src_base = have.atom.base.clone();
+    let mut axes = Vec::new();
+    for k in 0..lo.len() {
+        let n = hi[k] - lo[k];
+        let dst = want.atom.places[k].map_or(0, |p| p.stride * strides[p.dim]);
+        dst_base += (lo[k] - want.lo[k]) * dst;
+        if let Some(place) = have.atom.places[k] {
+            src_base[place.dim] += (lo[k] - have.lo[k]) * place.stride;
+            if n > 1 {
+                axes.push(PartAxis { n, dst, dim: place.dim as u32, step: place.stride });
+            }
+        }
+    }
+    axes.sort_by_key(|a| std::cmp::Reverse(a.dst));
+    (axes, dst_base, src_base)
+}
+
+fn value_ops(
+    source: &Table,
+    from: &Entry,
+    from_extents: &Extents,
+    target: &Table,
+    to: &Entry,
+    to_extents: &Extents,
+) -> Vec<Op> {
+    let factor = |table: &Table, entry: &Entry, extents: &Extents| {
+        entry.scale.as_ref().and_then(|s| s.value(&table.derived, extents)).unwrap_or(1.0)
+    };
+    let (undo, redo) = (factor(source, from, from_extents), factor(target, to, to_extents));
+    let mut ops = Vec::new();
+    if undo == redo && from.add == to.add {
+        return ops;
+    }
+    if undo == redo && undo == 1.0 {
+        ops.push(Op::Add((to.add - from.add) as f32));
+        return ops;
+    }
+    if from.add != 0.0 {
+        ops.push(Op::Add(-from.add as f32));
+    }
+    if undo != redo {
+        ops.push(Op::Scale((redo / undo) as f32));
+    }
+    if to.add != 0.0 {
+        ops.push(Op::Add(to.add as f32));
+    }
+    ops
+}
+
+/// Builds outputs one after another and keeps account of what they take.
+pub(super) struct Builder<'a> {
+    pub(super) index: Index<'a>,
+    pub(super) target: &'a Target<'a>,
+    /// The target's table (the source's own when merging).
+    pub(super) table: &'a Table,
+    /// The target's extents.
+    pub(super) extents: &'a Extents,
+    pub(super) registry: &'a Registry,
+    pub(super) ledger: Ledger,
+}
+
+/// An output under construction.
+struct Making<'b> {
+    name: &'b str,
+    entry: &'b Entry,
+    shape: &'b [u64],
+    parts: Vec<Part>,
+    /// dtype, and the stored tensor that it was seen on first
+    dtype: Option<(Dtype, String)>,
+    findings: Vec<Finding>,
+}
+
+impl<'a> Builder<'a> {
+    /// The output that `want` calls for, made of the source's boxes.
+    pub(super) fn output(
+        &mut self,
+        want: &Wanted,
+        name: String,
+        shape: Vec<u64>,
+        boxes: &[AtomBox],
+    ) -> Result<Output, Vec<Finding>> {
+        let entry = &self.table.entries[want.entry];
+        let mut making = Making {
+            name: &name,
+            entry,
+            shape: &shape,
+            parts: Vec::new(),
+            dtype: None,
+            findings: Vec::new(),
+        };
+        for part in boxes {
+            self.cover(part, &mut making);
+        }
+        let Making { mut parts, dtype, findings, .. } = making;
+        if !findings.is_empty() {
+            return Err(findings);
+        }
+        parts.sort_by_key(|p| p.dst_base);
+        let stored = dtype.map_or(Dtype::F32, |(d, _)| d);
+        let dtype = self.target.dtype.filter(|_| stored.is_float()).unwrap_or(stored);
+        let mut fill = if boxes.iter().any(|b| b.pad.is_some()) { Fill::Zero } else { Fill::None };
+        // The inverse of a sum: the value on rank 0, the neutral term elsewhere.
+        if let Some(dimension) = &entry.partial {
+            if want.coords.get(dimension).is_some_and(|r| *r > 0) {
+                parts.clear();
+                fill = Fill::NegativeZero;
+            }
+        }
+        Ok(Output { name, dtype, shape, parts, fill, file: 0, offset: 0 })
+    }
+
+    /// Finds what covers one wanted box, each element once.
+    fn cover(&mut self, want: &AtomBox, making: &mut Making) {
+        let source = self.index.source;
+        let needed = volume(&want.lo, &want.hi);
+        if needed == 0 {
+            // A rank that holds only padding, or a tensor without elements, has its dtype all the same.
+            if let (None, Some(held)) = (&making.dtype, self.index.any(want)) {
+                let tensor = &source.stored[self.index.get(held).0.tensor as usize];
+                making.dtype = Some((tensor.dtype, tensor.name.clone()));
+            }
+            return;
+        }
+        // Copies of one box are replicas (or terms of a sum).
+        let mut groups: BTreeMap<(Vec<u64>, Vec<u64>), Vec<Held>> = BTreeMap::new();
+        for held in self.index.candidates(want) {
+            if let Some(both) = intersect(want, self.index.get(held).1) {
+                groups.entry(both).or_default().push(held);
+            }
+        }
+        let covered: u64 = groups.keys().map(|(lo, hi)| volume(lo, hi)).sum();
+        let all: Vec<_> = groups.keys().cloned().collect();
+        if let Some((i, j)) = first_overlap(&all) {
+            let first = |k: usize| self.index.get(groups[&all[k]][0]).0;
+            making.findings.push(twice(source, making.name, first(i), first(j)));
+        } else if covered < needed {
+            let lacking = needed - covered;
+            let key = self.registry.name(want.atom.key);
+            making.findings.push(
+                Finding::new(codes::MISSING_TENSOR, format!("{lacking} of {needed} elements come from no file"))
+                    .tensor(making.name)
+                    .expected(format!("the source's {key}"), if covered == 0 { "nothing" } else { "a part of it" })
+                    .help("the layout of the target needs this tensor; a file is missing or the model is of another family"),
+            );
+        } else {
+            for (range, held) in groups {
+                match self.part(want, range, held, making) {
+                    Ok(part) => making.parts.push(part),
+                    Err(finding) => making.findings.push(finding),
+                }
+            }
+        }
+    }
+
+    /// One part, from the pieces that hold the box `lo..hi`.
+    fn part(
+        &mut self,
+        want: &AtomBox,
+        (lo, hi): (Vec<u64>, Vec<u64>),
+        mut held: Vec<Held>,
+        making: &mut Making,
+    ) -> Result<Part, Finding> {
+        let source = self.index.source;
+        held.sort_by_key(|&h| {
+            let (instance, _) = self.index.get(h);
+            (source.units[instance.unit as usize].coords.clone(), instance.tensor)
+        });
+        let taken = held.clone();
+        let held = self.replicas(held, making.name)?;
+        let (first, first_box) = self.index.get(held[0]);
+        let tensor = &source.stored[first.tensor as usize];
+        let file = &source.units[first.unit as usize].file;
+        for h in taken {
+            self.ledger.used.entry(h).or_default().insert((lo.clone(), hi.clone()));
+        }
+        for &h in &held {
+            self.same_dtype(h, making);
+        }
+        if let Placement::Sum(dimension) = &first.placement {
+            self.one_term_per_rank(&held, dimension)?;
+        }
+        // Tied tensors are copies by declaration; only ranks drift.
+        let ranks = held.iter().all(|&h| self.index.get(h).0.entry == first.entry);
+        let combine = match &first.placement {
+            Placement::Sum(_) => Combine::Sum,
+            Placement::SumOrCopy(_, fact) => Combine::Zero(fact.clone()),
+            Placement::Parts if held.len() > 1 && ranks && self.target.replicas == Replicas::Mean => {
+                Combine::Mean
+            }
+            Placement::Parts => Combine::Equal,
+        };
+        let rule = &source.table.entries[first.entry as usize];
+        let ops =
+            value_ops(source.table, rule, &source.resolved.extents, self.table, making.entry, self.extents);
+        if !ops.is_empty() && !tensor.dtype.is_float() {
+            return Err(Finding::new(
+                codes::UNSUPPORTED,
+                "values that the layouts scale or add to must be floats",
+            )
+            .file(file)
+            .tensor(&tensor.name)
+            .expected("F16, BF16, F32 or F64", tensor.dtype)
+            .help("the tensor is quantised or of another model; describe it without scale and add"));
+        }
+        let (axes, dst_base, src_base) = make_part(making.shape, want, first_box, &lo, &hi);
+        let sources = held.iter().map(|&h| self.index.get(h).0.tensor).collect();
+        Ok(Part { axes, dst_base, src_base, sources, combine, ops })
+    }
+
+    /// The pieces of one box that are replicas of each other, one per rank.
+    fn replicas(&mut self, held: Vec<Held>, name: &str) -> Result<Vec<Held>, Finding> {
+        let source = self.index.source;
+        let (first, first_box) = self.index.get(held[0]);
+        // Two rules that fill one canonical tensor: a norm applied twice, or a stale copy.
+        for &h in &held {
+            let (other, other_box) = self.index.get(h);
+            if other.entry != first.entry && other_box.atom.key == first_box.atom.key {
+                return Err(twice(source, name, first, other));
+            }
+        }
+        // One piece per rank: the same rank's piece from another root is a copy, to be compared and
+        // not to be added; from the same root it is a mistake.
+        let (kept, again) = one_per_rank(source, &held);
+        for &(a, b) in &again {
+            let (a, b) = (self.index.get(a).0, self.index.get(b).0);
+            if source.units[a.unit as usize].root == source.units[b.unit as usize].root {
+                return Err(twice(source, name, a, b));
+            }
+            self.ledger.copies.push((a.tensor, b.tensor));
+        }
+        // A part reads all its sources one way; a tied copy stored in another layout cannot be compared.
+        for &h in &kept {
+            let (other, held) = self.index.get(h);
+            let alike = Rc::ptr_eq(&held.atom, &first_box.atom)
+                || (held.atom.base == first_box.atom.base && held.atom.places == first_box.atom.places);
+            if !alike {
+                return Err(twice(source, name, first, other));
+            }
+        }
+        Ok(kept)
+    }
+
+    fn same_dtype(&self, held: Held, making: &mut Making) {
+        let source = self.index.source;
+        let tensor = &source.stored[self.index.get(held).0.tensor as usize];
+        match &making.dtype {
+            None => making.dtype = Some((tensor.dtype, tensor.name.clone())),
+            Some((known, witness)) if *known != tensor.dtype => making.findings.push(
+                Finding::new(codes::DTYPE, "dtype of a shard")
+                    .file(&source.units[tensor.unit as usize].file)
+                    .tensor(&tensor.name)
+                    .expected(format!("{known} like {witness}"), tensor.dtype)
+                    .help("the file belongs to another run or step"),
+            ),
+            Some(_) => {}
+        }
+    }
+
+    /// Terms of a sum are floats, and one per rank of the dimension summed over.
+    fn one_term_per_rank(&self, held: &[Held], dimension: &str) -> Result<(), Finding> {
+        let source = self.index.source;
+        let unit = |h: Held| &source.units[self.index.get(h).0.unit as usize];
+        let first = &source.stored[self.index.get(held[0]).0.tensor as usize];
+        let mut ranks: Vec<_> = held.iter().map(|&h| unit(h).coords.get(dimension)).collect();
+        ranks.sort();
+        ranks.dedup();
+        if first.dtype.is_float() && ranks.len() == held.len() {
+            return Ok(());
+        }
+        let what = format!("a sum over {dimension} of integers, or with copies over another dimension");
+        Err(Finding::new(codes::UNSUPPORTED, what)
+            .file(&unit(held[0]).file)
+            .tensor(&first.name)
+            .help("each rank's term would count more than once; describe the tensor otherwise in a layout of your own"))
+    }
+}
+
+fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
+    let (x, y) = (&source.stored[a.tensor as usize], &source.stored[b.tensor as usize]);
+    Finding::new(codes::OVERLAP, "filled by more than one stored tensor")
+        .file(&source.units[b.unit as usize].file)
+        .tensor(name)
+        .expected(format!("only {}", x.name), format!("{} as well", y.name))
+        .help("one of the two is stale or would be applied twice; name it in a layout with `ignore` and a reason")
+}
+
+pub(super) fn pad_region(stored: u32, held: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {
+    let mut src_base = held.atom.base.clone();
+    let mut axes = Vec::new();
+    for (k, place) in held.atom.places.iter().enumerate() {
+        let Some(place) = place else { continue };
+        // A rank that holds only padding has lo == hi == the real extent: its own start is then `lo`.
+        let n = if k == pad_axis {
+            let first = if held.lo[k] < held.hi[k] { lo - held.lo[k] } else { 0 };
+            src_base[place.dim] += first * place.stride;
+            hi - lo
+        } else {
+            held.hi[k] - held.lo[k]
+        };
+        axes.push(PartAxis { n, dst: 0, dim: place.dim as u32, step: place.stride });
+    }
+    PadRegion { stored, axes, src_base }
+}

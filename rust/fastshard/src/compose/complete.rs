@@ -1,0 +1,135 @@
+//! Completeness of a source by its own layout.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::wanted::positions;
+use super::Source;
+use crate::codes;
+use crate::error::Finding;
+use crate::layout::table::Truth;
+
+/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks.
+pub(super) fn completeness(source: &Source) -> Vec<Finding> {
+    let table = source.table;
+    let known = &source.outside.known;
+    let mut findings = Vec::new();
+    // (entry, position) -> ranks present
+    let mut present: HashMap<(usize, Vec<u64>), Vec<&BTreeMap<String, u64>>> = HashMap::new();
+    for instance in &source.resolved.instances {
+        let at: Vec<u64> = instance.index.values().copied().collect();
+        present
+            .entry((instance.entry as usize, at))
+            .or_default()
+            .push(&source.units[instance.unit as usize].coords);
+    }
+    // A shape finding already says what is wrong with a tensor; it is not missing besides.
+    let excused: Vec<&String> = source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
+
+    let mut missing: Vec<(String, BTreeMap<String, u64>, BTreeMap<String, u64>)> = Vec::new();
+    for (e, entry) in table.entries.iter().enumerate() {
+        if entry.ignore.is_some() || entry.shape.is_none() || entry.generic && known.degrees.is_empty() {
+            continue;
+        }
+        let truth = entry.when.holds(&source.outside.facts);
+        if truth == Truth::Fails {
+            continue;
+        }
+        let Some(positions) = positions(entry, &source.resolved.extents) else { continue };
+        let anywhere = positions.iter().any(|p| present.contains_key(&(e, p.values().copied().collect())));
+        let alternative = !anywhere && covered_by_other(source, e);
+        if !anywhere && (entry.optional || alternative || truth != Truth::Holds) {
+            continue;
+        }
+        let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
+        let dimensions: Vec<&String> = table.shards[&entry.class]
+            .iter()
+            .filter(|(_, axes)| !axes.iter().any(|a| bound.contains(&a)))
+            .map(|(d, _)| d)
+            .filter(|d| known.degree(d) > 1)
+            .collect();
+        let mut wanted: Vec<BTreeMap<String, u64>> = vec![BTreeMap::new()];
+        for d in dimensions {
+            wanted = wanted
+                .into_iter()
+                .flat_map(|c| {
+                    (0..known.degree(d)).map(move |r| {
+                        let mut c = c.clone();
+                        c.insert(d.clone(), r);
+                        c
+                    })
+                })
+                .collect();
+        }
+        for position in positions {
+            let key = (e, position.values().copied().collect::<Vec<u64>>());
+            let here = present.get(&key);
+            for coords in &wanted {
+                let found = here.is_some_and(|all| {
+                    all.iter().any(|c| coords.iter().all(|(d, r)| c.get(d).copied().unwrap_or(0) == *r))
+                });
+                if !found {
+                    if let Some(name) = entry.name.format(&position, &source.resolved.extents, &[]) {
+                        if !excused.contains(&&name) {
+                            missing.push((name, position.clone(), coords.clone()));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    // A layer of which nothing is there is one finding.
+    let mut layers: BTreeMap<(String, u64), u64> = BTreeMap::new();
+    for (_, position, _) in &missing {
+        if let Some((axis, at)) = position.iter().next() {
+            *layers.entry((axis.clone(), *at)).or_default() += 1;
+        }
+    }
+    let has_any =
+        |axis: &str, at: u64| source.resolved.instances.iter().any(|i| i.index.get(axis) == Some(&at));
+    let mut gone: Vec<(String, u64)> = Vec::new();
+    for ((axis, at), count) in layers {
+        if !has_any(&axis, at) {
+            let n = source.resolved.extents.get(&axis).copied().unwrap_or(0);
+            let held: Vec<String> =
+                (0..n).map(|i| if has_any(&axis, i) { i.to_string() } else { "_".into() }).collect();
+            let held = if n <= 128 { held.join(",") } else { format!("{n} positions") };
+            findings.push(
+                Finding::new(
+                    codes::MISSING_LAYER,
+                    format!("position {at} on axis {axis}: none of its {count} tensors is there"),
+                )
+                .expected(format!("{axis} 0..{n}"), held)
+                .help("copy the files of this layer from the pipeline stage that owned it"),
+            );
+            gone.push((axis, at));
+        }
+    }
+    for (name, position, coords) in missing {
+        if position.iter().next().is_some_and(|(a, n)| gone.contains(&(a.clone(), *n))) {
+            continue;
+        }
+        let rank: Vec<String> = coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
+        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
+            .tensor(name)
+            .help("copy the file of this rank from the node that wrote it");
+        finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
+        findings.push(finding);
+    }
+    findings
+}
+
+/// True if another rule's tensors hold the canonical tensors of this one (a tied or alternative form).
+pub(super) fn covered_by_other(source: &Source, entry: usize) -> bool {
+    let rule = &source.table.entries[entry];
+    source
+        .table
+        .tied
+        .iter()
+        .any(|t| t.tensor == rule.canonical && t.when.holds(&source.outside.facts) == Truth::Holds)
+        || source.table.entries.iter().enumerate().any(|(i, other)| {
+            i != entry
+                && other.name == rule.name
+                && source.resolved.instances.iter().any(|instance| instance.entry as usize == i)
+        })
+}

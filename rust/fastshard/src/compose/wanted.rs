@@ -1,0 +1,129 @@
+//! What is wanted: the tensors that a table calls for, or the source's own.
+
+use std::collections::BTreeMap;
+
+use super::Source;
+use crate::codes;
+use crate::error::Finding;
+use crate::layout::bind::Known;
+use crate::layout::expr::Extents;
+use crate::layout::resolve::unknown_fact;
+use crate::layout::table::{Entry, Table, Truth};
+
+/// A target tensor to be made.
+pub(super) struct Wanted {
+    pub(super) entry: usize,
+    pub(super) index: BTreeMap<String, u64>,
+    pub(super) choices: Vec<usize>,
+    pub(super) coords: BTreeMap<String, u64>,
+}
+
+/// All positions on the name-bound axes of an entry.
+pub(super) fn positions(entry: &Entry, extents: &Extents) -> Option<Vec<BTreeMap<String, u64>>> {
+    let mut all = vec![BTreeMap::new()];
+    for variable in entry.name.variables().filter(|v| !v.extent) {
+        let n = *extents.get(&variable.axis)?;
+        all = all
+            .into_iter()
+            .flat_map(|index| {
+                (0..n).map(move |at| {
+                    let mut index = index.clone();
+                    index.insert(variable.axis.clone(), at);
+                    index
+                })
+            })
+            .collect();
+    }
+    Some(all)
+}
+
+/// All ranks of the parallel dimensions that divide (or sum) entries of a table.
+pub(super) fn ranks(table: &Table, known: &Known) -> Vec<BTreeMap<String, u64>> {
+    let mut dimensions: Vec<&String> = table.shards.values().flat_map(|m| m.keys()).collect();
+    dimensions.sort();
+    dimensions.dedup();
+    let mut all = vec![BTreeMap::new()];
+    for dimension in dimensions {
+        all = all
+            .into_iter()
+            .flat_map(|coords: BTreeMap<String, u64>| {
+                (0..known.degree(dimension)).map(move |r| {
+                    let mut coords = coords.clone();
+                    coords.insert(dimension.clone(), r);
+                    coords
+                })
+            })
+            .collect();
+    }
+    all
+}
+
+/// The source's own tensors as a run without parallelism would name them.
+pub(super) fn own_names(source: &Source) -> Vec<Wanted> {
+    let mut seen: BTreeMap<(usize, Vec<(String, u64)>, Vec<usize>), usize> = BTreeMap::new();
+    let mut wanted = Vec::new();
+    for instance in &source.resolved.instances {
+        let index: Vec<(String, u64)> = instance.index.iter().map(|(a, n)| (a.clone(), *n)).collect();
+        let key = (instance.entry as usize, index, instance.choices.clone());
+        if let std::collections::btree_map::Entry::Vacant(slot) = seen.entry(key) {
+            slot.insert(wanted.len());
+            wanted.push(Wanted {
+                entry: instance.entry as usize,
+                index: instance.index.clone(),
+                choices: instance.choices.clone(),
+                coords: BTreeMap::new(),
+            });
+        }
+    }
+    wanted
+}
+
+/// Every tensor that the target's table calls for.
+pub(super) fn table_names(
+    table: &Table,
+    facts: &BTreeMap<String, bool>,
+    extents: &Extents,
+    known: &Known,
+    findings: &mut Vec<Finding>,
+) -> Vec<Wanted> {
+    let mut wanted = Vec::new();
+    let all_ranks = ranks(table, known);
+    for (i, entry) in table.entries.iter().enumerate() {
+        if entry.ignore.is_some() || entry.shape.is_none() {
+            continue;
+        }
+        match entry.when.holds(facts) {
+            Truth::Fails => continue,
+            Truth::Holds => {}
+            Truth::Unknown(_) if entry.optional => {}
+            Truth::Unknown(fact) => {
+                findings.push(unknown_fact(&fact).tensor(entry.name.text()));
+                continue;
+            }
+        }
+        let Some(positions) = positions(entry, extents) else {
+            if !entry.optional {
+                findings.push(
+                    Finding::new(
+                        codes::UNBOUND_AXIS,
+                        format!("layout {}: the number of layers is not known", table.name),
+                    )
+                    .tensor(entry.name.text())
+                    .help("give the model's config with --config"),
+                );
+            }
+            continue;
+        };
+        for index in positions {
+            for coords in &all_ranks {
+                wanted.push(Wanted {
+                    entry: i,
+                    index: index.clone(),
+                    choices: Vec::new(),
+                    coords: coords.clone(),
+                });
+            }
+        }
+    }
+    wanted
+}
