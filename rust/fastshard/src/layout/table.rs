@@ -272,6 +272,7 @@ impl Table {
                 return Err(fail(format!("axis {name} is derived from itself")));
             }
         }
+        check_derived(&derived).map_err(fail)?;
         // A shard map names the factor as it stands in the shapes; what is divided is its stored extent.
         let stored = |map: &ShardMap| -> ShardMap {
             let strip = |a: &String| a.rsplit('~').next().unwrap_or(a).trim().to_string();
@@ -279,6 +280,21 @@ impl Table {
         };
         let mut shards = BTreeMap::from([(String::new(), stored(&raw.shard))]);
         shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
+
+        for map in shards.values() {
+            let divided =
+                || map.iter().flat_map(|(dimension, axes)| axes.iter().map(move |a| (dimension, a)));
+            for (i, (dimension, axis)) in divided().enumerate() {
+                if derived.contains_key(axis) {
+                    return Err(fail(format!(
+                        "axis {axis} is derived: divide one of its factors over {dimension}"
+                    )));
+                }
+                if let Some((other, _)) = divided().take(i).find(|(_, a)| *a == axis) {
+                    return Err(fail(format!("axis {axis} is divided by {other} and by {dimension}")));
+                }
+            }
+        }
 
         let mut entries = Vec::with_capacity(raw.tensor.len());
         for entry in &raw.tensor {
@@ -299,6 +315,12 @@ impl Table {
             }
             let canonical = entry.canonical.clone().unwrap_or_else(|| entry.name.clone());
             if let Some(shape) = &shape {
+                let padded = shape.dims.iter().find_map(|dim| {
+                    padded_in(dim, &|a, p| derived.contains_key(a) || derived.contains_key(p))
+                });
+                if let Some(axis) = padded {
+                    return Err(fail(format!("{axis}: a derived axis cannot be padded")));
+                }
                 check_shape(shape, &name, &canonical, &derived, shards).map_err(fail)?;
             }
             if let Some(dimension) = &entry.partial {
@@ -362,6 +384,24 @@ impl Table {
         let map = self.shards.get(class)?;
         map.iter().find(|(_, axes)| axes.iter().any(|a| a == axis)).map(|(dimension, _)| dimension.as_str())
     }
+}
+
+/// The first padded axis of a product that `wanted` accepts, by its real and stored names.
+fn padded_in(factors: &[Factor], wanted: &dyn Fn(&str, &str) -> bool) -> Option<String> {
+    factors.iter().find_map(|factor| match factor {
+        Factor::Axis { name, padded: Some(p) } => wanted(name, p).then(|| format!("{name}~{p}")),
+        Factor::Axis { .. } => None,
+        Factor::Alternatives(all) => all.iter().find_map(|(_, inner)| padded_in(inner, wanted)),
+    })
+}
+
+fn check_derived(derived: &Derived) -> std::result::Result<(), String> {
+    for (name, factors) in derived {
+        if let Some(axis) = padded_in(factors, &|_, _| true) {
+            return Err(format!("axis {name}: {axis} is padded; only a shape of its own may say so"));
+        }
+    }
+    Ok(())
 }
 
 /// True if expanding `name` would come back to a name on the way.
