@@ -23,7 +23,7 @@ use crate::tensor::Dtype;
 use build::{pad_region, Builder};
 use complete::completeness;
 use index::{volume, Index, Ledger};
-use wanted::{own_names, table_names, Wanted};
+use wanted::{own_names, table_names, too_many_positions, Wanted, MAX_MISSING};
 
 /// What to do with copies of a replicated tensor that differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,8 +78,13 @@ pub struct Source<'a> {
 
 /// Composes source and target.
 pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Composed {
-    let mut findings = completeness(source);
     let table = target.table.unwrap_or(source.table);
+    let refused = |findings| Composed { outputs: Vec::new(), pads: Vec::new(), copies: Vec::new(), findings };
+    let mut findings = too_many_positions(source.table, &source.resolved.extents);
+    if !findings.is_empty() {
+        return refused(findings);
+    }
+    findings = completeness(source);
 
     // Target extents: the source's, the real vocabulary, and what the target pads it to.
     let mut extents = source.resolved.extents.clone();
@@ -101,6 +106,11 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         }
     }
     let merging = target.table.is_none();
+    let absurd = too_many_positions(table, &extents);
+    if !absurd.is_empty() {
+        findings.extend(absurd);
+        return refused(findings);
+    }
     let known = Known { extents: Extents::new(), degrees: target.outside.known.degrees.clone() };
     let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
@@ -134,6 +144,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     let index = Index::new(source, registry);
     let mut builder =
         Builder { index, target, table, extents: &extents, registry, ledger: Ledger::default() };
+    let mut unmade = 0;
     let mut outputs = Vec::with_capacity(lowered.len());
     for (want, boxes) in &lowered {
         let entry = &table.entries[want.entry];
@@ -150,10 +161,17 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             Ok(output) if keep => outputs.push((want.coords.clone(), output)),
             Ok(_) => {}
             Err(found) if keep => {
-                findings.extend(found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR));
+                unmade += 1;
+                if unmade <= MAX_MISSING {
+                    findings.extend(found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR));
+                }
             }
             Err(_) => {}
         }
+    }
+    if unmade > MAX_MISSING && judge {
+        let more = unmade - MAX_MISSING;
+        findings.push(Finding::new(codes::MISSING_TENSOR, format!("and {more} more tensors like these")));
     }
     let mut ledger = builder.ledger;
 

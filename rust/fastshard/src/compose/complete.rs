@@ -1,8 +1,8 @@
 //! Completeness of a source by its own layout.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::wanted::positions;
+use super::wanted::{positions, MAX_MISSING};
 use super::Source;
 use crate::codes;
 use crate::error::Finding;
@@ -23,7 +23,12 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
             .push(&source.units[instance.unit as usize].coords);
     }
     // A shape finding already says what is wrong with a tensor; it is not missing besides.
-    let excused: Vec<&String> = source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
+    let mut excused: HashSet<&String> =
+        source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
+    // Nor is what could not be placed for want of an axis.
+    if source.resolved.findings.iter().any(|f| f.code == codes::UNBOUND_AXIS) {
+        excused.extend(source.stored.iter().map(|s| &s.name));
+    }
 
     let mut missing: Vec<(String, BTreeMap<String, u64>, BTreeMap<String, u64>)> = Vec::new();
     for (e, entry) in table.entries.iter().enumerate() {
@@ -69,7 +74,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
                 });
                 if !found {
                     if let Some(name) = entry.name.format(&position, &source.resolved.extents, &[]) {
-                        if !excused.contains(&&name) {
+                        if !excused.contains(&name) {
                             missing.push((name, position.clone(), coords.clone()));
                         }
                     }
@@ -79,36 +84,35 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
     }
 
     // A layer of which nothing is there is one finding.
-    let mut layers: BTreeMap<(String, u64), u64> = BTreeMap::new();
-    for (_, position, _) in &missing {
-        if let Some((axis, at)) = position.iter().next() {
-            *layers.entry((axis.clone(), *at)).or_default() += 1;
-        }
+    let mut layers: BTreeMap<(&str, u64), u64> = BTreeMap::new();
+    for (axis, at) in missing.iter().flat_map(|(_, position, _)| position) {
+        *layers.entry((axis, *at)).or_default() += 1;
     }
-    let has_any =
-        |axis: &str, at: u64| source.resolved.instances.iter().any(|i| i.index.get(axis) == Some(&at));
-    let mut gone: Vec<(String, u64)> = Vec::new();
-    for ((axis, at), count) in layers {
-        if !has_any(&axis, at) {
-            let n = source.resolved.extents.get(&axis).copied().unwrap_or(0);
-            let held: Vec<String> =
-                (0..n).map(|i| if has_any(&axis, i) { i.to_string() } else { "_".into() }).collect();
-            let held = if n <= 128 { held.join(",") } else { format!("{n} positions") };
-            findings.push(
-                Finding::new(
-                    codes::MISSING_LAYER,
-                    format!("position {at} on axis {axis}: none of its {count} tensors is there"),
-                )
-                .expected(format!("{axis} 0..{n}"), held)
-                .help("copy the files of this layer from the pipeline stage that owned it"),
-            );
-            gone.push((axis, at));
-        }
+    let held: HashSet<(&str, u64)> =
+        source.resolved.instances.iter().flat_map(|i| &i.index).map(|(a, n)| (a.as_str(), *n)).collect();
+    layers.retain(|layer, _| !held.contains(layer));
+    for (&(axis, at), count) in layers.iter().take(MAX_MISSING) {
+        let n = source.resolved.extents.get(axis).copied().unwrap_or(0);
+        let there = if n <= 128 {
+            let each = (0..n).map(|i| if held.contains(&(axis, i)) { i.to_string() } else { "_".into() });
+            each.collect::<Vec<_>>().join(",")
+        } else {
+            format!("{n} positions")
+        };
+        findings.push(
+            Finding::new(
+                codes::MISSING_LAYER,
+                format!("position {at} on axis {axis}: none of its {count} tensors is there"),
+            )
+            .expected(format!("{axis} 0..{n}"), there)
+            .help("copy the files of this layer from the pipeline stage that owned it"),
+        );
     }
-    for (name, position, coords) in missing {
-        if position.iter().next().is_some_and(|(a, n)| gone.contains(&(a.clone(), *n))) {
-            continue;
-        }
+    let gone = |position: &BTreeMap<String, u64>| {
+        position.iter().any(|(a, n)| layers.contains_key(&(a.as_str(), *n)))
+    };
+    let single: Vec<_> = missing.iter().filter(|(_, position, _)| !gone(position)).collect();
+    for (name, _, coords) in single.iter().take(MAX_MISSING) {
         let rank: Vec<String> = coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
         let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
             .tensor(name)
@@ -116,11 +120,18 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
         findings.push(finding);
     }
+    let more = layers.len().saturating_sub(MAX_MISSING) + single.len().saturating_sub(MAX_MISSING);
+    if more > 0 {
+        findings.push(Finding::new(
+            codes::MISSING_TENSOR,
+            format!("and {more} more layers or tensors like these"),
+        ));
+    }
     findings
 }
 
 /// True if another rule's tensors hold the canonical tensors of this one (a tied or alternative form).
-pub(super) fn covered_by_other(source: &Source, entry: usize) -> bool {
+fn covered_by_other(source: &Source, entry: usize) -> bool {
     let rule = &source.table.entries[entry];
     source
         .table

@@ -18,6 +18,31 @@ pub(super) struct Wanted {
     pub(super) coords: BTreeMap<String, u64>,
 }
 
+/// Most positions of one entry: beyond it, numbers in names or configs are not to be believed.
+const MAX_POSITIONS: u64 = 1 << 18;
+/// Most missing layers, and most missing tensors, that are named.
+pub(super) const MAX_MISSING: usize = 1000;
+
+/// Entries with more positions than a checkpoint can have.
+pub(super) fn too_many_positions(table: &Table, extents: &Extents) -> Vec<Finding> {
+    let count = |entry: &Entry| {
+        let axes = entry.name.variables().filter(|v| !v.extent).filter_map(|v| extents.get(&v.axis));
+        axes.fold(1u64, |n, extent| n.saturating_mul(*extent))
+    };
+    table
+        .entries
+        .iter()
+        .map(|entry| (entry, count(entry)))
+        .filter(|(_, n)| *n > MAX_POSITIONS)
+        .map(|(entry, n)| {
+            Finding::new(codes::BAD_VALUE, "positions that the name stands for")
+                .tensor(entry.name.text())
+                .expected(format!("at most {MAX_POSITIONS}"), n)
+                .help("a number in a tensor's name or in the config is far beyond any model")
+        })
+        .collect()
+}
+
 /// All positions on the name-bound axes of an entry.
 pub(super) fn positions(entry: &Entry, extents: &Extents) -> Option<Vec<BTreeMap<String, u64>>> {
     let mut all = vec![BTreeMap::new()];

@@ -142,7 +142,7 @@ impl Pattern {
                 let number: i64 = name[..digits].parse().expect("at most nine digits");
                 let base = if variable.extent { 0 } else { *bases.get(&variable.axis).unwrap_or(&0) };
                 let Ok(value) = u64::try_from(number - variable.offset) else { return false };
-                let value = value + base;
+                let Some(value) = value.checked_add(base) else { return false };
                 let map = if variable.extent { &mut found.extents } else { &mut found.index };
                 match map.get(&variable.axis) {
                     Some(&old) if old != value => return false,

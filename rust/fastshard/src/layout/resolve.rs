@@ -451,7 +451,7 @@ pub fn resolve(
     for (_, found, _) in matched.iter().flatten() {
         for (axis, &at) in &found.index {
             let n = counted.entry(axis.clone()).or_default();
-            *n = (*n).max(at + 1);
+            *n = (*n).max(at.saturating_add(1));
         }
     }
     for (axis, (value, witness)) in &extents_by_name {
