@@ -498,6 +498,68 @@ fn ranks_beyond_the_degree_are_refused() {
     }
 }
 
+fn refused_table(table: &str) -> String {
+    let files = vec![RankFile { tensors: vec![Tensor::painted("w", &[4], 1)], ..RankFile::default() }];
+    let outcome = merge(
+        &files,
+        json!({"source": {"layout": table, "units": units(&files)}, "max_shard_size": 1u64 << 40}),
+    );
+    outcome.expect(codes::BAD_LAYOUT, Severity::Error).message.clone()
+}
+
+#[test]
+fn tables_that_promise_what_is_not_done_are_refused() {
+    let head = "layout = \"a\"\nfamily = \"f\"\n";
+    let tensor = |shape: &str| format!("[[tensor]]\nname = \"w\"\nshape = \"{shape}\"\n");
+    for (table, wanted) in [
+        // A padded axis inside a derived one, or a derived axis that is padded.
+        (format!("{head}[axes]\nd = \"a~b*c\"\n{}", tensor("[d]")), "padded"),
+        (format!("{head}[axes]\nd = \"a*c\"\n{}", tensor("[d~P]")), "padded"),
+        (format!("{head}[axes]\nP = \"a*c\"\n{}", tensor("[V~P]")), "padded"),
+        // A derived axis is divided by dividing one of its factors.
+        (format!("{head}[axes]\nd = \"a*c\"\n[shard]\ntp = [\"d\"]\n{}", tensor("[d]")), "derived"),
+        // An axis cannot be divided twice.
+        (format!("{head}[shard]\ntp = [\"F\"]\nep = [\"F\"]\n{}", tensor("[F]")), "divided by"),
+    ] {
+        let message = refused_table(&table);
+        assert!(message.contains(wanted), "{wanted:?} not in {message}");
+    }
+}
+
+/// Numbers in names are not to be believed: these would ask for more memory than there is.
+#[test]
+fn absurd_positions_are_refused() {
+    for (name, tensor, axes) in [
+        ("w.{L}", "w.999999999", json!({})),
+        ("w.{L}", "w.250000", json!({})),
+        ("w.{L}.{E}", "w.99999.99999", json!({})),
+        ("w.{#L}.{L}", "w.900000000.0", json!({})),
+        ("w.{L}", "w.0", json!({"L": 1u64 << 40})),
+    ] {
+        let table = format!("layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = {name:?}\nshape = \"[H]\"\n");
+        let files = vec![RankFile { tensors: vec![Tensor::painted(tensor, &[4], 1)], ..RankFile::default() }];
+        for target in [false, true] {
+            let mut asked = json!({"source": {"layout": table, "units": units(&files), "axes": axes}, "max_shard_size": 1u64 << 40});
+            if target {
+                asked["target"] = json!({"name": "to", "layout": table});
+            }
+            let outcome = merge(&files, asked);
+            assert!(outcome.failed() && outcome.findings.len() < 4000, "{}", outcome.findings.len());
+        }
+    }
+}
+
+/// A tensor whose axes are not known is there all the same.
+#[test]
+fn tensors_with_unbound_axes_are_not_called_missing() {
+    let files = ranks(1, H);
+    let mut asked = request(&files, 1);
+    asked["source"]["axes"] = json!({});
+    let outcome = merge(&files, asked);
+    outcome.expect(codes::UNBOUND_AXIS, Severity::Error);
+    assert!(outcome.of(codes::MISSING_TENSOR).is_empty(), "{:#?}", outcome.findings);
+}
+
 #[test]
 fn a_bias_of_unknown_kind_is_not_guessed() {
     let mut files = ranks(2, H);

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use common::world::{self, Case, Extents, Role, Side, World};
 use common::{
-    carry_out, errors, file_name, make_plan, open, run, sources, temp, units, write_ranks, Dice, RankFile,
-    Tensor,
+    carry_out, cases, errors, file_name, make_plan, open, run, sources, temp, units, write_ranks, Dice,
+    RankFile, Tensor,
 };
 use fastshard::codes;
 use fastshard::engine;
@@ -141,7 +141,7 @@ fn compare(got: &BTreeMap<(u32, String), Tensor>, want: &[RankFile], case: &Case
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: cases(1200), max_shrink_iters: 4000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(1500), max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
     /// Any layout to any other, at any degrees.
     #[test]

@@ -743,7 +743,7 @@ pub fn case(dice: &mut Dice) -> Case {
             let n = |a: &String| if a == "d" { 2 * world.extents["c"] } else { world.extents[a] };
             axes.iter().map(n).product::<u64>() * 12
         };
-        let most = if dice.one_in(8) { 20_000 } else { 4000 };
+        let most = if dice.one_in(12) { 16_000 } else { 2000 };
         while size(&common) > most {
             common.pop();
         }
