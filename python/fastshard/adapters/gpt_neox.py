@@ -149,6 +149,7 @@ class GptNeox:
         source.values = {k: states[0][k] for k in keys if states and k in states[0]}
         if notes["pipeline"]:
             self._pipeline(found, model, source)
+            _rank_files(found, states, source.findings)
         else:
             self._sequential(found, model, source, states)
         if options.vocab_size:
@@ -292,6 +293,28 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
         if match := _LAYER.match(file.name):
             return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
     return 2, 2
+
+
+def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+    """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
+    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
+    if not worlds:
+        return
+    for rank in sorted(set(range(worlds[0])) - set(ranks)):
+        name = f"mp_rank_{rank:02d}_model_states.pt"
+        findings.append(
+            Finding.of(
+                "FS101",
+                "missing file: it holds no weights, but what step this rank's files are of cannot be compared",
+                severity="warning",
+                file=_in(folder, name),
+                rank=f"mp rank {rank}",
+                expected=f"mp_world_size {worlds[0]} in the other rank files",
+                got="no such file",
+                help=f"copy {name} from the node that ran mp rank {rank}",
+            )
+        )
 
 
 def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
