@@ -62,7 +62,7 @@ def _finish(
             document["findings"] = [f.to_dict() for f in findings]
             render.print_json(document)
         elif result and result.text:
-            print(result.text)
+            print(render.printable(result.text, keep="\n"))
             if arguments.command != "explain":
                 print(f"not proven: {not_proven(findings)}")
         sys.stdout.flush()

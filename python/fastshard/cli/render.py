@@ -44,13 +44,21 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
         print(f"{finding.severity} {finding.code}: {finding}", file=sys.stderr)
         if finding.help and (finding.severity == "error" or verbose) and finding.help not in helped:
             helped.add(finding.help)
-            print(f"  help: {finding.help}", file=sys.stderr)
+            print(f"  help: {printable(finding.help)}", file=sys.stderr)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text that cannot drive a terminal: control and direction characters, and bytes that are no text, escaped."""
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Columns padded to their widest cell."""
+    rows = [tuple(printable(cell) for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return "\n".join(
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
