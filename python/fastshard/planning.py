@@ -162,7 +162,7 @@ def make_plan(
     core = _plan(opened.catalog, request)
     planned = [Finding.from_dict(f) for f in json.loads(core.findings())]
     if broken:
-        planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207")]
+        planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")]
     findings += planned
     if not source.provable:
         findings.append(
