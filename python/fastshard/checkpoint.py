@@ -110,7 +110,7 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
         ) from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content:
         raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
     return content, str(path)
 

@@ -25,6 +25,11 @@ Source = Checkpoint | StrPath | Iterable[StrPath]
 
 def _opened(source: Source, **options: Any) -> Checkpoint:
     if isinstance(source, Checkpoint):
+        late = sorted(key for key, value in options.items() if value not in (None, (), []) and key != "threads")
+        if late:
+            raise FastshardError.of(
+                "FS515", "the checkpoint is open already", got=", ".join(late), help="give these to fastshard.open"
+            )
         return source
     if isinstance(source, (str, os.PathLike)):
         return open_checkpoint(source, **options)
@@ -113,8 +118,7 @@ def convert(
     names = ("vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp")
     planning = {k: options.pop(k) for k in names if k in options}
     expected = expected_by(expect)
-    if expected.config is not None:
-        options.setdefault("config", expected.config)
+    options = expected.opening(options)
     checkpoint = _opened(source, **options) if options else _opened(source)
     run = run_options(memory, threads)
     made = make_plan(checkpoint.opened, to, **planning)

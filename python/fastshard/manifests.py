@@ -80,6 +80,18 @@ class Expected:
     config: StrPath | Mapping[str, Any] | None = None
     manifest: Path | None = None
 
+    def opening(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for opening the source, with the config expected.
+
+        Raises:
+            FastshardError: ``FS515`` if they name another config.
+        """
+        if self.config is None:
+            return options
+        if options.get("config") is not None:
+            raise FastshardError.of("FS515", "both --config and --expect give a config", help="give it once")
+        return {**options, "config": self.config}
+
     def check(
         self, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: ProgressCallback
     ) -> list[Finding]:
@@ -126,6 +138,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
         raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
+    for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
+        rows = document.get(key)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+            raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
     return document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -58,9 +59,7 @@ def verify(
             "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
         )
     expected = expected_by(expect)
-    if expected.config is not None:
-        opening.setdefault("config", expected.config)
-    checkpoint = _opened(source, **opening)
+    checkpoint = _opened(source, **expected.opening(opening))
     plan = make_plan(checkpoint.opened)
     findings = list(plan.findings)
     run = {**run_options(memory, threads), "subset": subset}
@@ -139,7 +138,8 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         code = "FS502" if isinstance(error, PermissionError) or error.errno == 30 else "FS507"
         raise FastshardError.of(
             code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
