@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -125,12 +124,17 @@ class Tensor:
         """Element type, by the name that safetensors' slices give it."""
         return self._dtype
 
-    def _bytes(self, start: int, length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Bytes of the tensor: a read-only view of the mapped file where they are one run, else gathered."""
+    def _bytes(
+        self, start: int, length: int, mode: Literal["r", "c"] = "r"
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes of the tensor: a view of the mapped file where they are one run, else gathered.
+
+        The view is read-only (``r``), or private to this process once written to (``c``).
+        """
         place = self._plan.core.contiguous(self._index) if length else None
         if place is not None:
             path, offset = place
-            return np.memmap(path, dtype=np.uint8, mode="r", offset=offset + start, shape=(length,))
+            return np.memmap(path, dtype=np.uint8, mode=mode, offset=offset + start, shape=(length,))
         buffer = np.empty(length, dtype=np.uint8)
         try:
             self._plan.core.read(self._index, start, buffer)
@@ -151,19 +155,20 @@ class Tensor:
         return array.view(dtype).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
-        """The values as a torch tensor of :attr:`shape`, on the CPU. Zero-copy like :meth:`numpy`."""
+        """The values as a torch tensor of :attr:`shape`, on the CPU.
+
+        Zero-copy like :meth:`numpy`; writing to it changes neither the file nor other tensors.
+        """
         import torch
 
-        raw = np.asarray(self._bytes(0, self.nbytes))
+        # torch knows no read-only tensors: writing to a read-only map would end the process.
+        raw = np.asarray(self._bytes(0, self.nbytes, mode="c"))
         dtype = getattr(torch, TORCH_NAMES[self._dtype])
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=dtype)
         if _misaligned(raw, max(1, torch.empty(0, dtype=dtype).element_size())):
             raw = raw.copy()
-        with warnings.catch_warnings():
-            # The map is read-only; torch has no such tensors and warns. Writing to it would fault.
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.from_numpy(raw).view(dtype).reshape(self.shape)
+        return torch.from_numpy(raw).view(dtype).reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
         array = self.numpy()

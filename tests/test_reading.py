@@ -1,0 +1,191 @@
+"""Opening a checkpoint from Python: a mapping of whole tensors, lazily merged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import fastshard
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from helpers import HF, NEOX, STEP, TP4, copy, edit_pt, layer_file, load_file
+from neox_forward import read_shards
+from neox_maker import merge as merge_plainly
+from safetensors.torch import save_file
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(HF.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def test_checkpoint_is_a_mapping(truth: dict[str, torch.Tensor]) -> None:
+    ckpt = fastshard.open(HF)
+    assert isinstance(ckpt, Mapping)
+    assert set(ckpt) == set(ckpt.keys()) == set(truth)
+    assert len(ckpt) == len(truth) and NORM in ckpt and "nothing" not in ckpt
+    with pytest.raises(KeyError):
+        ckpt["nothing"]
+    for name, tensor in ckpt.items():
+        assert tensor.shape == tuple(truth[name].shape)
+        assert (tensor.dtype, tensor.ndim, tensor.nbytes) == ("BF16", truth[name].ndim, 2 * truth[name].numel())
+
+
+def test_values_equal_those_of_the_library(truth: dict[str, torch.Tensor]) -> None:
+    ckpt = fastshard.open(str(HF))
+    for name, want in truth.items():
+        assert torch.equal(ckpt[name].torch(), want)
+        array = ckpt[name].numpy()
+        assert array.dtype == ml_dtypes.bfloat16 and array.shape == tuple(want.shape)
+        assert np.array_equal(array.astype(np.float32), want.float().numpy())
+
+
+def test_whole_tensors_of_sharded_checkpoints() -> None:
+    shards, _ = read_shards(NEOX)
+    want = merge_plainly(shards, residual=True)
+    ckpt = fastshard.open(NEOX)
+    assert set(ckpt) == set(want)
+    for name, tensor in want.items():
+        assert torch.equal(ckpt[name].torch(), tensor.to(torch.bfloat16)), name
+        assert torch.equal(torch.from_numpy(ckpt[name][1:9].astype(np.float32)), tensor.to(torch.bfloat16)[1:9].float())
+
+
+def test_contiguous_bytes_are_not_copied_and_cannot_be_written() -> None:
+    array = fastshard.open(HF)[NORM].numpy()
+    assert not array.flags.writeable and not array.flags.owndata
+    base = array
+    while getattr(base, "base", None) is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_gathered_values_belong_to_the_caller() -> None:
+    tensor = fastshard.open(TP4)["model.layers.0.mlp.down_proj.weight"]
+    assert len(tensor.pieces) == 4
+    assert [rank for rank, _, _ in tensor.pieces] == [f"tp {i}" for i in range(4)]
+    array = tensor.numpy()
+    assert array.flags.writeable
+    array[:] = 0
+    assert tensor.numpy().any()
+
+
+def test_writing_to_a_torch_tensor_changes_no_file() -> None:
+    before = {p: p.read_bytes() for p in HF.glob("*.safetensors")}
+    # In a process of its own: a write to a read-only map ends it.
+    script = f"""
+import fastshard, torch
+t = fastshard.open({str(HF)!r})[{NORM!r}]
+a, b = t.torch(), t.torch()
+a.zero_()
+assert not a.any() and b.any() and t.torch().any()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert {p: p.read_bytes() for p in HF.glob("*.safetensors")} == before
+
+
+@pytest.mark.parametrize("key", [slice(0, 10), slice(5, None), slice(-3, None), slice(7, 3), slice(None, None, 2), 4, -1,
+                                 (slice(2, 5), slice(1, 3)), (0, 1), Ellipsis, slice(0, 10**9)])  # fmt: skip
+@pytest.mark.parametrize("name, root", [("model.embed_tokens.weight", HF), ("model.layers.0.mlp.down_proj.weight", TP4)])
+def test_slices_are_those_of_numpy(name: str, root: Path, key: object) -> None:
+    tensor = fastshard.open(root)[name]
+    have, want = tensor[key], tensor.numpy()[key]
+    assert have.shape == want.shape
+    assert have.tobytes() == want.tobytes()
+
+
+def test_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "empty_bf16": torch.zeros(3, 0, dtype=torch.bfloat16),
+        "odd": torch.tensor([True, False, True]), "i8": torch.arange(-3, 4, dtype=torch.int8),
+        "i16": torch.arange(5, dtype=torch.int16), "i64": torch.tensor([[2**62, -1]]), "f16": torch.randn(3).half(),
+        "f64": torch.randn(2, 2).double(), "u8": torch.arange(3, dtype=torch.uint8),
+        "e4m3": torch.randn(5).to(torch.float8_e4m3fn), "e5m2": torch.randn(5).to(torch.float8_e5m2),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    ckpt = fastshard.open(tmp_path / "model.safetensors")
+    for name, want in tensors.items():
+        have = ckpt[name].torch()
+        assert (have.dtype, have.shape) == (want.dtype, want.shape), name
+        assert torch.equal(have.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)), name
+        array = ckpt[name].numpy()
+        assert array.shape == tuple(want.shape)
+        assert array.tobytes() == want.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert np.asarray(ckpt[name]).tobytes() == array.tobytes()
+    assert ckpt["empty"][0:0].shape == (0, 4)
+    assert ckpt["scalar"].numpy()[()] == 3.5
+    fastshard.merge(tmp_path / "model.safetensors", tmp_path / "out")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert {k: (v.dtype, v.shape) for k, v in merged.items()} == {k: (v.dtype, v.shape) for k, v in tensors.items()}
+
+
+def test_habits_of_safe_open_carry_over() -> None:
+    with fastshard.open(HF) as ckpt:
+        assert NORM in ckpt.keys()  # noqa: SIM118 - the habit itself
+        assert np.array_equal(ckpt.get_tensor(NORM), ckpt[NORM].numpy())
+        part = ckpt.get_slice("model.embed_tokens.weight")
+        assert part.get_shape() == [1000, 64] and part.get_dtype() == "BF16"
+        assert part[2:4].shape == (2, 64)
+        metadata = ckpt.metadata
+        assert isinstance(metadata() if callable(metadata) else metadata, Mapping)
+
+
+def test_what_a_checkpoint_says_of_itself() -> None:
+    ckpt = fastshard.open(NEOX)
+    assert (ckpt.framework, ckpt.family, ckpt.step, ckpt.topology) == ("GPT-NeoX", "gpt_neox", STEP, {"tp": 2})
+    assert "GPT-NeoX" in repr(ckpt) and "40 tensors" in repr(ckpt)
+    html = ckpt._repr_html_()
+    assert "0.word_embeddings.weight" in html and "<table>" in html
+    assert ckpt.findings == []
+    assert "BF16" in repr(ckpt["0.word_embeddings.weight"])
+
+
+def test_html_escapes_names(tmp_path: Path) -> None:
+    save_file({"<script>alert(1)</script>": torch.zeros(2)}, tmp_path / "model.safetensors")
+    html = fastshard.open(tmp_path)._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;" in html
+
+
+def test_damage_comes_as_findings_and_reading_raises(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    opened = fastshard.open(ckpt)
+    assert [f.code for f in opened.findings if f.severity == "error"] == ["FS101"]
+    assert opened["2.mlp.linear1.weight"].numpy().shape == (128, 32)
+    assert "3.mlp.linear1.weight" not in opened or pytest.raises(
+        fastshard.FastshardError, opened["3.mlp.linear1.weight"].numpy
+    )
+
+
+def test_replicas_that_differ_are_not_read_silently(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    edit_pt(ckpt / STEP / layer_file(3, 1), lambda layer: layer["input_layernorm.weight"].add_(1))
+    with pytest.raises(fastshard.FastshardError):
+        fastshard.open(ckpt)["3.input_layernorm.weight"].numpy()
+
+
+@pytest.mark.parametrize("call", ["open", "inspect", "verify", "convert"])
+def test_nothing_imports_a_framework(call: str, tmp_path: Path) -> None:
+    action = {
+        "open": f"fastshard.open({str(NEOX)!r})['0.word_embeddings.weight'].shape",
+        "inspect": f"cli.main(['inspect', {str(NEOX)!r}])",
+        "verify": f"cli.main(['verify', {str(NEOX)!r}])",
+        "convert": f"cli.main(['convert', {str(NEOX)!r}, {str(tmp_path / 'out')!r}, '--to', 'hf'])",
+    }[call]
+    script = f"""
+import sys, fastshard
+from fastshard import cli
+{action}
+loaded = [m for m in ("torch", "jax", "tensorstore", "transformers", "safetensors", "ml_dtypes") if m in sys.modules]
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
