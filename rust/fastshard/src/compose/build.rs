@@ -7,7 +7,7 @@ use super::index::{first_overlap, intersect, one_per_rank, volume, Held, Index, 
 use super::wanted::Wanted;
 use super::{Replicas, Source, Target};
 use crate::codes;
-use crate::error::Finding;
+use crate::error::{Finding, Result};
 use crate::layout::expr::Extents;
 use crate::layout::resolve::{AtomBox, Instance, Placement, Registry};
 use crate::layout::table::{Entry, Table};
@@ -104,7 +104,7 @@ impl<'a> Builder<'a> {
         name: String,
         shape: Vec<u64>,
         boxes: &[AtomBox],
-    ) -> Result<Output, Vec<Finding>> {
+    ) -> std::result::Result<Output, Vec<Finding>> {
         let entry = &self.table.entries[want.entry];
         let mut making = Making {
             name: &name,
@@ -172,7 +172,7 @@ impl<'a> Builder<'a> {
             for (range, held) in groups {
                 match self.part(want, range, held, making) {
                     Ok(part) => making.parts.push(part),
-                    Err(finding) => making.findings.push(finding),
+                    Err(error) => making.findings.extend(error.into_findings()),
                 }
             }
         }
@@ -185,7 +185,7 @@ impl<'a> Builder<'a> {
         (lo, hi): (Vec<u64>, Vec<u64>),
         mut held: Vec<Held>,
         making: &mut Making,
-    ) -> Result<Part, Finding> {
+    ) -> Result<Part> {
         let source = self.index.source;
         held.sort_by_key(|&h| {
             let (instance, _) = self.index.get(h);
@@ -226,7 +226,8 @@ impl<'a> Builder<'a> {
             .file(file)
             .tensor(&tensor.name)
             .expected("F16, BF16, F32 or F64", tensor.dtype)
-            .help("the tensor is quantised or of another model; describe it without scale and add"));
+            .help("the tensor is quantised or of another model; describe it without scale and add")
+            .into());
         }
         let (axes, dst_base, src_base) = make_part(making.shape, want, first_box, &lo, &hi);
         let sources = held.iter().map(|&h| self.index.get(h).0.tensor).collect();
@@ -234,14 +235,14 @@ impl<'a> Builder<'a> {
     }
 
     /// The pieces of one box that are replicas of each other, one per rank.
-    fn replicas(&mut self, held: Vec<Held>, name: &str) -> Result<Vec<Held>, Finding> {
+    fn replicas(&mut self, held: Vec<Held>, name: &str) -> Result<Vec<Held>> {
         let source = self.index.source;
         let (first, first_box) = self.index.get(held[0]);
         // Two rules that fill one canonical tensor: a norm applied twice, or a stale copy.
         for &h in &held {
             let (other, other_box) = self.index.get(h);
             if other.entry != first.entry && other_box.atom.key == first_box.atom.key {
-                return Err(twice(source, name, first, other));
+                return Err(twice(source, name, first, other).into());
             }
         }
         // One piece per rank: the same rank's piece from another root is a copy, to be compared and
@@ -250,7 +251,7 @@ impl<'a> Builder<'a> {
         for &(a, b) in &again {
             let (a, b) = (self.index.get(a).0, self.index.get(b).0);
             if source.units[a.unit as usize].root == source.units[b.unit as usize].root {
-                return Err(twice(source, name, a, b));
+                return Err(twice(source, name, a, b).into());
             }
             self.ledger.copies.push((a.tensor, b.tensor));
         }
@@ -260,7 +261,7 @@ impl<'a> Builder<'a> {
             let alike = Rc::ptr_eq(&held.atom, &first_box.atom)
                 || (held.atom.base == first_box.atom.base && held.atom.places == first_box.atom.places);
             if !alike {
-                return Err(twice(source, name, first, other));
+                return Err(twice(source, name, first, other).into());
             }
         }
         Ok(kept)
@@ -283,7 +284,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Terms of a sum are floats, and one per rank of the dimension summed over.
-    fn one_term_per_rank(&self, held: &[Held], dimension: &str) -> Result<(), Finding> {
+    fn one_term_per_rank(&self, held: &[Held], dimension: &str) -> Result<()> {
         let source = self.index.source;
         let unit = |h: Held| &source.units[self.index.get(h).0.unit as usize];
         let first = &source.stored[self.index.get(held[0]).0.tensor as usize];
@@ -297,7 +298,8 @@ impl<'a> Builder<'a> {
         Err(Finding::new(codes::UNSUPPORTED, what)
             .file(&unit(held[0]).file)
             .tensor(&first.name)
-            .help("each rank's term would count more than once; describe the tensor otherwise in a layout of your own"))
+            .help("each rank's term would count more than once; describe the tensor otherwise in a layout of your own")
+            .into())
     }
 }
 

@@ -8,13 +8,18 @@ use crate::codes;
 use crate::error::Finding;
 use crate::layout::table::Truth;
 
+/// Rank per parallel dimension.
+type Coords = BTreeMap<String, u64>;
+/// Position on each axis bound by the name.
+type Position = BTreeMap<String, u64>;
+
 /// What the source's own layout calls for and no file has: tensors absent in some layers or ranks.
 pub(super) fn completeness(source: &Source) -> Vec<Finding> {
     let table = source.table;
     let known = &source.outside.known;
     let mut findings = Vec::new();
     // (entry, position) -> ranks present
-    let mut present: HashMap<(usize, Vec<u64>), Vec<&BTreeMap<String, u64>>> = HashMap::new();
+    let mut present: HashMap<(usize, Vec<u64>), Vec<&Coords>> = HashMap::new();
     for instance in &source.resolved.instances {
         let at: Vec<u64> = instance.index.values().copied().collect();
         present
@@ -30,7 +35,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         excused.extend(source.stored.iter().map(|s| &s.name));
     }
 
-    let mut missing: Vec<(String, BTreeMap<String, u64>, BTreeMap<String, u64>)> = Vec::new();
+    let mut missing: Vec<(String, Position, Coords)> = Vec::new();
     for (e, entry) in table.entries.iter().enumerate() {
         if entry.ignore.is_some() || entry.shape.is_none() || entry.generic && known.degrees.is_empty() {
             continue;
