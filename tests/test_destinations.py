@@ -78,6 +78,16 @@ def test_source_inside_the_destination(linked: bool, tmp_path: Path) -> None:
     assert state_of(tmp_path / "out") == before
 
 
+def test_destination_beside_a_single_source_file(tmp_path: Path) -> None:
+    copy(HF, tmp_path / "ckpt")
+    file = tmp_path / "ckpt/model-00001-of-00004.safetensors"
+    assert cli("merge", file, tmp_path / "ckpt/out").code == 0
+    before = state_of(tmp_path / "ckpt")
+    ran = cli("merge", file, tmp_path / "ckpt", "--overwrite")
+    assert ran.code == 2 and ran.having("FS505")
+    assert state_of(tmp_path / "ckpt") == before
+
+
 def test_destination_whose_parent_does_not_exist(tmp_path: Path) -> None:
     ran = cli("merge", TP4, tmp_path / "a/b/out")
     assert ran.code in (0, 2)

@@ -133,6 +133,7 @@ def convert(
             "fsync": fsync,
             "copies": companions(checkpoint, made, tokenizer),
             "values": made.source.values,
+            "apart": checkpoint._listing.given(),
         })  # fmt: skip
         try:
             outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing")))

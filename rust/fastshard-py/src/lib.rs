@@ -65,6 +65,9 @@ struct RunOptions {
     values: serde_json::Value,
     #[serde(default)]
     subset: Option<(u64, u64)>,
+    /// What the destination must lie apart from; the roots if not given.
+    #[serde(default)]
+    apart: Option<Vec<PathBuf>>,
 }
 
 fn yes() -> bool {
@@ -332,7 +335,8 @@ impl Plan {
             values: options.values,
             sparse: options.sparse,
         };
-        let (plan, files, roots) = (Arc::clone(&self.plan), self.files.clone(), self.roots.clone());
+        let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        let roots = options.apart.unwrap_or_else(|| self.roots.clone());
         let (manifest, findings) = run(py, progress, move |control| {
             write::write(&plan, &files, &roots, &out, &write_options, control)
         })?
