@@ -1,0 +1,188 @@
+"""Writing from a script: checked, and published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fastshard
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import HF, cli, read_result
+from safetensors import safe_open
+
+
+def test_clean_exit_publishes(tmp_path: Path) -> None:
+    arrays = {
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3), "scalar": np.float64(2.5), "empty": np.zeros((0, 3), np.int16),
+        "bool": np.array([True, False]), "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
+    }  # fmt: skip
+    with fastshard.Writer(tmp_path / "out", expected=set(arrays), config={"model_type": "mine"}) as writer:
+        for name, array in arrays.items():
+            writer[name] = array
+        assert not (tmp_path / "out").exists()
+    have = fastshard.open(tmp_path / "out")
+    assert set(have) == set(arrays)
+    for name, array in arrays.items():
+        assert have[name].shape == np.shape(array)
+        assert have[name].numpy().tobytes() == np.asarray(array).tobytes()
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "mine"}
+    assert writer.manifest is not None and set(writer.manifest) == set(arrays)
+    assert fastshard.verify(tmp_path / "out", memory="2GiB") == [] or not [
+        f for f in fastshard.verify(tmp_path / "out", memory="2GiB") if f.severity == "error"
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_torch_tensors_of_any_stride_and_dtype(tmp_path: Path) -> None:
+    tensors = {
+        "bf16": torch.randn(4, 6).bfloat16().t(), "slice": torch.arange(20).reshape(4, 5)[:, 1:3],
+        "grad": torch.nn.Parameter(torch.randn(3)), "fp8": torch.randn(4).to(torch.float8_e4m3fn),
+        "expanded": torch.tensor([1.0]).expand(5), "scalar": torch.tensor(1, dtype=torch.int8),
+    }  # fmt: skip
+    with fastshard.Writer(tmp_path / "out") as writer:
+        for name, tensor in tensors.items():
+            writer[name] = tensor
+    have = read_result(tmp_path / "out")
+    for name, tensor in tensors.items():
+        want = tensor.detach().contiguous()
+        assert (have[name].dtype, have[name].shape) == (want.dtype, want.shape)
+        assert torch.equal(have[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", "<f4", ">c8"])
+def test_bytes_are_little_endian_whatever_the_array(dtype: str, tmp_path: Path) -> None:
+    values = np.array([1, 2, 258]).astype(dtype)
+    with fastshard.Writer(tmp_path / "out") as writer:
+        writer["x"] = values
+        writer["strided"] = np.asfortranarray(np.arange(6).reshape(2, 3).astype(dtype))
+    ckpt = fastshard.open(tmp_path / "out")
+    assert np.array_equal(ckpt["x"].numpy(), [1, 2, 258])
+    assert np.array_equal(ckpt["strided"].numpy(), np.arange(6).reshape(2, 3))
+
+
+def test_tensors_of_an_open_checkpoint_are_written(tmp_path: Path) -> None:
+    source = fastshard.open(HF)
+    with fastshard.Writer(tmp_path / "out", expected=source, max_shard_size="100KB") as writer:
+        for name, tensor in source.items():
+            writer[name] = tensor
+    assert fastshard.diff(HF, tmp_path / "out", memory="2GiB") == []
+
+
+def test_large_results_are_divided_and_indexed(tmp_path: Path) -> None:
+    with fastshard.Writer(tmp_path / "out", max_shard_size=1000) as writer:
+        for i in range(10):
+            writer[f"w{i}"] = np.full(100, i, np.float32)
+    have = read_result(tmp_path / "out")
+    assert len(have) == 10 and all(bool((have[f"w{i}"] == i).all()) for i in range(10))
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == 5
+    assert files[0].name == "model-00001-of-00005.safetensors"
+    with safe_open(files[0], framework="np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_transformers_loads_what_was_written(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    state = {k: v for k, v in model.state_dict().items() if "rotary" not in k}
+    with fastshard.Writer(tmp_path / "out", config=config.to_dict(), max_shard_size="4KB") as writer:
+        for name, tensor in state.items():
+            writer[name] = tensor
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_block_that_raises_publishes_nothing(failure: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(failure), fastshard.Writer(tmp_path / "out") as writer:
+        writer["a"] = np.zeros(1000)
+        raise failure
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_tensors_are_all_named_and_nothing_is_published(tmp_path: Path) -> None:
+    with pytest.raises(fastshard.IncompleteError) as caught, fastshard.Writer(
+        tmp_path / "out", expected=["a", "b", "c"]
+    ) as writer:
+        writer["b"] = np.zeros(3)
+    assert [f.tensor for f in caught.value.findings] == ["a", "c"]
+    assert caught.value.code == "FS102"
+    assert list(tmp_path.iterdir()) == []
+
+
+CASES = {
+    "other_name": ("b", np.zeros((2, 3), np.float32), "FS207"),
+    "other_shape": ("a", np.zeros((3, 2), np.float32), "FS201"),
+    "other_rank": ("a", np.zeros(6, np.float32), "FS201"),
+    "other_dtype": ("a", np.zeros((2, 3), np.float16), "FS202"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_expected_is_refused_at_once(case: str, tmp_path: Path) -> None:
+    name, array, code = CASES[case]
+    with pytest.raises(fastshard.ProblemError) as caught, fastshard.Writer(
+        tmp_path / "out", expected={"a": ("F32", (2, 3))}
+    ) as writer:
+        writer[name] = array
+    assert (caught.value.code, caught.value.tensor) == (code, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("want", [(2, 3), None, {"dtype": "F32", "shape": [2, 3]}, ("F32", (2, 3))], ids=str)
+def test_expectations_may_be_shapes_or_entries(want: object, tmp_path: Path) -> None:
+    with fastshard.Writer(tmp_path / "out", expected={"a": want}) as writer:
+        writer["a"] = np.zeros((2, 3), np.float32)
+    assert set(read_result(tmp_path / "out")) == {"a"}
+
+
+def test_name_written_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(fastshard.FastshardError) as caught, fastshard.Writer(tmp_path / "out") as writer:
+        writer["a"] = np.zeros(3)
+        writer["a"] = np.ones(3)
+    assert caught.value.tensor == "a"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_array_of_objects_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as caught, fastshard.Writer(tmp_path / "out") as writer:
+        writer["a"] = np.array([object()])
+    assert (caught.value.code, caught.value.tensor) == ("FS514", "a")
+
+
+def test_destination_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("mine")
+    with pytest.raises(fastshard.CannotRunError) as caught, fastshard.Writer(tmp_path / "out"):
+        raise AssertionError("the block must not run")
+    assert caught.value.code == "FS504"
+    with fastshard.Writer(tmp_path / "out", overwrite=True) as writer:
+        writer["a"] = np.zeros(3)
+    assert set(read_result(tmp_path / "out")) == {"a"} and not (tmp_path / "out/mine").exists()
+
+
+def test_nothing_written_is_no_checkpoint(tmp_path: Path) -> None:
+    """An empty block publishes a result without tensors or refuses; it must not crash later."""
+    try:
+        with fastshard.Writer(tmp_path / "out"):
+            pass
+    except fastshard.FastshardError:
+        assert not (tmp_path / "out").exists()
+        return
+    assert cli("verify", tmp_path / "out").code in (0, 2)
+
+
+def test_use_after_the_end_is_refused(tmp_path: Path) -> None:
+    with fastshard.Writer(tmp_path / "out") as writer:
+        writer["a"] = np.zeros(3)
+    with pytest.raises(fastshard.FastshardError):
+        writer["b"] = np.zeros(3)
+    assert set(read_result(tmp_path / "out")) == {"a"}
