@@ -159,7 +159,7 @@ class TpSafetensors:
                 source.layout = source.family = "layout.json"
                 source.layout_text = _own_table(dims, source)
                 source.axes = {k: v for k, v in source.axes.items() if k == "P"}
-        if source.layout is None:
+        if source.layout is None and options.layout is None:
             source.findings.append(
                 Finding.of(
                     "FS106",
