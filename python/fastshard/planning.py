@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -40,13 +41,13 @@ def parse_size(text: str | int, name: str = "size") -> int:
         FastshardError: ``FS515`` if it is not one.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        size: float = text
+        size: int | Fraction = text
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
         unit = match and _UNITS.get(match[2].upper())
         if not match or unit is None:
             raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
-        size = float(match[1]) * unit
+        size = Fraction(match[1]) * unit
     if size < 1:
         raise FastshardError.of("FS515", f"{name}", expected="more than 0 bytes", got=repr(text))
     return int(size)
