@@ -1,0 +1,260 @@
+"""Plans, comparisons, errors and layouts from Python."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from importlib import resources
+from pathlib import Path
+
+import fastshard
+import jsonschema
+import pytest
+import torch
+from fastshard.planning import parse_size
+from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
+from hypothesis import given
+from hypothesis import strategies as st
+
+MEMORY = "2GiB"
+TP1 = FIXTURES / "gpt_neox/neox_pp_tp1"
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+
+
+def schema(name: str) -> dict[str, object]:
+    file = resources.files("fastshard").joinpath(f"schemas/{name}.v1.schema.json")
+    return json.loads(file.read_text())
+
+
+# --- plans
+
+
+def test_plan_says_what_would_be_written_and_writes_nothing(tmp_path: Path) -> None:
+    plan = fastshard.plan(NEOX, "hf", vocab_size=509)
+    assert len(plan.outputs) == 40
+    # Two values of config.json are GPT-NeoX's defaults, since the training config does not state them.
+    assert [(f.code, f.severity) for f in plan.findings] == [("FS109", "note")] * 2
+    by_name = {name: (dtype, shape) for name, dtype, shape, _, _ in plan.outputs}
+    assert by_name["embed_out.weight"] == ("BF16", [509, 32])
+    assert plan.summary["outputs"] == 40
+    assert "40 tensors" in repr(plan)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_digest_is_of_the_plan() -> None:
+    one, again = fastshard.plan(NEOX, "hf"), fastshard.plan(NEOX, "hf")
+    assert one.digest == again.digest
+    others = [fastshard.plan(NEOX), fastshard.plan(NEOX, "hf", vocab_size=509), fastshard.plan(NEOX, "hf", dtype="f32")]
+    assert len({one.digest, *(o.digest for o in others)}) == 4
+
+
+@pytest.mark.parametrize("source, to", [(NEOX, None), (NEOX, "hf"), (NEOX_SEQ, "hf"), (TP4, None), (HF, "hf")])
+def test_documents_follow_their_schemas(source: Path, to: str | None, tmp_path: Path) -> None:
+    jsonschema.validate(fastshard.plan(source, to).to_dict(), schema("plan"))
+    made = fastshard.convert(source, tmp_path / "out", to, memory=MEMORY)
+    jsonschema.validate(json.loads((tmp_path / "out/fastshard.manifest.json").read_text()), schema("manifest"))
+    jsonschema.validate(made.document, schema("manifest"))
+    jsonschema.validate(fastshard.manifest(source, tmp_path / "m.json", memory=MEMORY).document, schema("manifest"))
+
+
+def test_findings_follow_their_schema(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    findings = [f.to_dict() for f in fastshard.verify(ckpt, memory=MEMORY)]
+    assert findings
+    jsonschema.validate(findings, schema("findings"))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"code": "X1"}], schema("findings"))
+
+
+@pytest.mark.parametrize("options", [{"to": "nothing"}, {"to": "megatron"}, {"dtype": "f8"}, {"replicas": "any"},
+                                     {"vocab_size": 0}, {"vocab_size": -5}, {"max_shard_size": "much"}, {"tp": 2},
+                                     {"max_shard_size": 0}, {"include": ["nothing*"]}])  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(options: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError):
+        fastshard.convert(NEOX, tmp_path / "out", **{"to": "hf", **options}, memory=MEMORY)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path, code", [("nowhere", "FS501"), (".", "FS513")])
+def test_what_is_no_checkpoint_cannot_be_opened(path: str, code: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.open(tmp_path / path)
+    assert caught.value.code == code
+
+
+def test_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    ran = cli("merge", __file__, tmp_path / "out")
+    assert ran.code in (1, 2) and ran.errors[0]["file"].endswith("test_api.py")
+
+
+def test_memory_below_the_baseline_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.merge(TP4, tmp_path / "out", memory="1MiB")
+    assert caught.value.code == "FS512"
+    assert "baseline" in str(caught.value.expected) and "1 MiB" in str(caught.value.got)
+
+
+def test_default_memory_is_enough_beside_torch(tmp_path: Path) -> None:
+    torch.zeros(1)
+    fastshard.merge(TP4, tmp_path / "out")
+    assert (tmp_path / "out").is_dir()
+
+
+# --- comparisons
+
+
+@pytest.mark.parametrize("other", [TP1, NEOX_SEQ], ids=["tp1", "sequential"])
+def test_shardings_of_one_model_are_equal(other: Path) -> None:
+    assert fastshard.diff(NEOX, other, memory=MEMORY) == []
+
+
+def test_layouts_of_one_model_are_equal(tmp_path: Path) -> None:
+    fastshard.convert(NEOX, tmp_path / "out", memory=MEMORY)
+    assert fastshard.diff(NEOX, tmp_path / "out", memory=MEMORY) == []
+    assert fastshard.diff(tmp_path / "out", NEOX_SEQ, memory=MEMORY) == []
+
+
+def test_difference_is_measured(tmp_path: Path) -> None:
+    other = copy(NEOX, tmp_path / "other")
+    delta = torch.zeros(64, 32)
+    delta[3, 4], delta[5, 6] = 1.0, -3.0
+    name = "mlp.linear1.weight"
+
+    def change(layer: dict[str, torch.Tensor]) -> None:
+        layer[name][3, 4], layer[name][5, 6] = 0.0, 0.0
+
+    edit_pt(other / STEP / layer_file(3, 1), change)
+    base = torch.load(NEOX / STEP / layer_file(3, 1))[name].double()
+    values = torch.stack((base[3, 4], base[5, 6]))
+    (found,) = fastshard.diff(NEOX, other, memory=MEMORY)
+    assert (found.tensor, found.kind, found.differing) == (f"3.{name}", "values", 2)
+    assert found.largest == pytest.approx(float(values.abs().max()))
+    count = 2 * base.numel()
+    mean = float(values.sum()) / count
+    assert found.mean == pytest.approx(mean)
+    assert found.std == pytest.approx((float((values**2).sum()) / count - mean**2) ** 0.5)
+
+
+def test_tensor_that_one_side_lacks(tmp_path: Path) -> None:
+    fastshard.merge(HF, tmp_path / "out", exclude=["model.norm.weight"], memory=MEMORY)
+    (tmp_path / "out/config.json").unlink()
+    (found,) = fastshard.diff(HF, tmp_path / "out", memory=MEMORY)
+    assert (found.tensor, found.kind) == ("model.norm.weight", "only_a")
+    ran = cli("diff", HF, tmp_path / "out")
+    assert ran.code == 1 and ran.having("FS309", tensor="model.norm.weight")
+
+
+def test_damaged_side_is_refused(tmp_path: Path) -> None:
+    other = copy(NEOX, tmp_path / "other")
+    (other / STEP / layer_file(3, 1)).unlink()
+    with pytest.raises(fastshard.IncompleteError):
+        fastshard.diff(NEOX, other, memory=MEMORY)
+
+
+# --- errors
+
+
+def test_errors_survive_pickling(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    with pytest.raises(fastshard.IncompleteError) as caught:
+        fastshard.merge(ckpt, tmp_path / "out", memory=MEMORY)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert type(error) is fastshard.IncompleteError
+    assert error.findings == caught.value.findings and str(error) == str(caught.value)
+    assert (error.code, error.rank, error.exit_code) == ("FS101", "tp 1", 3)
+    assert error.path.endswith(layer_file(3, 1))
+    assert (error.tensor, error.host, error.got) == (None, None, "no such file")
+    assert "help: copy" in str(error)
+
+
+def test_errors_are_one_tree() -> None:
+    for kind in (fastshard.ProblemError, fastshard.CannotRunError, fastshard.IncompleteError):
+        assert issubclass(kind, fastshard.FastshardError)
+
+
+# --- layouts
+
+TABLE = """
+layout = "mine"
+family = "mine"
+[shard]
+tp = ["F"]
+[[tensor]]
+name = "up.{L}"
+shape = "[F, H]"
+[[tensor]]
+name = "down.{L}"
+shape = "[H, F]"
+[[tensor]]
+name = "scratch"
+ignore = "left over"
+"""
+
+
+def write_mine(root: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import save_file
+
+    root.mkdir()
+    full = {f"{n}.{i}": torch.randn(*s) for i in range(2) for n, s in (("up", (8, 4)), ("down", (4, 8)))}
+    for rank in range(2):
+        shard = {k: v.chunk(2, 0 if k.startswith("up") else 1)[rank].contiguous() for k, v in full.items()}
+        save_file(shard | {"scratch": torch.zeros(3)}, root / f"tp_rank_{rank:02d}.safetensors")
+    return full
+
+
+def test_layout_of_the_user_is_used(tmp_path: Path) -> None:
+    full = write_mine(tmp_path / "ckpt")
+    (tmp_path / "rules.toml").write_text(TABLE)
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out", "--layout", tmp_path / "rules.toml")
+    assert ran.code == 0, ran.out
+    have = fastshard.open(tmp_path / "out")
+    assert set(have) == set(full)
+    assert all(torch.equal(have[k].torch(), v) for k, v in full.items())
+
+
+def test_layout_can_be_registered() -> None:
+    assert fastshard.layouts.register(TABLE) == "mine"
+    assert "mine" in fastshard.layouts.names() and fastshard.layouts.get("mine") == TABLE
+    assert {"hf.gpt_neox", "hf.llama", "gpt_neox.neox"} <= set(fastshard.layouts.names())
+
+
+@pytest.mark.parametrize("text", ["layout = 1\n", "\n", "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = '{'\nshape='[H]'\n",
+                                  "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = 'a'\nshape='[H'\n"])  # fmt: skip
+def test_bad_layout_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.layouts.register(text)
+    assert caught.value.code == "FS210"
+    (tmp_path / "rules.toml").write_text(text)
+    assert cli("merge", TP4, tmp_path / "out", "--layout", tmp_path / "rules.toml").code == 2
+
+
+# --- sizes
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]), st.booleans())
+def test_sizes_are_parsed(number: int, unit: str, space: str, lower: bool) -> None:
+    text = f"{number}{space}{unit.lower() if lower else unit}"
+    assert parse_size(text) == number * UNITS[unit]
+
+
+@given(st.integers(1, 2**62))
+def test_sizes_in_bytes_are_exact(number: int) -> None:
+    assert parse_size(str(number)) == parse_size(number) == number
+
+
+@given(st.text())
+def test_any_other_text_is_refused_and_never_crashes(text: str) -> None:
+    try:
+        assert parse_size(text) >= 1
+    except fastshard.CannotRunError as error:
+        assert error.code == "FS515"
+
+
+@pytest.mark.parametrize("bad", ["", "0", "0.1", "-5GB", "5 G B", "5XB", "GB", "1e9", "inf", "nan", True, None, 0, -1])
+def test_sizes_that_are_none(bad: object) -> None:
+    with pytest.raises(fastshard.CannotRunError):
+        parse_size(bad)  # type: ignore[arg-type]

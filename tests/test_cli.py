@@ -1,0 +1,175 @@
+"""The command line: one JSON object per run, exit codes, flags, explanations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import fastshard
+import jsonschema
+import pytest
+from fastshard.errors import CODES
+from helpers import HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
+
+COMMANDS = {
+    "inspect": lambda tmp: ("inspect", NEOX),
+    "merge": lambda tmp: ("merge", NEOX, tmp / "out"),
+    "convert": lambda tmp: ("convert", NEOX, tmp / "out", "--to", "hf"),
+    "plan": lambda tmp: ("plan", NEOX, "--to", "hf"),
+    "verify": lambda tmp: ("verify", NEOX),
+    "diff": lambda tmp: ("diff", NEOX, NEOX.parent / "neox_pp_tp1"),
+    "manifest": lambda tmp: ("manifest", NEOX, "-o", tmp / "m.json"),
+    "explain": lambda tmp: ("explain", "FS101"),
+}
+
+
+def run(*argv: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, so that what is printed is what a shell sees."""
+    command = [sys.executable, "-m", "fastshard", *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_one_object_with_exit_code_and_findings(name: str, tmp_path: Path) -> None:
+    done = run(*COMMANDS[name](tmp_path), "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == document["exit_code"] == 0, done
+    assert document["command"] == name
+    jsonschema.validate(
+        document["findings"], json.loads(resources.files("fastshard").joinpath("schemas/findings.v1.schema.json").read_text())
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n != "explain"])
+def test_json_of_a_failure_is_one_object_too(name: str, tmp_path: Path) -> None:
+    argv = [tmp_path / "nowhere" if a == NEOX else a for a in COMMANDS[name](tmp_path)]
+    done = run(*argv, "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == document["exit_code"] == 2
+    assert document["findings"][0]["code"] == "FS501"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_text_goes_to_stdout_and_nothing_else_does(name: str, tmp_path: Path) -> None:
+    done = run(*COMMANDS[name](tmp_path))
+    assert done.returncode == 0
+    assert done.stdout.strip() and "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["merge", "convert", "verify", "manifest"])
+def test_findings_go_to_stderr_with_help(name: str, tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    argv = [ckpt if a == NEOX else a for a in COMMANDS[name](tmp_path)]
+    done = run(*argv)
+    assert done.returncode == 3
+    assert f"error FS101: {STEP}/{layer_file(3, 1)}" in done.stderr
+    assert f"help: copy {layer_file(3, 1)}" in done.stderr
+    assert "FS101" not in done.stdout
+
+
+def test_inspect_is_0_when_it_can_read(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    ran = cli("inspect", ckpt)
+    assert ran.code == 0 and ran.doc["complete"] is False and ran.having("FS101")
+
+
+def test_inspect_says_what_it_is() -> None:
+    document = cli("inspect", NEOX).doc
+    assert document["framework"] == "GPT-NeoX" and document["topology"] == {"tp": 2} and document["step"] == STEP
+    assert document["tensors"] == 40 and document["complete"] is True
+    assert document["dtypes"]["BF16"]["tensors"] == 40
+    assert document["metadata"]["iteration"] == 4
+
+
+@pytest.mark.parametrize("command", ["merge", "verify", "plan"])
+def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
+    """Without a config or an index nothing states what must exist."""
+    (tmp_path / "ckpt").mkdir()
+    file = HF / "model-00001-of-00004.safetensors"
+    (tmp_path / "ckpt/model.safetensors").write_bytes(file.read_bytes())
+    argv = (command, tmp_path / "ckpt", *((tmp_path / "out",) if command == "merge" else ()))
+    assert cli(*argv).having("FS109")
+    text = cli(*argv, json_output=False)
+    assert "not provable" in text.err + text.out
+
+
+@pytest.mark.parametrize("argv", [
+    (), ("merge",), ("merge", TP4), ("convert", TP4, "out"), ("nothing",), ("merge", TP4, "out", "--nothing"),
+    ("merge", TP4, "out", "--dtype", "f8"), ("merge", TP4, "out", "--replicas", "some"), ("verify",),
+    ("merge", TP4, "out", "--vocab-size", "many"), ("merge", TP4, "out", "--fsync", "maybe"), ("explain", "FS999"),
+    ("merge", TP4, "out", "--threads", "0"), ("merge", TP4, "out", "--threads", "-1"), ("merge", TP4, "out", "--vocab-size", "0"),
+    ("merge", TP4, "out", "--memory", "lots"), ("merge", TP4, "out", "--max-shard-size", "0"),
+    ("convert", TP4, "out", "--to", "nothing"), ("convert", TP4, "out", "--to", "maxtext"), ("verify", TP4, "--subset", "3/2"),
+    ("verify", TP4, "--subset", "0/2"), ("verify", TP4, "--subset", "x"), ("merge", TP4, "out", "--optimizer"),
+    ("merge", TP4, "out", "--weights", "masters"), ("convert", TP4, "out", "--to", "hf", "--tp", "2"),
+    ("merge", TP4, "out", "--tokenizer", "nowhere"), ("merge", TP4, "out", "--config", "nowhere.json"),
+    ("merge", TP4, "out", "--expect", "nowhere.json"), ("merge", TP4, "out", "--layout", "nowhere.toml"),
+    ("merge", TP4, "out", "--thread", "2"),
+], ids=lambda argv: " ".join(str(a) for a in argv if not isinstance(a, Path)) or "none")  # fmt: skip
+def test_bad_usage_is_2(argv: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = cli(*argv, json_output=False) if argv else run()
+    if argv:
+        assert ran.code == 2, ran  # type: ignore[union-attr]
+        assert ran.err.strip()  # type: ignore[union-attr]
+    else:
+        assert ran.returncode == 2  # type: ignore[union-attr]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_code_is_explained(code: str) -> None:
+    text = cli("explain", code, json_output=False)
+    assert text.code == 0 and code in text.out and CODES[code]["explanation"] in text.out
+    document = cli("explain", code.lower().removeprefix("fs")).doc
+    assert document["code"] == code and len(document["explanation"]) > 20
+
+
+def test_codes_are_listed() -> None:
+    assert {row["code"] for row in cli("explain").doc["codes"]} == set(CODES)
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert done.returncode == 0 and fastshard.__version__ in done.stdout
+
+
+def test_subsets_together_read_everything(tmp_path: Path) -> None:
+    assert cli("manifest", TP4, "-o", tmp_path / "m.json").code == 0
+    bad = copy(TP4, tmp_path / "bad")
+    data = bytearray((bad / "tp_rank_02.safetensors").read_bytes())
+    data[-40] ^= 1
+    (bad / "tp_rank_02.safetensors").write_bytes(bytes(data))
+    codes = [cli("verify", bad, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code for n in range(1, 5)]
+    assert sorted(codes) in ([0, 0, 0, 1], [1, 1, 1, 1])
+    assert all(cli("verify", TP4, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code == 0 for n in range(1, 5))
+
+
+def test_reader_of_stdout_that_leaves_is_no_crash() -> None:
+    process = spawn("explain")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(timeout=30) in (0, 2)
+    process.stderr.close()
+
+
+def test_quiet_prints_errors_only(tmp_path: Path) -> None:
+    done = run("verify", TP4, "-q")
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_locale_without_utf8_is_no_crash(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    save_file({"größe.重み": zeros(2)}, tmp_path / "model.safetensors")
+    done = run("inspect", "-v", tmp_path, env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
