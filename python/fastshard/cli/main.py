@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ from .parser import build
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names may hold characters that the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
     arguments = parse(argv)
     as_json = bool(getattr(arguments, "json", False))
     try:
