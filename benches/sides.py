@@ -1,0 +1,151 @@
+"""One side of a comparison, in a process of its own: `python benches/sides.py SIDE JSON`.
+
+Imports are done before the clock starts. Prints one JSON object: wall and CPU seconds (children
+included) and the peaks of resident and anonymous memory that the process reads of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Job = Callable[[], object]
+
+
+def status(key: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), 0)
+
+
+def cpu() -> float:
+    """Seconds of CPU of this process and of the children it has waited for."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in uses)
+
+
+class Peak:
+    """Peak of the anonymous memory, sampled: the system keeps a high-water mark only of all of it."""
+
+    def __init__(self) -> None:
+        self.anonymous = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.anonymous = max(self.anonymous, status("RssAnon:"))
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.anonymous = max(self.anonymous, status("RssAnon:"))
+
+
+def fsync(path: Path) -> None:
+    """Brings files and directories to disk."""
+    for inside in [*path.rglob("*"), path, path.parent]:
+        fd = os.open(inside, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def fastshard(a: dict[str, Any]) -> Job:
+    import fastshard as fs
+
+    options = {k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config") if k in a}
+    return lambda: fs.convert(a["src"], a["out"], a.get("to"), **options)
+
+
+def verify(a: dict[str, Any]) -> Job:
+    import fastshard as fs
+
+    def job() -> None:
+        errors = [f for f in fs.verify(a["src"], threads=a["threads"]) if f.severity == "error"]
+        assert not errors, errors
+
+    return job
+
+
+def copy(a: dict[str, Any]) -> Job:
+    def job() -> None:
+        subprocess.run(["cp", "-r", "--reflink=never", a["src"], a["out"]], check=True)
+        if a["fsync"]:
+            fsync(Path(a["out"]))
+
+    return job
+
+
+def consolidate(a: dict[str, Any]) -> Job:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    names = list(json.loads((Path(a["src"]) / "layout.json").read_text())["tp_dim"])
+    # Its threads take one output file each: as many files of equal parts as threads.
+    part = -(-len(names) // a["threads"])
+    index = {name: i // part + 1 for i, name in enumerate(names)}
+
+    def job() -> None:
+        Path(a["out"]).mkdir()
+        consolidate_safetensors_files(a["src"], a["out"], index, num_threads=a["threads"])
+
+    return job
+
+
+def script(a: dict[str, Any]) -> Job:
+    """Load every rank, concatenate, save: what everybody writes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def job() -> None:
+        source = Path(a["src"])
+        dims = json.loads((source / "layout.json").read_text())["tp_dim"]
+        ranks = [load_file(p) for p in sorted(source.glob("*.safetensors"))]
+        merged = {}
+        for name, dim in dims.items():
+            parts = [rank[name] for rank in ranks]
+            merged[name] = parts[0] if dim is None else torch.cat(parts, dim=dim)
+        Path(a["out"]).mkdir()
+        save_file(merged, str(Path(a["out"]) / "model.safetensors"), metadata={"format": "pt"})
+
+    return job
+
+
+def command(a: dict[str, Any]) -> Job:
+    return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
+
+
+SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, command)}
+
+
+def main() -> None:
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    job = SIDES[name](arguments)
+    threads = arguments.get("threads")
+    if name in ("consolidate", "script"):
+        import torch
+
+        torch.set_num_threads(threads)
+    with Peak() as peak:
+        before, wall = cpu(), time.perf_counter()
+        job()
+        wall, spent = time.perf_counter() - wall, cpu() - before
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(json.dumps({
+        "wall": wall, "cpu": spent, "rss": status("VmHWM:"), "anonymous": peak.anonymous, "children": children,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
