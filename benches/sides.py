@@ -6,6 +6,8 @@ included) and the peaks of resident and anonymous memory that the process reads 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -126,7 +128,22 @@ def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
 
-SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, command)}
+def cli(a: dict[str, Any]) -> Job:
+    """A fastshard command in this process, whose memory can then be read."""
+    from fastshard.cli import main as fastshard_main
+
+    def job() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                code = fastshard_main(a["command"])
+            except SystemExit as stop:
+                code = stop.code
+        assert not code, code
+
+    return job
+
+
+SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, command, cli)}
 
 
 def main() -> None:
@@ -142,9 +159,8 @@ def main() -> None:
         job()
         wall, spent = time.perf_counter() - wall, cpu() - before
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(json.dumps({
-        "wall": wall, "cpu": spent, "rss": status("VmHWM:"), "anonymous": peak.anonymous, "children": children,
-    }))  # fmt: skip
+    figures = {"wall": wall, "cpu": spent, "rss": status("VmHWM:"), "anonymous": peak.anonymous}
+    print(json.dumps({**figures, "children": children}))
 
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def whole(spec: Spec, tp: int, seed: int = 0) -> np.ndarray:
     return np.concatenate(parts, axis=spec.dim)
 
 
+def whole_digest(spec: Spec, tp: int, seed: int = 0) -> str:
+    """SHA-256 of the merged tensor; row shards are taken one block at a time."""
+    digest = hashlib.sha256()
+    if spec.dim != 0:
+        digest.update(whole(spec, tp, seed))
+    else:
+        for rank in range(tp):
+            for block in blocks(f"{seed}/{spec.name}/{rank}", spec.nbytes(tp), spec.dtype):
+                digest.update(block)
+    return digest.hexdigest()
+
+
 def header(entries: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
     """A safetensors header, its length included, padded to 8 bytes."""
     table: dict[str, object] = {"__metadata__": metadata}
@@ -166,8 +178,7 @@ def gpt3(layers: int, hidden: int = 12288, vocab: int = 51200) -> list[Spec]:
             Spec(p + "mlp.proj.weight", (hidden, 4 * hidden), 1), Spec(p + "mlp.proj.bias", (hidden,), None),
         ]  # fmt: skip
     if layers == 96:
-        ends = [Spec("transformer.ln_f.weight", (hidden,), None), Spec("transformer.ln_f.bias", (hidden,), None)]
-        specs += ends
+        specs += [Spec(f"transformer.ln_f.{part}", (hidden,), None) for part in ("weight", "bias")]
     return specs
 
 

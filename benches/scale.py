@@ -1,0 +1,160 @@
+"""What must hold at scale, not in a few megabytes: memory, kills and resumes, 74,000 shard entries.
+
+    python benches/scale.py [memory] [kills] [index] [--size 8GiB] [--kill-size 1GiB] [--kills 50] [--dir DIR]
+
+Exits with 1 if something does not hold. Times are printed and decide only for `index`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import synthetic
+from measure import Side, digests, remove, run
+
+MIB = 1 << 20
+BUDGET = 256 * MIB
+
+
+def expected(specs: list[synthetic.Spec], tp: int) -> dict[str, str]:
+    """SHA-256 of every merged tensor, from the data's seeds and without the product."""
+    return {s.name: synthetic.whole_digest(s, tp) for s in specs}
+
+
+def memory(folder: Path, size: int) -> bool:
+    """A merge of row and column shards, half of it one tensor, within --memory 256MiB."""
+    source, out = folder / "source", folder / "out"
+    specs = synthetic.model(size, "mixed", size // 2)
+    n = synthetic.tp_safetensors(source, specs, 4)
+    arguments = {"src": str(source), "out": str(out), "threads": 2, "memory": "256MiB"}
+    record = run(Side("fastshard", "fastshard", arguments))
+    same = digests(out) == expected(specs, 4)
+    print(
+        f"memory: {n:,} bytes, largest tensor {max(s.nbytes() for s in specs):,}: peak RssAnon "
+        f"{record['anonymous'] / MIB:.1f} MiB, VmHWM {record['rss'] / MIB:.1f} MiB, {record['wall']:.1f} s, "
+        f"{'hashes as expected' if same else 'HASHES DIFFER'}"
+    )
+    remove(source)
+    remove(out)
+    return same and max(record["anonymous"], record["rss"]) <= BUDGET
+
+
+def merge(source: Path, out: Path, *more: str) -> list[str]:
+    common = ["--threads", "2", "--memory", "256MiB", "--progress", "none", "-q"]
+    return [sys.executable, "-m", "fastshard", "merge", str(source), str(out), *common, *more]
+
+
+def content(out: Path) -> str:
+    """One digest of a result: every file but the manifest, whose plan is the same anyway."""
+    digest = hashlib.sha256()
+    for name, value in sorted(digests(out).items()):
+        digest.update(f"{name} {value}\n".encode())
+    return digest.hexdigest()
+
+
+def kills(folder: Path, size: int, count: int, seed: int = 0) -> bool:
+    """kill -9 at random instants, also of runs that resume; what is published is always right."""
+    source, out = folder / "source", folder / "out"
+    specs = synthetic.model(size, "mixed", size // 4)
+    synthetic.tp_safetensors(source, specs, 4)
+    start = time.perf_counter()
+    subprocess.run(merge(source, out), check=True, stdout=subprocess.DEVNULL)
+    whole = time.perf_counter() - start
+    assert digests(out) == expected(specs, 4)
+    want, manifest = content(out), (out / "fastshard.manifest.json").read_bytes()
+    remove(out)
+    rng = random.Random(seed)
+    seen = {"killed": 0, "too late": 0, "resumed with work done": 0, "published before the kill": 0}
+    bad = []
+    while seen["killed"] < count:
+        resumes = 0
+        while True:
+            process = subprocess.Popen(
+                merge(source, out, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            time.sleep(rng.uniform(0.02, whole * 1.1))
+            late = process.poll() is not None
+            process.kill()
+            process.wait()
+            seen["too late" if late else "killed"] += 1
+            journals = list(folder.glob(".out.fastshard-*/journal"))
+            seen["resumed with work done"] += any(j.stat().st_size > 1000 for j in journals)
+            if out.exists():
+                seen["published before the kill"] += not late
+                break
+            resumes += 1
+            if rng.random() < 0.6 or seen["killed"] >= count:
+                done = subprocess.run(merge(source, out, "--resume"), capture_output=True, text=True)
+                if done.returncode:
+                    bad.append(f"resume: exit {done.returncode}: {done.stderr[-300:]}")
+                break
+        if not out.exists() or content(out) != want:
+            bad.append(f"after {resumes} kills: {'nothing published' if not out.exists() else 'other hashes'}")
+        elif (out / "fastshard.manifest.json").read_bytes() != manifest:
+            bad.append("another manifest")
+        left = [p.name for p in folder.glob(".out.fastshard-*")]
+        if left:
+            # Killed after the result appeared and before the staging folder was cleared.
+            subprocess.run(merge(source, out, "--resume"), capture_output=True)
+            seen["left a staging folder beside a result"] = seen.get("left a staging folder beside a result", 0) + 1
+            for name in left:
+                remove(folder / name)
+        remove(out)
+    print(f"kills: {size:,} bytes, a run takes {whole:.1f} s; {seen}; {len(bad)} bad {bad[:3]}")
+    remove(source)
+    return not bad
+
+
+def index(folder: Path) -> bool:
+    """inspect and plan of 74,000 entries within 5 s and 256 MiB each."""
+    fine = True
+    for files in (512, 64):
+        source = folder / "sparse"
+        entries = synthetic.sparse(source, files)
+        for command in ("inspect", "plan"):
+            start = time.perf_counter()
+            record = run(Side(command, "cli", {"command": [command, str(source)]}))
+            wall = time.perf_counter() - start
+            print(
+                f"index: {command} of {entries:,} entries in {files} files: {wall:.2f} s with the interpreter's "
+                f"start, {record['wall']:.2f} s without, VmHWM {record['rss'] / MIB:.0f} MiB"
+            )
+            fine &= wall <= 5 and record["rss"] <= BUDGET
+        remove(source)
+    return fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", nargs="*", help="memory, kills, index; default all")
+    parser.add_argument("--size", default="8GiB")
+    parser.add_argument("--kill-size", default="1GiB")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--dir", type=Path, default=None)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="fastshard-scale-", dir=args.dir))
+    checks = {
+        "memory": lambda: memory(folder, synthetic.parse_size(args.size)),
+        "kills": lambda: kills(folder, synthetic.parse_size(args.kill_size), args.kills),
+        "index": lambda: index(folder),
+    }
+    try:
+        held = {name: checks[name]() for name in args.check or checks}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(", ".join(f"{name}: {'holds' if ok else 'MISSED'}" for name, ok in held.items()))
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
