@@ -112,12 +112,12 @@ class Bench:
 
     def p6(self) -> None:
         """Peak anonymous memory of a transposing, casting convert."""
-        sizes = [("1 GiB", self.size // 4, False), ("4 GiB", self.size, False), ("one tensor", self.size, True)]
-        for label, size, single in sizes:
+        for size, single in ((self.size // 4, False), (self.size, False), (self.size, True)):
             source = self.folder / "transposed"
             specs = synthetic.llama(source, size, single=single)
             n = sum(s.nbytes() for s in specs)
-            label = f"{'one tensor of ' if single else ''}{max(s.nbytes() for s in specs) if single else n:,} bytes"
+            largest = max(s.nbytes() for s in specs)
+            label = f"one tensor of {largest:,} bytes" if single else f"largest tensor {largest:,} bytes"
             touch(n)
             side = self.ours(
                 source, to="hf", dtype="bf16", layout=str(source / "transposed.toml"),
@@ -170,26 +170,28 @@ class Bench:
         facts = ", ".join(f"{k} {v}" for k, v in machine(self.folder).items())
         lines = [
             f"{facts}; {self.rounds} interleaved rounds, {THREADS} threads", "",
-            "| case | bytes | against | target | wall ratio: median (min to max) | CPU ratio | GB/s ours / theirs "
-            "| CPU s ours / theirs | peak memory (resident) ours / theirs, MiB |",
+            "| case | bytes | against | target | wall ratio: median (min to max) | CPU ratio "
+            "| GB/s ours / theirs | CPU s ours / theirs | peak resident ours / theirs, MiB |",
             "|---|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for r in self.results:
             speed = [r.nbytes / r.median(s, "wall") / 1e9 for s in (r.ours, r.peer)]
             cpu = [r.median(s, "cpu") for s in (r.ours, r.peer)]
             peak = [max(r.median(s, k) for k in ("rss", "children")) / MIB for s in (r.ours, r.peer)]
+            ratios = " | ".join(spread(r.ratios(key)) for key in ("wall", "cpu"))
             lines.append(
-                f"| {r.case} | {r.nbytes:,} | {r.peer} | {r.bar} | {spread(r.ratios('wall'))} "
-                f"| {spread(r.ratios('cpu'))} | {speed[0]:.2f} / {speed[1]:.2f} | {cpu[0]:.2f} / {cpu[1]:.2f} "
+                f"| {r.case} | {r.nbytes:,} | {r.peer} | {r.bar} | {ratios} "
+                f"| {speed[0]:.2f} / {speed[1]:.2f} | {cpu[0]:.2f} / {cpu[1]:.2f} "
                 f"| {peak[0]:.0f} / {peak[1]:.0f} |"
             )
         if self.memory:
-            lines += ["", "| P6 transpose + cast to bf16, --memory 256MiB | input bytes | peak anonymous | GB/s read |"]
+            lines += ["", "| P6 transpose + cast to bf16 | input bytes | peak anonymous | GB/s read |"]
             lines.append("|---|---|---|---|")
             for label, n, anonymous, wall, _ in self.memory:
                 lines.append(f"| {label} | {n:,} | {anonymous / MIB:.1f} MiB | {n / wall / 1e9:.2f} |")
             peaks = [m[2] for m in self.memory]
-            lines.append(f"\nflat within {(max(peaks) - min(peaks)) / MIB:.1f} MiB (target: 32), at most 256 MiB")
+            flat = (max(peaks) - min(peaks)) / MIB
+            lines.append(f"\n--memory 256MiB; flat within {flat:.1f} MiB (target: 32)")
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
 
@@ -210,10 +212,8 @@ def main() -> None:
         if args.save:
             path = Path(__file__).parent / "results" / f"{datetime.date.today()}.json"
             path.parent.mkdir(exist_ok=True)
-            document = {
-                "machine": machine(folder), "results": [asdict(r) for r in bench.results], "memory": bench.memory,
-                "notes": bench.notes,
-            }  # fmt: skip
+            results = [asdict(r) for r in bench.results]
+            document = {"machine": machine(folder), "results": results, "memory": bench.memory}
             path.write_text(json.dumps(document, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

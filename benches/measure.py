@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import shutil
 import statistics
 import struct
@@ -101,7 +102,8 @@ def resident(file: Path) -> int:
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     pages = -(-size // mmap.PAGESIZE)
     flags = (ctypes.c_ubyte * pages)()
-    with file.open("rb") as f, mmap.mmap(f.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as m:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    with file.open("rb") as f, mmap.mmap(f.fileno(), size, mmap.MAP_PRIVATE, access) as m:
         view = ctypes.c_char.from_buffer(m)
         failed = libc.mincore(ctypes.addressof(view), size, flags)
         del view
@@ -172,13 +174,12 @@ def file_digest(path: Path, offset: int = 0, nbytes: int | None = None) -> str:
 
 def machine(folder: Path) -> dict[str, str]:
     """What the figures belong to."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = int(Path("/proc/meminfo").read_text().split()[1]) / (1 << 20)
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True)
+    kind = found.stdout.strip()
     return {
-        "cpu": cpu, "cores": str(len(os.sched_getaffinity(0))), "memory": f"{memory:.0f} GiB",
-        "kernel": platform.release(), "filesystem": kind, "python": platform.python_version(),
+        "cpu": models[0] if models else platform.processor(), "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB", "kernel": platform.release(), "filesystem": kind,
+        "python": platform.python_version(),
     }  # fmt: skip

@@ -74,7 +74,8 @@ def kills(folder: Path, size: int, count: int, seed: int = 0) -> bool:
     want, manifest = content(out), (out / "fastshard.manifest.json").read_bytes()
     remove(out)
     rng = random.Random(seed)
-    seen = {"killed": 0, "too late": 0, "resumed with work done": 0, "published before the kill": 0}
+    kinds = ("killed", "too late", "resumed with work done", "published before the kill", "staging left")
+    seen = dict.fromkeys(kinds, 0)
     bad = []
     while seen["killed"] < count:
         resumes = 0
@@ -99,14 +100,15 @@ def kills(folder: Path, size: int, count: int, seed: int = 0) -> bool:
                     bad.append(f"resume: exit {done.returncode}: {done.stderr[-300:]}")
                 break
         if not out.exists() or content(out) != want:
-            bad.append(f"after {resumes} kills: {'nothing published' if not out.exists() else 'other hashes'}")
+            what = "other hashes" if out.exists() else "nothing published"
+            bad.append(f"after {resumes} kills: {what}")
         elif (out / "fastshard.manifest.json").read_bytes() != manifest:
             bad.append("another manifest")
         left = [p.name for p in folder.glob(".out.fastshard-*")]
         if left:
             # Killed after the result appeared and before the staging folder was cleared.
             subprocess.run(merge(source, out, "--resume"), capture_output=True)
-            seen["left a staging folder beside a result"] = seen.get("left a staging folder beside a result", 0) + 1
+            seen["staging left"] += 1
             for name in left:
                 remove(folder / name)
         remove(out)
@@ -126,8 +128,8 @@ def index(folder: Path) -> bool:
             record = run(Side(command, "cli", {"command": [command, str(source)]}))
             wall = time.perf_counter() - start
             print(
-                f"index: {command} of {entries:,} entries in {files} files: {wall:.2f} s with the interpreter's "
-                f"start, {record['wall']:.2f} s without, VmHWM {record['rss'] / MIB:.0f} MiB"
+                f"index: {command} of {entries:,} entries in {files} files: {wall:.2f} s with the "
+                f"interpreter's start, {record['wall']:.2f} s without, VmHWM {record['rss'] / MIB:.0f} MiB"
             )
             fine &= wall <= 5 and record["rss"] <= BUDGET
         remove(source)
@@ -135,7 +137,7 @@ def index(folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("check", nargs="*", help="memory, kills, index; default all")
     parser.add_argument("--size", default="8GiB")
     parser.add_argument("--kill-size", default="1GiB")
