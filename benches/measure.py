@@ -53,7 +53,8 @@ class Result:
 
 def touch(nbytes: int) -> None:
     """Has the system fault `nbytes` in, so that no run pays for memory that the host took back."""
-    code = f"import mmap\nm = mmap.mmap(-1, {nbytes})\nfor i in range(0, {nbytes}, 4096): m[i] = 1"
+    count = -(-nbytes // (4 << 20))
+    code = f"import mmap; b = b'1' * {4 << 20}; m = mmap.mmap(-1, {count} * len(b)); [m.write(b) for _ in range({count})]"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,8 +1,8 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
 use crate::engine::{self, Control, Report, Sink, TileDone};
@@ -36,8 +36,12 @@ pub struct Options {
     pub sparse: bool,
 }
 
-struct Journalled {
-    pending: Vec<Vec<u8>>,
+/// Tiles that are written and not yet journalled.
+#[derive(Default)]
+struct Pending {
+    records: Vec<Vec<u8>>,
+    /// Files that the records speak of.
+    files: BTreeSet<u32>,
     bytes: u64,
 }
 
@@ -45,9 +49,15 @@ struct StagedSink<'a> {
     outputs: &'a [Output],
     files: Vec<OutFile>,
     staging: &'a Staging,
-    state: Mutex<Journalled>,
+    pending: Mutex<Pending>,
+    /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
+    flushing: Mutex<()>,
     written: Vec<Mutex<u64>>,
     fsync: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn record(output: usize, tile: &TileDone) -> Vec<u8> {
@@ -70,17 +80,17 @@ fn parse_record(bytes: &[u8]) -> Option<(u32, TileDone)> {
 
 impl StagedSink<'_> {
     /// Brings data to disk, then says so: never the other way round.
-    fn flush(&self, state: &mut Journalled) -> Result<()> {
-        if state.pending.is_empty() {
+    fn flush(&self) -> Result<()> {
+        let _one = lock(&self.flushing);
+        // What is in these records was written before they were taken, so the syncs below cover it.
+        let Pending { records, files, .. } = std::mem::take(&mut *lock(&self.pending));
+        if records.is_empty() {
             return Ok(());
         }
         if self.fsync {
-            self.files.iter().try_for_each(OutFile::sync)?;
+            files.iter().try_for_each(|&f| self.files[f as usize].sync())?;
         }
-        for record in state.pending.drain(..) {
-            self.staging.journal().append(&record)?;
-        }
-        state.bytes = 0;
+        records.iter().try_for_each(|record| self.staging.journal().append(record))?;
         self.staging.journal().sync()
     }
 }
@@ -91,7 +101,7 @@ impl Sink for StagedSink<'_> {
         let file = &self.files[about.file as usize];
         file.write_all_at(about.offset + offset, bytes)?;
         if self.fsync {
-            let mut since = self.written[about.file as usize].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut since = lock(&self.written[about.file as usize]);
             *since += bytes.len() as u64;
             if *since >= WRITEBACK_EVERY {
                 *since = 0;
@@ -104,13 +114,15 @@ impl Sink for StagedSink<'_> {
     }
 
     fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.pending.push(record(output, tile));
-        state.bytes += tile.size;
-        if state.bytes >= JOURNAL_EVERY {
-            self.flush(&mut state)?;
+        let mut pending = lock(&self.pending);
+        pending.records.push(record(output, tile));
+        pending.files.insert(self.outputs[output].file);
+        pending.bytes += tile.size;
+        if pending.bytes < JOURNAL_EVERY {
+            return Ok(());
         }
-        Ok(())
+        drop(pending);
+        self.flush()
     }
 }
 
@@ -235,7 +247,8 @@ fn fill(
         written: outs.iter().map(|_| Mutex::new(0)).collect(),
         files: outs,
         staging,
-        state: Mutex::new(Journalled { pending: Vec::new(), bytes: 0 }),
+        pending: Mutex::default(),
+        flushing: Mutex::new(()),
         fsync: options.publish.fsync,
     };
     let engine_options = engine::Options {
@@ -248,8 +261,7 @@ fn fill(
         Ok(report) => report,
         Err(error) => {
             if error.is_interrupt() {
-                let mut state = sink.state.lock().unwrap_or_else(PoisonError::into_inner);
-                sink.flush(&mut state)?;
+                sink.flush()?;
             }
             return Err(error);
         }
