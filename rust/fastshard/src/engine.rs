@@ -518,6 +518,7 @@ impl Run<'_> {
         let mut findings = std::mem::take(&mut *lock(&self.findings));
         findings.extend(shards::copies(self.plan, &self.sources)?);
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
+        findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
         Ok(Report { outputs, findings: limit(findings), memory })
     }

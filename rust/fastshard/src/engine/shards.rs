@@ -1,6 +1,6 @@
 //! Shards against each other: duplicated and swapped files show in what ranks and layers share.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::boxes::SubBox;
 use crate::codes;
@@ -244,6 +244,63 @@ pub(super) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
                     );
             findings.push(place(plan, copy, finding));
         }
+    }
+    Ok(findings)
+}
+
+/// Layers that hold the same bytes as another layer, by checksums that are known, confirmed on bytes.
+///
+/// All ranks of a layer alike are a copied layer, which can be meant (depth up-scaling) and warns; some
+/// ranks only are a file copied over another.
+pub(super) fn repeated_layers(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
+    let mut reader = Reader::new(sources);
+    let whole = plan.topology.values().all(|&degree| degree == 1);
+    // (rule, rank, checksum, bytes) -> tensors of different layers
+    let mut alike: BTreeMap<(u32, u64, u32, u64), Vec<u32>> = BTreeMap::new();
+    let mut ranks: HashMap<u32, BTreeSet<u64>> = HashMap::new();
+    for (i, stored) in plan.stored.iter().enumerate() {
+        let comparable = !stored.index.is_empty() && (stored.shard.is_some() || whole);
+        if !comparable || stored.nbytes() < MIN_BYTES {
+            continue;
+        }
+        let rank = stored.shard.unwrap_or(0);
+        ranks.entry(stored.rule).or_default().insert(rank);
+        let Some((blob, lo, hi)) = run_of(stored) else { continue };
+        if let Some(crc) = sources.segments(blob).crc(lo, hi) {
+            alike.entry((stored.rule, rank, crc, stored.nbytes())).or_default().push(i as u32);
+        }
+    }
+    // (rule, layer, layer) -> pairs of tensors that are the same, one per rank
+    let mut layers: BTreeMap<(u32, &[u64], &[u64]), Vec<(u32, u32)>> = BTreeMap::new();
+    for ((rule, ..), tensors) in &alike {
+        let first = &plan.stored[tensors[0] as usize];
+        for &other in &tensors[1..] {
+            let copy = &plan.stored[other as usize];
+            if copy.index != first.index && reader.equal(first, copy)? && !reader.constant(first)? {
+                layers.entry((*rule, &first.index, &copy.index)).or_default().push((tensors[0], other));
+            }
+        }
+    }
+    // One finding per pair of files, naming the first tensor.
+    let mut files: BTreeMap<(u32, u32, bool), (u32, u32, u64)> = BTreeMap::new();
+    for ((rule, ..), pairs) in layers {
+        let all = pairs.len() == ranks[&rule].len();
+        for (a, b) in pairs {
+            let file = |t: u32| {
+                blobs_of(&plan.stored[t as usize]).first().map_or(0, |b| plan.blobs[*b as usize].file)
+            };
+            files.entry((file(a), file(b), all)).or_insert((a, b, 0)).2 += 1;
+        }
+    }
+    let mut findings = Vec::new();
+    for ((_, _, all), (a, b, count)) in files {
+        let code = if all { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD };
+        let more = if count > 1 { format!(" (and {} more tensors)", count - 1) } else { String::new() };
+        let original = &plan.stored[a as usize].name;
+        let finding = Finding::new(code, format!("the same bytes as {original}, another layer{more}"))
+            .expected("a layer of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
+            .help("copy the right file from the node that ran this rank, unless the layer was copied on purpose");
+        findings.push(place(plan, b, finding));
     }
     Ok(findings)
 }
