@@ -617,7 +617,7 @@ pub fn read(
 ) -> Result<()> {
     let about = &plan.outputs[output];
     let item = about.dtype.size() as u64;
-    if start % item != 0 || start + bytes.len() as u64 > about.nbytes() {
+    if !start.is_multiple_of(item) || start + bytes.len() as u64 > about.nbytes() {
         return Err(Finding::new(codes::USAGE, "bytes asked for")
             .tensor(&about.name)
             .expected(

@@ -290,7 +290,7 @@ proptest! {
         let bytes: Vec<u8> = (0..n)
             .flat_map(|i| {
                 let m = mix(u64::from(seed) << 20 | i);
-                let bits = if m % 8 == 0 { common::world::negative_zero(dtype) } else { m.to_le_bytes()[..dtype.size()].to_vec() };
+                let bits = if m.is_multiple_of(8) { common::world::negative_zero(dtype) } else { m.to_le_bytes()[..dtype.size()].to_vec() };
                 if decode(dtype, &bits)[0].is_nan() { encode(dtype, -0.0).0 } else { bits }
             })
             .collect();

@@ -1,6 +1,6 @@
 //! What is wanted: the tensors that a table calls for, or the source's own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Source;
 use crate::codes;
@@ -85,13 +85,12 @@ pub(super) fn ranks(table: &Table, known: &Known) -> Vec<BTreeMap<String, u64>> 
 
 /// The source's own tensors as a run without parallelism would name them.
 pub(super) fn own_names(source: &Source) -> Vec<Wanted> {
-    let mut seen: BTreeMap<(usize, Vec<(String, u64)>, Vec<usize>), usize> = BTreeMap::new();
+    let mut seen = BTreeSet::new();
     let mut wanted = Vec::new();
     for instance in &source.resolved.instances {
         let index: Vec<(String, u64)> = instance.index.iter().map(|(a, n)| (a.clone(), *n)).collect();
         let key = (instance.entry as usize, index, instance.choices.clone());
-        if let std::collections::btree_map::Entry::Vacant(slot) = seen.entry(key) {
-            slot.insert(wanted.len());
+        if seen.insert(key) {
             wanted.push(Wanted {
                 entry: instance.entry as usize,
                 index: instance.index.clone(),

@@ -198,11 +198,11 @@ impl<'p> Sources<'p> {
                         continue;
                     }
                     let mut found = vec![part.clone()];
-                    for d in 0..rank {
+                    for (d, dim) in dims.iter().enumerate() {
                         let mut next = Vec::new();
                         for sub in &found {
                             let (lo, hi) = (piece.lo[d], piece.lo[d] + piece.len[d]);
-                            dims[d].cut(sub, lo, hi, &mut |s| next.push(s.clone()));
+                            dim.cut(sub, lo, hi, &mut |s| next.push(s.clone()));
                         }
                         found = next;
                     }

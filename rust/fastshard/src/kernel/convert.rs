@@ -47,7 +47,7 @@ pub fn convert(from: Dtype, src: &[u8], to: Dtype, dst: &mut [u8]) {
     assert!(from.is_float() && to.is_float(), "cannot convert {from} to {to}");
     let (wide, narrow) = (from.size(), to.size());
     assert!(
-        src.len() % wide == 0 && src.len() / wide * narrow == dst.len(),
+        src.len().is_multiple_of(wide) && src.len() / wide * narrow == dst.len(),
         "{} bytes of {from} do not become {} bytes of {to}",
         src.len(),
         dst.len()

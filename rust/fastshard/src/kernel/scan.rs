@@ -10,7 +10,7 @@ use crate::tensor::Dtype;
 /// If `bytes` is not a whole number of elements.
 #[allow(unsafe_code)]
 pub fn count_non_finite(dtype: Dtype, bytes: &[u8]) -> u64 {
-    assert!(bytes.len() % dtype.size() == 0, "{} bytes are not whole {dtype} elements", bytes.len());
+    assert!(bytes.len().is_multiple_of(dtype.size()), "{} bytes are not whole {dtype} elements", bytes.len());
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx2")]
@@ -56,7 +56,11 @@ fn count(dtype: Dtype, bytes: &[u8]) -> u64 {
 /// # Panics
 /// If `item` is 0 or `bytes` is not a whole number of items.
 pub fn is_constant(bytes: &[u8], item: usize) -> bool {
-    assert!(item > 0 && bytes.len() % item == 0, "{} bytes are not whole {item}-byte items", bytes.len());
+    assert!(
+        item > 0 && bytes.len().is_multiple_of(item),
+        "{} bytes are not whole {item}-byte items",
+        bytes.len()
+    );
     // Equal to itself shifted by one element: memcmp does the work, and stops at the first difference.
     bytes.is_empty() || bytes[item..] == bytes[..bytes.len() - item]
 }

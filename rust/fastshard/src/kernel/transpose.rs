@@ -49,9 +49,9 @@ pub(super) unsafe fn transpose<T: Item>(rows: Axis, cols: Axis, src: *const u8, 
     // Where all rows start at the same offset in a line, what comes before the first whole line is a tile of
     // its own: then no tile shares a source line with another one, and whole destination lines can stream.
     let large = rows.len.saturating_mul(cols.len).saturating_mul(item) >= STREAM_BYTES;
-    let stream = tiled && large && cols.dst % LINE == 0 && dst as usize % item == 0;
+    let stream = tiled && large && cols.dst.is_multiple_of(LINE) && (dst as usize).is_multiple_of(item);
     let r_head = if stream { (dst as usize).wrapping_neg() % LINE / item } else { 0 };
-    let c_head = if rows.src % LINE == 0 { (src as usize).wrapping_neg() % LINE / item } else { 0 };
+    let c_head = if rows.src.is_multiple_of(LINE) { (src as usize).wrapping_neg() % LINE / item } else { 0 };
     let mut tile = Tile(std::mem::MaybeUninit::uninit());
     let mut strip = 0;
     while strip < cols.len {

@@ -246,7 +246,7 @@ pub fn check_shape(
 /// A finding that names the degrees that would work.
 pub fn not_divisible(axis: &str, extent: u64, dimension: &str, degree: u64) -> Finding {
     let fits: Vec<String> =
-        (1..=extent.min(1024)).filter(|d| extent % d == 0).map(|d| d.to_string()).collect();
+        (1..=extent.min(1024)).filter(|d| extent.is_multiple_of(*d)).map(|d| d.to_string()).collect();
     Finding::new(codes::NOT_DIVISIBLE, format!("axis {axis} of extent {extent} over {dimension} {degree}"))
         .expected(format!("a degree among {}", fits.join(", ")), degree)
         .help(format!("choose --{dimension} among these, or a checkpoint saved with one of them"))

@@ -167,11 +167,14 @@ pub struct Outside {
     pub vocab_size: Option<u64>,
 }
 
+/// Atoms of one rule.
+type Atoms = Rc<Vec<Rc<Lowered>>>;
+
 /// Lowers every entry of a table once; atoms are shared by its instances.
 pub(crate) struct Lowering<'t> {
     table: &'t Table,
     local: &'t Local,
-    cache: HashMap<usize, Result<Rc<Vec<Rc<Lowered>>>, String>>,
+    cache: HashMap<usize, Result<Atoms, String>>,
 }
 
 impl<'t> Lowering<'t> {
@@ -179,7 +182,7 @@ impl<'t> Lowering<'t> {
         Lowering { table, local, cache: HashMap::new() }
     }
 
-    fn atoms(&mut self, registry: &mut Registry, entry: usize) -> Result<Rc<Vec<Rc<Lowered>>>, String> {
+    fn atoms(&mut self, registry: &mut Registry, entry: usize) -> Result<Atoms, String> {
         if let Some(known) = self.cache.get(&entry) {
             return known.clone();
         }

@@ -1,0 +1,109 @@
+//! Replicas that were to be averaged, and belong to another layer or run.
+
+use std::collections::BTreeMap;
+
+use super::Reader;
+use crate::codes;
+use crate::engine::gather::Sources;
+use crate::engine::place;
+use crate::error::{Finding, Result, Severity};
+use crate::plan::{Combine, Plan};
+
+/// Replicas that were to be averaged but belong to another layer: closer to another layer's copies
+/// than to their own layer's.
+pub(in crate::engine) fn swapped(
+    plan: &Plan,
+    sources: &Sources,
+    findings: &[Finding],
+) -> Result<Vec<Finding>> {
+    let drifted = |name: &str| {
+        findings.iter().any(|f| f.code == codes::REPLICAS_AVERAGED && f.tensor.as_deref() == Some(name))
+    };
+    let mut rules: BTreeMap<u32, Vec<&crate::plan::Part>> = BTreeMap::new();
+    for output in &plan.outputs {
+        for part in &output.parts {
+            if part.combine == Combine::Mean && part.sources.len() > 1 {
+                rules.entry(plan.stored[part.sources[0] as usize].rule).or_default().push(part);
+            }
+        }
+    }
+    let mut reader = Reader::new(sources);
+    let mut out = Vec::new();
+    for parts in rules.values() {
+        let any = plan
+            .outputs
+            .iter()
+            .any(|o| drifted(&o.name) && o.parts.iter().any(|p| parts.iter().any(|q| std::ptr::eq(p, *q))));
+        if !any || !plan.stored[parts[0].sources[0] as usize].dtype.is_float() {
+            continue;
+        }
+        // All layers' copies of one small tensor: [layer][rank].
+        let mut copies: Vec<Vec<Vec<f32>>> = Vec::new();
+        for part in parts {
+            let layer: Result<Vec<Vec<f32>>> =
+                part.sources.iter().map(|&s| reader.floats(&plan.stored[s as usize])).collect();
+            copies.push(layer?);
+        }
+        for (l, layer) in copies.iter().enumerate() {
+            for r in 0..layer.len() {
+                let own = distance_to_others(&layer[r], layer, Some(r));
+                if own == 0.0 {
+                    continue;
+                }
+                let scale = layer.iter().flatten().map(|x| f64::from(x.abs())).sum::<f64>()
+                    / layer.iter().map(Vec::len).sum::<usize>().max(1) as f64;
+                let closest = (0..copies.len())
+                    .filter(|&other| other != l && copies[other][0].len() == layer[r].len())
+                    .map(|other| (distance_to_others(&layer[r], &copies[other], Some(r)), other))
+                    .min_by(|a, b| a.0.total_cmp(&b.0));
+                let stored = parts[l].sources[r];
+                match closest {
+                    Some((distance, other)) if distance < own => {
+                        let theirs = &plan.stored[parts[other].sources[0] as usize].name;
+                        let finding = Finding::new(
+                            codes::SWAPPED_SHARD,
+                            format!("this copy is closer to {theirs} than to the other ranks' copies"),
+                        )
+                        .expected(
+                            format!("a mean difference of {distance:.3e} or less"),
+                            format!("{own:.3e}"),
+                        )
+                        .help("files were swapped: copy the right one from the node that ran this rank");
+                        out.push(place(plan, stored, finding));
+                    }
+                    _ if own > 0.5 * scale => {
+                        let finding = Finding::new(
+                            codes::REPLICAS_DIFFER,
+                            "this copy is too far from the others to be drift",
+                        )
+                        .severity(Severity::Error)
+                        .expected(
+                            format!("a mean difference below half the mean magnitude {scale:.3e}"),
+                            format!("{own:.3e}"),
+                        )
+                        .help("the file belongs to another run or step; averaging would hide it");
+                        out.push(place(plan, stored, finding));
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Mean absolute difference between `copy` and the mean of `layer` without rank `skip`.
+fn distance_to_others(copy: &[f32], layer: &[Vec<f32>], skip: Option<usize>) -> f64 {
+    let others: Vec<&Vec<f32>> =
+        layer.iter().enumerate().filter(|(r, _)| Some(*r) != skip).map(|(_, c)| c).collect();
+    if others.is_empty() || copy.is_empty() {
+        return 0.0;
+    }
+    let sum: f64 = (0..copy.len())
+        .map(|i| {
+            let mean = others.iter().map(|o| f64::from(o[i])).sum::<f64>() / others.len() as f64;
+            (f64::from(copy[i]) - mean).abs()
+        })
+        .sum();
+    sum / copy.len() as f64
+}
