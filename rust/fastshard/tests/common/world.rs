@@ -287,6 +287,20 @@ impl World {
     ) -> (Dtype, Vec<u64>, Vec<u8>) {
         let local = Local { world: self, side, class: &rule.class };
         let shape: Vec<u64> = rule.dims.iter().map(|d| local.dim(d)).collect();
+        // What each index along each dimension stands for.
+        let meaning: Vec<Vec<Decoded>> = rule
+            .dims
+            .iter()
+            .zip(&shape)
+            .map(|(dim, &n)| {
+                let one = |i| {
+                    let mut decoded = Decoded::default();
+                    local.decode(dim, i, coords, false, &mut decoded);
+                    decoded
+                };
+                (0..n).map(one).collect()
+            })
+            .collect();
         let mut bytes = Vec::new();
         let mut dtype = self.dtype_of(rule);
         for flat in 0..shape.iter().product::<u64>() {
@@ -297,8 +311,11 @@ impl World {
                 rest /= shape[d];
             }
             let mut decoded = Decoded { at: at.clone(), ..Decoded::default() };
-            for (d, dim) in rule.dims.iter().enumerate() {
-                local.decode(dim, index[d], coords, false, &mut decoded);
+            for (d, along) in meaning.iter().enumerate() {
+                let here = &along[index[d] as usize];
+                decoded.tags.extend(here.tags.iter().cloned());
+                decoded.derived_tags.extend(here.derived_tags.iter().cloned());
+                decoded.at.extend(here.at.iter().map(|(a, n)| (a.clone(), *n)));
             }
             let mut key = rule.canonical.replace("{}", &decoded.tags.join("."));
             decoded.derived_tags.iter().for_each(|tag| key = format!("{key}/{tag}"));
