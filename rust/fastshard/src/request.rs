@@ -143,6 +143,38 @@ fn globs(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
         .collect()
 }
 
+/// Largest degree of a parallel dimension, and most ranks in all.
+const MAX_RANKS: u64 = 1 << 20;
+/// Largest extent of an axis.
+const MAX_EXTENT: u64 = 1 << 40;
+
+/// Refuses numbers that no run has, before anything is allocated by them.
+fn believable(request: &Request) -> Result<()> {
+    let refuse = |what: String, most: u64, got: u64| -> Result<()> {
+        Err(Finding::new(codes::BAD_VALUE, what).expected(format!("1 to {most}"), got).into())
+    };
+    let target = request.target.as_ref();
+    for degrees in std::iter::once(&request.source.degrees).chain(target.map(|t| &t.degrees)) {
+        if let Some((dimension, &degree)) = degrees.iter().find(|(_, d)| !(1..=MAX_RANKS).contains(*d)) {
+            return refuse(format!("degree of {dimension}"), MAX_RANKS, degree);
+        }
+        let ranks = degrees.values().fold(1u64, |n, d| n.saturating_mul(*d));
+        if ranks > MAX_RANKS {
+            return refuse("product of all degrees".into(), MAX_RANKS, ranks);
+        }
+    }
+    for axes in std::iter::once(&request.source.axes).chain(target.map(|t| &t.axes)) {
+        if let Some((axis, &extent)) = axes.iter().find(|(_, n)| **n > MAX_EXTENT) {
+            return refuse(format!("extent of axis {axis}"), MAX_EXTENT, extent);
+        }
+    }
+    let others = [request.source.vocab_size, target.and_then(|t| t.pad_multiple)];
+    if let Some(&n) = others.iter().flatten().find(|n| !(1..=MAX_EXTENT).contains(*n)) {
+        return refuse("vocabulary size or its multiple".into(), MAX_EXTENT, n);
+    }
+    Ok(())
+}
+
 /// Makes a plan of a catalog by a request.
 ///
 /// # Errors
@@ -167,6 +199,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             .help("choose one of these with --dtype")
             .into());
     }
+    believable(request)?;
     let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);
     let wanted = |name: &str| {
         (include.is_empty() || include.iter().any(|p| p.matches(name)))

@@ -549,6 +549,36 @@ fn absurd_positions_are_refused() {
     }
 }
 
+#[test]
+fn absurd_degrees_and_extents_are_refused() {
+    let files = ranks(2, H);
+    let target = |key: &str, value: serde_json::Value| {
+        let mut target = json!({"name": "to", "layout": TABLE, "facts": {"parallel": false}});
+        target[key] = value;
+        with(request(&files, 2), "target", target)
+    };
+    let source = |key: &str, value: serde_json::Value| {
+        let mut asked = request(&files, 2);
+        asked["source"][key] = value;
+        asked
+    };
+    for asked in [
+        source("degrees", json!({"tp": 42_949_672_962u64})),
+        source("degrees", json!({"tp": 2, "ep": 1 << 18, "pp": 1 << 18})),
+        source("degrees", json!({"tp": 0})),
+        source("axes", json!({"H": u64::MAX})),
+        source("vocab_size", json!(u64::MAX)),
+        target("degrees", json!({"tp": 1u64 << 40})),
+        target("axes", json!({"F": 1u64 << 60})),
+        target("pad_multiple", json!(u64::MAX)),
+    ] {
+        merge(&files, asked).expect(codes::BAD_VALUE, Severity::Error);
+    }
+    let mut far = ranks(2, H);
+    far[1].coords.insert("tp".into(), u64::MAX);
+    merge(&far, request(&far, 2)).expect(codes::RANKS_DISAGREE, Severity::Error);
+}
+
 /// A tensor whose axes are not known is there all the same.
 #[test]
 fn tensors_with_unbound_axes_are_not_called_missing() {

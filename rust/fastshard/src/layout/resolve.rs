@@ -241,7 +241,8 @@ impl<'t> Lowering<'t> {
                     Some(dimension) => unit.coords.get(dimension).copied().unwrap_or(0),
                     None => 0,
                 };
-                let (start, end) = (rank * size, (rank + 1) * size);
+                let start = rank.saturating_mul(size);
+                let end = start.saturating_add(size);
                 let real = extents.get(axis).copied().unwrap_or(u64::MAX);
                 if stored != *axis && end > real {
                     pad = Some((i, start.max(real), end));
