@@ -206,8 +206,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="fastshard-bench-", dir=args.dir))
     try:
         bench = Bench(folder, synthetic.parse_size(args.size), args.rounds)
-        for name in re.split(r"\s*,\s*", args.only.lower()):
-            getattr(bench, name)()
+        try:
+            for name in re.split(r"\s*,\s*", args.only.lower()):
+                getattr(bench, name)()
+        except KeyboardInterrupt:
+            bench.notes.append("interrupted: the cases that were finished")
         print(bench.table())
         if args.save:
             path = Path(__file__).parent / "results" / f"{datetime.date.today()}.json"

@@ -128,7 +128,7 @@ def compare(
         for side in sides:
             remove(out)
             os.sync()
-            touch(result.nbytes + (512 << 20) if out else 512 << 20)
+            touch(result.nbytes if out else 256 << 20)
             if chill:
                 cold(source)
             record = run(side)
