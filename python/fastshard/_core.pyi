@@ -50,8 +50,17 @@ class Catalog:
         """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
     def inventory(self, options: str, progress: _Progress = None) -> str:
         """Hashes what is there: JSON with manifest and findings."""
-    def against(self, manifest: str | PathLike[str], options: str, progress: _Progress = None) -> str:
-        """Compares content with a manifest: JSON array of findings."""
+    def against(
+        self,
+        manifest: str | PathLike[str],
+        options: str,
+        progress: _Progress = None,
+        checked: Plan | None = None,
+    ) -> str:
+        """Compares content with a manifest: JSON array of findings.
+
+        What `checked` has read in `Plan.check` is not read again.
+        """
 
 @final
 class Plan:

@@ -69,16 +69,19 @@ def verify(
         findings = [f for f in findings if f.code != "FS109" or f.file]
     try:
         with Progress(progress) as bar:
+            # Replicas and duplicates can only be judged over tensors that are whole.
+            text = plan.core.check(json.dumps(run), bar.phase("verifying"))
+            checked = json.loads(text)
+            findings += [Finding.from_dict(f) for f in checked["findings"]]
             if path is not None and (
                 _files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs
             ):
-                text = checkpoint.opened.catalog.against(str(path), json.dumps(run), bar.phase("hashing"))
+                text = checkpoint.opened.catalog.against(
+                    str(path), json.dumps(run), bar.phase("hashing"), plan.core
+                )
                 findings += [Finding.from_dict(f) for f in json.loads(text)]
             elif path is not None:
                 findings += against_result(path, plan, run, bar.phase("hashing"))
-            # Replicas and duplicates can only be judged over tensors that are whole.
-            text = plan.core.check(json.dumps(run), bar.phase("verifying"))
-            findings += [Finding.from_dict(f) for f in json.loads(text)["findings"]]
     except _core.CoreError as error:
         findings += from_core(error).findings
     return _unique(findings)

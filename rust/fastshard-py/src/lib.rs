@@ -6,7 +6,7 @@
 mod calls;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastshard::catalog::Catalog as CoreCatalog;
 use fastshard::codes;
@@ -172,6 +172,7 @@ impl Catalog {
             findings: planned.findings,
             files,
             roots: self.inner.roots.clone(),
+            hashed: Mutex::default(),
         })
     }
 
@@ -185,19 +186,21 @@ impl Catalog {
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
-    #[pyo3(signature = (manifest, options, progress=None))]
+    #[pyo3(signature = (manifest, options, progress=None, checked=None))]
     fn against(
         &self,
         py: Python<'_>,
         manifest: PathBuf,
         options: &str,
         progress: Option<Py<PyAny>>,
+        checked: Option<PyRef<'_, Plan>>,
     ) -> PyResult<String> {
+        let known = checked.map_or_else(verify::Hashed::new, |plan| plan.hashed().clone());
         let options = RunOptions::parse(options)?;
         let manifest = Manifest::read(&manifest).map_err(raise)?;
         let catalog = Arc::clone(&self.inner);
         let findings = run(py, progress, move |control| {
-            verify::against(&catalog, &manifest, options.subset(), &options.engine(), control)
+            verify::against(&catalog, &manifest, options.subset(), &known, &options.engine(), control)
         })?
         .map_err(raise)?;
         to_json(&findings)
@@ -211,9 +214,15 @@ struct Plan {
     findings: Vec<Finding>,
     files: Vec<Arc<SourceFile>>,
     roots: Vec<PathBuf>,
+    /// What `check` hashed and `against` need not read again.
+    hashed: Mutex<verify::Hashed>,
 }
 
 impl Plan {
+    fn hashed(&self) -> MutexGuard<'_, verify::Hashed> {
+        self.hashed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn refuse_errors(&self) -> PyResult<()> {
         if self.findings.iter().any(|f| f.severity == Severity::Error) {
             return Err(raise(Error::from(self.findings.clone())));
@@ -353,6 +362,7 @@ impl Plan {
             verify::content(&plan, &files, options.subset(), &options.engine(), control)
         })?
         .map_err(raise)?;
+        self.hashed().extend(verify::hashed(&checked, &report));
         let hashes: std::collections::BTreeMap<_, _> = checked
             .outputs
             .iter()
