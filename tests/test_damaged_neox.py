@@ -148,8 +148,17 @@ def test_layer_copied_over_another_layer_is_said(base: Path, ranks: int, tmp_pat
     for command in (("merge", ckpt, out), ("verify", ckpt)):
         ran = cli(*command)
         assert ran.code == 0
-        (found,) = ran.having("FS304", tensor="3.", file="layer_03")
-        assert found["severity"] == "warning"
+        found = ran.having("FS304", file="layer_03")
+        assert {Path(f["file"]).name for f in found} == {layer_file(3, rank) for rank in range(ranks)}
+        assert all(f["severity"] == "warning" for f in found)
+
+
+def test_layer_copied_over_another_layer_on_one_rank_is_refused(ckpt: Path, out: Path) -> None:
+    shutil.copy(ckpt / STEP / layer_file(2, 1), ckpt / STEP / layer_file(3, 1))
+    for options in ((), MEAN):
+        ran = cli("merge", ckpt, out, *options)
+        assert ran.code == 1 and not out.exists()
+        assert [f for f in ran.errors if layer_file(3, 1) in f["file"]]
 
 
 @pytest.mark.parametrize("base", [NEOX, NEOX_SEQ], ids=["pipeline", "sequential"])
