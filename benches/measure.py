@@ -118,8 +118,14 @@ def files(path: Path) -> list[Path]:
 
 
 def compare(
-    result: Result, sides: list[Side], rounds: int, *, source: Path, out: Path | None,
-    check: Callable[[Side, Path | None], None] | None = None, chill: bool = False,
+    result: Result,
+    sides: list[Side],
+    rounds: int,
+    *,
+    source: Path,
+    out: Path | None,
+    check: Callable[[Side, Path | None], None] | None = None,
+    chill: bool = False,
 ) -> Result:
     """Runs sides in turn, `rounds` times; `check` looks at each side's first output."""  # fmt: skip
     if not chill:

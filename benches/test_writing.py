@@ -39,9 +39,7 @@ def test_transpose_and_cast(benchmark, tmp_path):
     specs = synthetic.llama(source, 48 << 20)
     layout, config = source / "transposed.toml", source / "config.json"
     nbytes = sum(s.nbytes() for s in specs)
-    got = write(
-        benchmark, tmp_path / "out", nbytes, source, "hf", dtype="bf16", layout=layout, config=config
-    )
+    got = write(benchmark, tmp_path / "out", nbytes, source, "hf", dtype="bf16", layout=layout, config=config)
     assert got == {s.name: synthetic.transposed_bf16(s, 4) for s in specs}
 
 

@@ -25,11 +25,19 @@ def page() -> str:
         "CODE` prints a row. This page is written by `docs/make_findings.py` from the table in the core.",
     ]
     for digit, title in GROUPS.items():
-        lines += ["", f"## FS{digit}xx {title}", "", "| code | name | severity | exit | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## FS{digit}xx {title}",
+            "",
+            "| code | name | severity | exit | meaning |",
+            "|---|---|---|---|---|",
+        ]
         for code, row in sorted(CODES.items()):
             if code[2] == digit:
                 name = row["name"].lower().replace("_", " ")
-                lines.append(f"| {code} | {name} | {row['severity']} | {EXITS[row['exit']]} | {row['explanation']} |")
+                lines.append(
+                    f"| {code} | {name} | {row['severity']} | {EXITS[row['exit']]} | {row['explanation']} |"
+                )
     return "\n".join(lines) + "\n"
 
 

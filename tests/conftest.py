@@ -16,7 +16,10 @@ KINDS = {"neox": ("gpt_neox", "neox_"), "tp4": ("sharded", "tp4_"), "hf": ("shar
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fixtures-dir", type=Path, metavar="DIR", help="run the checks over all fixtures of this folder, broken/ too"
+        "--fixtures-dir",
+        type=Path,
+        metavar="DIR",
+        help="run the checks over all fixtures of this folder, broken/ too",
     )
 
 
@@ -36,6 +39,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(f"{kind}_fixture", found, ids=[p.name for p in found])
     if "broken_case" in metafunc.fixturenames:
         index = json.loads((root / "broken/index.json").read_text())
-        cases = [case | {"path": root / "broken" / case["name"]} for case in index if case["name"].startswith(BROKEN)]
+        cases = [
+            case | {"path": root / "broken" / case["name"]}
+            for case in index
+            if case["name"].startswith(BROKEN)
+        ]
         assert cases
         metafunc.parametrize("broken_case", cases, ids=[case["name"] for case in cases])

@@ -61,7 +61,10 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     arguments = [os.fspath(a) if isinstance(a, os.PathLike) else str(a) for a in argv]
     if json_output:
         arguments.append("--json")
-    if arguments[0] in ("merge", "convert", "plan", "verify", "diff", "manifest") and "--memory" not in arguments:
+    if (
+        arguments[0] in ("merge", "convert", "plan", "verify", "diff", "manifest")
+        and "--memory" not in arguments
+    ):
         # torch alone holds more here than the command line's default budget.
         arguments += ["--memory", "2GiB"]
     out, err = io.StringIO(), io.StringIO()

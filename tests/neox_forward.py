@@ -99,7 +99,10 @@ def logits(shards: list[Shard], config: dict[str, Any], tokens: torch.Tensor) ->
             x = x + torch.stack(terms).sum(0)
         else:
             # Two all-reduces; the bias is added once after each.
-            terms = [_attention(_norm(x, s, f"{layer}.input_layernorm", eps), s, layer, head, rotary) for s in shards]
+            terms = [
+                _attention(_norm(x, s, f"{layer}.input_layernorm", eps), s, layer, head, rotary)
+                for s in shards
+            ]
             x = x + torch.stack(terms).sum(0) + shards[0][f"{layer}.attention.dense.bias"]
             terms = [_mlp(_norm(x, s, f"{layer}.post_attention_layernorm", eps), s, layer) for s in shards]
             x = x + torch.stack(terms).sum(0) + shards[0][f"{layer}.mlp.linear2.bias"]

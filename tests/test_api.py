@@ -45,17 +45,27 @@ def test_plan_says_what_would_be_written_and_writes_nothing(tmp_path: Path) -> N
 def test_digest_is_of_the_plan() -> None:
     one, again = fastshard.plan(NEOX, "hf"), fastshard.plan(NEOX, "hf")
     assert one.digest == again.digest
-    others = [fastshard.plan(NEOX), fastshard.plan(NEOX, "hf", vocab_size=509), fastshard.plan(NEOX, "hf", dtype="f32")]
+    others = [
+        fastshard.plan(NEOX),
+        fastshard.plan(NEOX, "hf", vocab_size=509),
+        fastshard.plan(NEOX, "hf", dtype="f32"),
+    ]
     assert len({one.digest, *(o.digest for o in others)}) == 4
 
 
-@pytest.mark.parametrize("source, to", [(NEOX, None), (NEOX, "hf"), (NEOX_SEQ, "hf"), (TP4, None), (HF, "hf")])
+@pytest.mark.parametrize(
+    "source, to", [(NEOX, None), (NEOX, "hf"), (NEOX_SEQ, "hf"), (TP4, None), (HF, "hf")]
+)
 def test_documents_follow_their_schemas(source: Path, to: str | None, tmp_path: Path) -> None:
     jsonschema.validate(fastshard.plan(source, to).to_dict(), schema("plan"))
     made = fastshard.convert(source, tmp_path / "out", to, memory=MEMORY)
-    jsonschema.validate(json.loads((tmp_path / "out/fastshard.manifest.json").read_text()), schema("manifest"))
+    jsonschema.validate(
+        json.loads((tmp_path / "out/fastshard.manifest.json").read_text()), schema("manifest")
+    )
     jsonschema.validate(made.document, schema("manifest"))
-    jsonschema.validate(fastshard.manifest(source, tmp_path / "m.json", memory=MEMORY).document, schema("manifest"))
+    jsonschema.validate(
+        fastshard.manifest(source, tmp_path / "m.json", memory=MEMORY).document, schema("manifest")
+    )
 
 
 def test_findings_follow_their_schema(tmp_path: Path) -> None:
@@ -254,7 +264,9 @@ def test_any_other_text_is_refused_and_never_crashes(text: str) -> None:
         assert error.code == "FS515"
 
 
-@pytest.mark.parametrize("bad", ["", "0", "0.1", "-5GB", "5 G B", "5XB", "GB", "1e9", "inf", "nan", True, None, 0, -1])
+@pytest.mark.parametrize(
+    "bad", ["", "0", "0.1", "-5GB", "5 G B", "5XB", "GB", "1e9", "inf", "nan", True, None, 0, -1]
+)
 def test_sizes_that_are_none(bad: object) -> None:
     with pytest.raises(fastshard.CannotRunError):
         parse_size(bad)  # type: ignore[arg-type]

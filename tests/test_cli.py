@@ -40,7 +40,8 @@ def test_json_is_one_object_with_exit_code_and_findings(name: str, tmp_path: Pat
     assert done.returncode == document["exit_code"] == 0, done
     assert document["command"] == name
     jsonschema.validate(
-        document["findings"], json.loads(resources.files("fastshard").joinpath("schemas/findings.v1.schema.json").read_text())
+        document["findings"],
+        json.loads(resources.files("fastshard").joinpath("schemas/findings.v1.schema.json").read_text()),
     )
 
 
@@ -81,7 +82,9 @@ def test_inspect_is_0_when_it_can_read(tmp_path: Path) -> None:
 
 def test_inspect_says_what_it_is() -> None:
     document = cli("inspect", NEOX).doc
-    assert document["framework"] == "GPT-NeoX" and document["topology"] == {"tp": 2} and document["step"] == STEP
+    assert (
+        document["framework"] == "GPT-NeoX" and document["topology"] == {"tp": 2} and document["step"] == STEP
+    )
     assert document["tensors"] == 40 and document["complete"] is True
     assert document["dtypes"]["BF16"]["tensors"] == 40
     assert document["metadata"]["iteration"] == 4
@@ -95,7 +98,8 @@ def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
     (tmp_path / "ckpt/model.safetensors").write_bytes(file.read_bytes())
     argv = (command, tmp_path / "ckpt", *((tmp_path / "out",) if command == "merge" else ()))
     assert cli(*argv).having("FS109")
-    text = cli(*argv, json_output=False)
+    again = ("--overwrite",) if command == "merge" else ()
+    text = cli(*argv, *again, json_output=False)
     assert "not provable" in text.err + text.out
 
 
@@ -146,9 +150,14 @@ def test_subsets_together_read_everything(tmp_path: Path) -> None:
     data = bytearray((bad / "tp_rank_02.safetensors").read_bytes())
     data[-40] ^= 1
     (bad / "tp_rank_02.safetensors").write_bytes(bytes(data))
-    codes = [cli("verify", bad, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code for n in range(1, 5)]
+    codes = [
+        cli("verify", bad, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code for n in range(1, 5)
+    ]
     assert sorted(codes) in ([0, 0, 0, 1], [1, 1, 1, 1])
-    assert all(cli("verify", TP4, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code == 0 for n in range(1, 5))
+    assert all(
+        cli("verify", TP4, "--expect", tmp_path / "m.json", "--subset", f"{n}/4").code == 0
+        for n in range(1, 5)
+    )
 
 
 def test_reader_of_stdout_that_leaves_is_no_crash() -> None:
@@ -170,6 +179,11 @@ def test_locale_without_utf8_is_no_crash(tmp_path: Path) -> None:
     from torch import zeros
 
     save_file({"größe.重み": zeros(2)}, tmp_path / "model.safetensors")
-    done = run("inspect", "-v", tmp_path, env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
+    done = run(
+        "inspect",
+        "-v",
+        tmp_path,
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -63,7 +63,9 @@ def test_config_json_says_what_the_training_config_says(neox_fixture: Path, tmp_
     assert config["vocab_size"] == expected["padded_vocab"]
     assert (config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]) == (32, 3, 4)
     assert config["intermediate_size"] == 128
-    assert config.get("dtype", config.get("torch_dtype")) == expected["hf"]["gpt_neox.embed_in.weight"]["dtype"]
+    assert (
+        config.get("dtype", config.get("torch_dtype")) == expected["hf"]["gpt_neox.embed_in.weight"]["dtype"]
+    )
 
 
 def test_result_is_verified_by_its_own_manifest(neox_fixture: Path, tmp_path: Path) -> None:
@@ -88,7 +90,9 @@ def test_averaging_is_reported_with_the_largest_difference(tmp_path: Path) -> No
     assert any(character.isdigit() for f in averaged for character in f["message"] + str(f.get("got", "")))
 
 
-@pytest.mark.parametrize("dtype, name", [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype, name", [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)]
+)
 def test_dtype_is_cast_once(dtype: str, name: torch.dtype, tmp_path: Path) -> None:
     source = FIXTURES / "gpt_neox/neox_pp_tp2_stdres"
     assert cli("convert", source, tmp_path / "kept", "--to", "hf").code == 0

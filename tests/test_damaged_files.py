@@ -50,7 +50,9 @@ def test_tensor_that_a_rank_lacks(ckpt: Path, out: Path) -> None:
     edit_safetensors(ckpt / FILE, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
     ran = cli("merge", ckpt, out)
     assert ran.code in (1, 3) and not out.exists()
-    assert [f for f in ran.errors if f.get("tensor") == "model.layers.0.mlp.up_proj.weight" and "1" in f["rank"]]
+    assert [
+        f for f in ran.errors if f.get("tensor") == "model.layers.0.mlp.up_proj.weight" and "1" in f["rank"]
+    ]
 
 
 def test_shape_of_another_degree(ckpt: Path, out: Path) -> None:
@@ -65,7 +67,9 @@ def test_shape_of_another_degree(ckpt: Path, out: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, 0.5, -100, -1])
 def test_truncated_safetensors(ckpt: Path, out: Path, kept: float) -> None:
     size = (ckpt / FILE).stat().st_size
-    os.truncate(ckpt / FILE, size + int(kept) if kept < 0 else int(kept * size) if isinstance(kept, float) else kept)
+    os.truncate(
+        ckpt / FILE, size + int(kept) if kept < 0 else int(kept * size) if isinstance(kept, float) else kept
+    )
     ran = cli("merge", ckpt, out)
     assert ran.code == 1 and not out.exists()
     assert {f["code"] for f in ran.errors} <= {"FS312", "FS601"}

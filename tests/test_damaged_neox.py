@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import NEOX, NEOX_SEQ, STEP, assert_refused, cli, copy, edit_pt, flip_payload, layer_file, load_pt, rank_file
+from helpers import (
+    NEOX,
+    NEOX_SEQ,
+    STEP,
+    assert_refused,
+    cli,
+    copy,
+    edit_pt,
+    flip_payload,
+    layer_file,
+    load_pt,
+    rank_file,
+)
 from neox_maker import Spec, write
 
 COMMANDS = [pytest.param(("merge",), id="merge"), pytest.param(("convert", "--to", "hf"), id="convert")]
@@ -27,7 +39,9 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("layer", [0, 3, 6, 7])
-def test_missing_shard_is_named_with_its_rank(ckpt: Path, out: Path, layer: int, command: tuple[str, ...]) -> None:
+def test_missing_shard_is_named_with_its_rank(
+    ckpt: Path, out: Path, layer: int, command: tuple[str, ...]
+) -> None:
     (ckpt / STEP / layer_file(layer, 1)).unlink()
     ran = assert_refused(ckpt, out, "FS101", exit=3, command=command, file=layer_file(layer, 1), rank="1")
     assert len(ran.errors) == 1, "one cause, one finding"
@@ -38,7 +52,11 @@ def test_all_missing_shards_are_named(ckpt: Path, out: Path) -> None:
     for layer, rank in ((2, 0), (3, 1), (7, 0)):
         (ckpt / STEP / layer_file(layer, rank)).unlink()
     ran = assert_refused(ckpt, out, "FS101", exit=3)
-    assert {Path(f["file"]).name for f in ran.errors} == {layer_file(2, 0), layer_file(3, 1), layer_file(7, 0)}
+    assert {Path(f["file"]).name for f in ran.errors} == {
+        layer_file(2, 0),
+        layer_file(3, 1),
+        layer_file(7, 0),
+    }
 
 
 @pytest.mark.parametrize("layer", [0, 2, 4, 6, 7])
@@ -112,7 +130,9 @@ def test_bytes_after_the_end(ckpt: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), MEAN], ids=["equal", "mean"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_files_swapped_between_layers(ckpt: Path, out: Path, command: tuple[str, ...], options: tuple[str, ...]) -> None:
+def test_files_swapped_between_layers(
+    ckpt: Path, out: Path, command: tuple[str, ...], options: tuple[str, ...]
+) -> None:
     one, two = ckpt / STEP / layer_file(2, 1), ckpt / STEP / layer_file(3, 1)
     one.rename(ckpt / "x")
     two.rename(one)
@@ -132,7 +152,9 @@ def test_shard_copied_over_another(ckpt: Path, out: Path, layer: int, options: t
 
 
 @pytest.mark.parametrize("options", [(), MEAN], ids=["equal", "mean"])
-def test_rank_copied_over_another_in_the_sequential_form(tmp_path: Path, out: Path, options: tuple[str, ...]) -> None:
+def test_rank_copied_over_another_in_the_sequential_form(
+    tmp_path: Path, out: Path, options: tuple[str, ...]
+) -> None:
     ckpt = copy(NEOX_SEQ, tmp_path / "ckpt")
     shutil.copy(ckpt / STEP / rank_file(0), ckpt / STEP / rank_file(1))
     assert_refused(ckpt, out, "FS303", options=options, rank="1")
@@ -221,13 +243,18 @@ def test_optional_tensor_that_one_layer_lacks(ckpt: Path, out: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unknown_tensor_is_not_lost(ckpt: Path, out: Path, command: tuple[str, ...]) -> None:
     for rank in (0, 1):
-        edit_pt(ckpt / STEP / layer_file(3, rank), lambda layer: layer.update({"attention.lora_a": torch.randn(4, 8)}))
+        edit_pt(
+            ckpt / STEP / layer_file(3, rank),
+            lambda layer: layer.update({"attention.lora_a": torch.randn(4, 8)}),
+        )
     assert_refused(ckpt, out, "FS207", command=command, tensor="3.attention.lora_a")
 
 
 @pytest.mark.parametrize("command", [("merge",), ("verify",), ("manifest",)], ids=lambda c: c[0])
 @pytest.mark.parametrize("key", ["input_layernorm.weight", "mlp.linear1.weight", "attention.dense.bias"])
-def test_flipped_bit_is_found_by_the_zip_checksum(ckpt: Path, out: Path, key: str, command: tuple[str, ...]) -> None:
+def test_flipped_bit_is_found_by_the_zip_checksum(
+    ckpt: Path, out: Path, key: str, command: tuple[str, ...]
+) -> None:
     file = ckpt / STEP / layer_file(3, 1)
     flip_payload(file, load_pt(file)[key])
     if command == ("merge",):

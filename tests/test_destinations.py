@@ -39,7 +39,9 @@ def test_overwrite_replaces_all_of_an_older_result(tmp_path: Path) -> None:
     assert cli("merge", TP4, out, "--overwrite").code == 0
     assert len(read_result(out)) == 21
     assert len(list(out.glob("*.safetensors"))) == 1 < len(old)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "the old result or a staging folder was left"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], (
+        "the old result or a staging folder was left"
+    )
 
 
 def test_refused_run_with_overwrite_keeps_the_older_result(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ def test_resume_with_a_source_changed_since_takes_nothing_stale(big: Path, place
     # Same names, shapes and sizes: only the bytes and the time differ.
     changed = {f"w{i}": torch.full((ROWS, COLUMNS), float(i)) for i in range(TENSORS)}
     for rank in range(TP):
-        save_file({k: v + 10 * rank + torch.arange(COLUMNS) for k, v in changed.items()}, ckpt / f"tp_rank_{rank:02d}.safetensors")
+        save_file(
+            {k: v + 10 * rank + torch.arange(COLUMNS) for k, v in changed.items()},
+            ckpt / f"tp_rank_{rank:02d}.safetensors",
+        )
     process = start(ckpt, out, "--resume")
     stdout, stderr = process.communicate(timeout=120)
     if process.returncode:

@@ -9,7 +9,20 @@ from pathlib import Path
 import fastshard
 import pytest
 import torch
-from helpers import HF, NEOX, STEP, TP4, assert_refused, cli, copy, edit_pt, flip_payload, layer_file, load_file, state_of
+from helpers import (
+    HF,
+    NEOX,
+    STEP,
+    TP4,
+    assert_refused,
+    cli,
+    copy,
+    edit_pt,
+    flip_payload,
+    layer_file,
+    load_file,
+    state_of,
+)
 
 FILE = "tp_rank_02.safetensors"
 TENSOR = "model.layers.1.mlp.down_proj.weight"
@@ -24,10 +37,10 @@ def damage(ckpt: Path) -> None:
     flip_payload(ckpt / FILE, load_file(ckpt / FILE)[TENSOR])
 
 
-@pytest.mark.parametrize(
-    "command", [("merge",), ("convert", "--to", "hf")], ids=["merge", "convert"]
-)
-def test_flipped_bit_is_found_by_a_manifest_given(ckpt: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("command", [("merge",), ("convert", "--to", "hf")], ids=["merge", "convert"])
+def test_flipped_bit_is_found_by_a_manifest_given(
+    ckpt: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     assert cli("manifest", TP4, "-o", tmp_path / "m.json").code == 0
     assert not (TP4 / "fastshard.manifest.json").exists()
     damage(ckpt)
@@ -74,7 +87,12 @@ def test_values_saved_anew_are_found_in_a_torch_file(tmp_path: Path) -> None:
 def test_manifest_of_a_result_holds_for_other_shardings(tmp_path: Path) -> None:
     assert cli("convert", NEOX, tmp_path / "hf", "--to", "hf").code == 0
     manifest = tmp_path / "hf/fastshard.manifest.json"
-    assert cli("convert", NEOX.parent / "neox_seq_tp2", tmp_path / "two", "--to", "hf", "--expect", manifest).code == 0
+    assert (
+        cli(
+            "convert", NEOX.parent / "neox_seq_tp2", tmp_path / "two", "--to", "hf", "--expect", manifest
+        ).code
+        == 0
+    )
     other = copy(NEOX, tmp_path / "ckpt")
     edit_pt(other / STEP / layer_file(3, 1), lambda layer: layer["mlp.linear1.weight"].mul_(2))
     assert_refused(

@@ -74,7 +74,9 @@ def test_hf_shards_are_resharded(hf_fixture: Path, tmp_path: Path) -> None:
     assert cli("convert", hf_fixture, tmp_path / "out", "--to", "hf", "--max-shard-size", "100KB").code == 0
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
-    assert [f.name for f in files] == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert [f.name for f in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
     assert_expected(tmp_path / "out", hf_fixture)
 
 
@@ -83,7 +85,9 @@ def test_config_and_generation_files_go_along(tmp_path: Path) -> None:
     (root / "tokenizer.json").write_text('{"version": "1.0"}')
     assert cli("convert", root, tmp_path / "out", "--to", "hf").code == 0
     assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
-    assert (tmp_path / "out/generation_config.json").read_bytes() == (HF / "generation_config.json").read_bytes()
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (
+        HF / "generation_config.json"
+    ).read_bytes()
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
 
 

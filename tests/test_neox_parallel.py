@@ -40,7 +40,9 @@ def test_merge_and_conversion_equal_a_plain_torch_merge(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_row_biases_are_summed_in_float32_in_rank_order_and_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_row_biases_are_summed_in_float32_in_rank_order_and_rounded_once(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     spec = Spec(tp=4, dtype=dtype, seed=9)
     shards = make_shards(spec)
     # Values at which rounding after each addition, or another order, gives another result.
@@ -90,7 +92,9 @@ def edit_yaml(root: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("command", [("merge",), ("convert", "--to", "hf")], ids=["merge", "convert"])
-def test_unknown_residual_with_biases_is_refused_not_guessed(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_unknown_residual_with_biases_is_refused_not_guessed(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     root = write(tmp_path / "ckpt", Spec())
     edit_yaml(root, gpt_j_residual=None)
     assert_refused(root, tmp_path / "out", "FS209", exit=2, command=command)

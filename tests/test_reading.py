@@ -34,7 +34,11 @@ def test_checkpoint_is_a_mapping(truth: dict[str, torch.Tensor]) -> None:
         ckpt["nothing"]
     for name, tensor in ckpt.items():
         assert tensor.shape == tuple(truth[name].shape)
-        assert (tensor.dtype, tensor.ndim, tensor.nbytes) == ("BF16", truth[name].ndim, 2 * truth[name].numel())
+        assert (tensor.dtype, tensor.ndim, tensor.nbytes) == (
+            "BF16",
+            truth[name].ndim,
+            2 * truth[name].numel(),
+        )
 
 
 def test_values_equal_those_of_the_library(truth: dict[str, torch.Tensor]) -> None:
@@ -53,7 +57,9 @@ def test_whole_tensors_of_sharded_checkpoints() -> None:
     assert set(ckpt) == set(want)
     for name, tensor in want.items():
         assert torch.equal(ckpt[name].torch(), tensor.to(torch.bfloat16)), name
-        assert torch.equal(torch.from_numpy(ckpt[name][1:9].astype(np.float32)), tensor.to(torch.bfloat16)[1:9].float())
+        assert torch.equal(
+            torch.from_numpy(ckpt[name][1:9].astype(np.float32)), tensor.to(torch.bfloat16)[1:9].float()
+        )
 
 
 def test_contiguous_bytes_are_not_copied_and_cannot_be_written() -> None:
@@ -94,7 +100,9 @@ assert not a.any() and b.any() and t.torch().any()
 
 @pytest.mark.parametrize("key", [slice(0, 10), slice(5, None), slice(-3, None), slice(7, 3), slice(None, None, 2), 4, -1,
                                  (slice(2, 5), slice(1, 3)), (0, 1), Ellipsis, slice(0, 10**9)])  # fmt: skip
-@pytest.mark.parametrize("name, root", [("model.embed_tokens.weight", HF), ("model.layers.0.mlp.down_proj.weight", TP4)])
+@pytest.mark.parametrize(
+    "name, root", [("model.embed_tokens.weight", HF), ("model.layers.0.mlp.down_proj.weight", TP4)]
+)
 def test_slices_are_those_of_numpy(name: str, root: Path, key: object) -> None:
     tensor = fastshard.open(root)[name]
     have, want = tensor[key], tensor.numpy()[key]
@@ -124,7 +132,9 @@ def test_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> None:
     assert ckpt["scalar"].numpy()[()] == 3.5
     fastshard.merge(tmp_path / "model.safetensors", tmp_path / "out")
     merged = load_file(tmp_path / "out/model.safetensors")
-    assert {k: (v.dtype, v.shape) for k, v in merged.items()} == {k: (v.dtype, v.shape) for k, v in tensors.items()}
+    assert {k: (v.dtype, v.shape) for k, v in merged.items()} == {
+        k: (v.dtype, v.shape) for k, v in tensors.items()
+    }
 
 
 def test_habits_of_safe_open_carry_over() -> None:
@@ -140,7 +150,12 @@ def test_habits_of_safe_open_carry_over() -> None:
 
 def test_what_a_checkpoint_says_of_itself() -> None:
     ckpt = fastshard.open(NEOX)
-    assert (ckpt.framework, ckpt.family, ckpt.step, ckpt.topology) == ("GPT-NeoX", "gpt_neox", STEP, {"tp": 2})
+    assert (ckpt.framework, ckpt.family, ckpt.step, ckpt.topology) == (
+        "GPT-NeoX",
+        "gpt_neox",
+        STEP,
+        {"tp": 2},
+    )
     assert "GPT-NeoX" in repr(ckpt) and "40 tensors" in repr(ckpt)
     html = ckpt._repr_html_()
     assert "0.word_embeddings.weight" in html and "<table>" in html
@@ -160,9 +175,8 @@ def test_damage_comes_as_findings_and_reading_raises(tmp_path: Path) -> None:
     opened = fastshard.open(ckpt)
     assert [f.code for f in opened.findings if f.severity == "error"] == ["FS101"]
     assert opened["2.mlp.linear1.weight"].numpy().shape == (128, 32)
-    assert "3.mlp.linear1.weight" not in opened or pytest.raises(
-        fastshard.FastshardError, opened["3.mlp.linear1.weight"].numpy
-    )
+    # What is not whole is not among the tensors.
+    assert "3.mlp.linear1.weight" not in opened
 
 
 def test_replicas_that_differ_are_not_read_silently(tmp_path: Path) -> None:

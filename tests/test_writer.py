@@ -109,9 +109,10 @@ def test_block_that_raises_publishes_nothing(failure: type[BaseException], tmp_p
 
 
 def test_missing_tensors_are_all_named_and_nothing_is_published(tmp_path: Path) -> None:
-    with pytest.raises(fastshard.IncompleteError) as caught, fastshard.Writer(
-        tmp_path / "out", expected=["a", "b", "c"]
-    ) as writer:
+    with (
+        pytest.raises(fastshard.IncompleteError) as caught,
+        fastshard.Writer(tmp_path / "out", expected=["a", "b", "c"]) as writer,
+    ):
         writer["b"] = np.zeros(3)
     assert [f.tensor for f in caught.value.findings] == ["a", "c"]
     assert caught.value.code == "FS102"
@@ -129,9 +130,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_expected_is_refused_at_once(case: str, tmp_path: Path) -> None:
     name, array, code = CASES[case]
-    with pytest.raises(fastshard.ProblemError) as caught, fastshard.Writer(
-        tmp_path / "out", expected={"a": ("F32", (2, 3))}
-    ) as writer:
+    with (
+        pytest.raises(fastshard.ProblemError) as caught,
+        fastshard.Writer(tmp_path / "out", expected={"a": ("F32", (2, 3))}) as writer,
+    ):
         writer[name] = array
     assert (caught.value.code, caught.value.tensor) == (code, name)
     assert list(tmp_path.iterdir()) == []

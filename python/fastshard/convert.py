@@ -25,10 +25,15 @@ Source = Checkpoint | StrPath | Iterable[StrPath]
 
 def _opened(source: Source, **options: Any) -> Checkpoint:
     if isinstance(source, Checkpoint):
-        late = sorted(key for key, value in options.items() if value not in (None, (), []) and key != "threads")
+        late = sorted(
+            key for key, value in options.items() if value not in (None, (), []) and key != "threads"
+        )
         if late:
             raise FastshardError.of(
-                "FS515", "the checkpoint is open already", got=", ".join(late), help="give these to fastshard.open"
+                "FS515",
+                "the checkpoint is open already",
+                got=", ".join(late),
+                help="give these to fastshard.open",
             )
         return source
     if isinstance(source, (str, os.PathLike)):

@@ -47,7 +47,11 @@ class Listing:
 
     def given(self) -> list[str]:
         """The paths of the files, where files were named, else the roots."""
-        return [str(self.roots[f.root] / f.path) for f in self.files] if self.single else [str(r) for r in self.roots]
+        return (
+            [str(self.roots[f.root] / f.path) for f in self.files]
+            if self.single
+            else [str(r) for r in self.roots]
+        )
 
     def folders(self) -> list[str]:
         """Folders that hold files, shortest first."""

@@ -140,7 +140,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
     for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
         rows = document.get(key)
-        if not isinstance(rows, list) or not all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+        if not isinstance(rows, list) or not all(
+            isinstance(row, dict) and needed <= row.keys() for row in rows
+        ):
             raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
     return document
 

@@ -52,7 +52,8 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
 def printable(text: str, keep: str = "") -> str:
     """Text that cannot drive a terminal: control and direction characters, and bytes that are no text, escaped."""
     return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
     )
 
 
