@@ -74,6 +74,7 @@ def open(
         from . import layouts
 
         source.layout = layouts.register(options.layout)
+        source.family = layouts.family(source.layout)
         source.layout_text = None
         source.pass_unknown = False
     findings += source.findings

@@ -102,6 +102,8 @@ class Writer:
             self._core.abort()
             return
         try:
+            if not self._written:
+                raise FastshardError.of("FS515", "nothing was written", help="write at least one tensor")
             missing = sorted(set(self._expected or ()) - self._written)
             raise_errors([
                 Finding.of("FS102", "expected, and never written", tensor=name,

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import _core
 from ..errors import FastshardError, from_core
 
-__all__ = ["get", "names", "register"]
+__all__ = ["family", "get", "names", "register"]
 
 _registered: dict[str, str] = {}
 
@@ -60,6 +60,15 @@ def get(name: str) -> str:
     if not file.is_file():
         raise KeyError(name)
     return file.read_text(encoding="utf-8")
+
+
+def family(name: str) -> str:
+    """The model family that a table belongs to.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    return _core.check_layout(get(name))[1]
 
 
 def names() -> list[str]:

@@ -74,7 +74,10 @@ pub(crate) fn run<T: Send + 'static>(
         (Some(result), None) => {
             if let Some(callback) = &progress {
                 let total = control.total.load(Ordering::Relaxed);
-                callback.call1(py, (total, total))?;
+                // The work is done and perhaps published: a callback that raises now cannot undo it.
+                if let Err(error) = callback.call1(py, (total, total)) {
+                    error.write_unraisable(py, None);
+                }
             }
             Ok(result)
         }
