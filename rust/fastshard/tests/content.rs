@@ -4,7 +4,7 @@ mod common;
 
 use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::Arc;
 
 use common::{
@@ -211,6 +211,56 @@ fn a_file_copied_over_another_is_found() {
     let copy = tensor(&mut files, 0, "layers.1.fc2").bytes.clone();
     tensor(&mut files, 1, "layers.1.fc2").bytes = copy;
     merge(&files, request(&files, 2)).expect(codes::DUPLICATED_SHARD, Severity::Error);
+}
+
+/// Also where a stage holds nothing but layers, which are then all equal alike.
+#[test]
+fn a_copied_file_of_layers_only_is_found() {
+    let table = "layout = \"a\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n\
+        [[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n[[tensor]]\nname = \"n.{L}\"\nshape = \"[H]\"\n";
+    let rank = |r: u64, from: u64| RankFile {
+        coords: [("tp".to_string(), r)].into(),
+        tensors: (0..6)
+            .map(|l| match l % 2 {
+                0 => Tensor::painted(&format!("w.{}", l / 2), &[8, 16], l * 2 + from),
+                _ => Tensor::painted(&format!("n.{}", l / 2), &[16], 100 + l),
+            })
+            .collect(),
+        ..RankFile::default()
+    };
+    for (from, damaged) in [(1, false), (0, true)] {
+        let files = vec![rank(0, 0), rank(1, from)];
+        let asked = json!({
+            "source": {"layout": table, "units": units(&files), "degrees": {"tp": 2}},
+            "max_shard_size": 1u64 << 40,
+        });
+        let outcome = merge(&files, asked);
+        assert_eq!(outcome.failed(), damaged);
+        if damaged {
+            outcome.expect(codes::DUPLICATED_SHARD, Severity::Error);
+        }
+    }
+}
+
+/// A shard of two halves, each constant and longer than what is compared at a time, is no constant.
+#[test]
+fn a_copied_shard_of_constant_halves_is_found() {
+    let table = "layout = \"a\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n\
+        [[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n";
+    let rank = |r: u64| RankFile {
+        coords: [("tp".to_string(), r)].into(),
+        tensors: vec![
+            Tensor::f32("w.0", &[1024, 128], (0..1u32 << 17).map(|i| if i < 1 << 16 { 1.0 } else { 2.0 })),
+            Tensor::painted("w.1", &[1024, 128], r),
+        ],
+        ..RankFile::default()
+    };
+    let files = vec![rank(0), rank(1)];
+    let asked = json!({
+        "source": {"layout": table, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+    });
+    let finding = merge(&files, asked);
+    assert_eq!(finding.expect(codes::DUPLICATED_SHARD, Severity::Error).tensor.as_deref(), Some("w.0"));
 }
 
 #[test]
@@ -462,8 +512,10 @@ fn unknown_and_contradictory_things_are_found() {
 fn layers_beyond_the_target_are_found_at_any_degree() {
     let stacked = "layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = \"norms\"\nshape = \"[L, H]\"\n";
     let single = "layout = \"b\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n[[tensor]]\nname = \"norm.{L}\"\nshape = \"[H]\"\nas = \"norms\"\n";
-    let files = vec![RankFile { tensors: vec![Tensor::painted("norms", &[4, 8], 1)], ..RankFile::default() }];
-    for tp in [1, 2, 4] {
+    // Half of it, or a single element.
+    for (shape, tp) in [([4, 8], 1), ([4, 8], 2), ([4, 8], 4), ([3, 1], 1), ([3, 1], 2)] {
+        let norms = Tensor::painted("norms", &shape, 1);
+        let files = vec![RankFile { tensors: vec![norms], ..RankFile::default() }];
         let outcome = merge(
             &files,
             json!({
@@ -658,14 +710,34 @@ fn odd_values_are_pointed_out() {
     }
 }
 
+#[test]
+fn values_anywhere_in_large_padding_are_pointed_out() {
+    let table =
+        "layout = \"t\"\nfamily = \"t\"\nvocab = \"V\"\n[[tensor]]\nname = \"embed\"\nshape = \"[V~P, H]\"\n";
+    let (rows, real) = (1300, 10);
+    for at in [real * 128, 700 * 128 + 5, rows * 128 - 1, rows * 128] {
+        let mut t = Tensor::painted("embed", &[rows, 128], 1);
+        t.bytes[(real * 128 * 4) as usize..].fill(0);
+        if let Some(byte) = t.bytes.get_mut(4 * at as usize) {
+            *byte = 1;
+        }
+        let files = vec![RankFile { tensors: vec![t], ..RankFile::default() }];
+        let source = json!({"layout": table, "units": units(&files), "vocab_size": real});
+        let outcome = merge(&files, json!({"source": source, "max_shard_size": 1u64 << 40}));
+        outcome.clean();
+        assert_eq!(outcome.of(codes::PAD_NOT_ZERO).len(), usize::from(at < rows * 128), "{at}");
+    }
+}
+
 struct Grow<'a> {
     path: &'a Path,
-    done: AtomicBool,
+    /// Writes until the file grows.
+    left: AtomicI64,
 }
 
 impl Sink for Grow<'_> {
     fn write(&self, _: usize, _: u64, _: &[u8]) -> fastshard::error::Result<()> {
-        if !self.done.swap(true, Ordering::Relaxed) {
+        if self.left.fetch_sub(1, Ordering::Relaxed) == 1 {
             let mut file = std::fs::OpenOptions::new().append(true).open(self.path).unwrap();
             file.write_all(b"more").unwrap();
         }
@@ -680,11 +752,12 @@ fn a_source_that_changes_while_it_is_read_is_found() {
     write_ranks(dir.path(), &files);
     let catalog = open(dir.path(), 2);
     let plan = make_plan(&catalog, request(&files, 2)).unwrap().plan;
-    for rank in 0..2 {
+    // At the first write, in the middle, and when all has been read.
+    for (rank, at) in [(0, 1), (1, 1), (0, 7), (1, plan.outputs.len() as i64)] {
         write_ranks(dir.path(), &files);
         let catalog = open(dir.path(), 2);
         let path = dir.path().join(file_name(rank));
-        let sink = Grow { path: &path, done: AtomicBool::new(false) };
+        let sink = Grow { path: &path, left: AtomicI64::new(at) };
         let error = engine::execute(
             &plan,
             &sources(&catalog, &plan),

@@ -141,7 +141,7 @@ fn compare(got: &BTreeMap<(u32, String), Tensor>, want: &[RankFile], case: &Case
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: cases(1200), max_shrink_iters: 4000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(900), max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
     /// Any layout to any other, at any degrees.
     #[test]
@@ -177,7 +177,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: cases(500), max_shrink_iters: 4000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(300), max_shrink_iters: 4000, ..ProptestConfig::default() })]
 
     /// A merge is the source's own layout at degree 1.
     #[test]
