@@ -528,6 +528,18 @@ fn layers_beyond_the_target_are_found_at_any_degree() {
     }
 }
 
+/// A target that wants more than there is.
+#[test]
+fn layers_beyond_the_source_are_missing() {
+    let stacked = "layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = \"norms\"\nshape = \"[L, H]\"\n";
+    let files = vec![RankFile { tensors: vec![Tensor::painted("norms", &[2, 8], 1)], ..RankFile::default() }];
+    let target = json!({"name": "to", "layout": stacked, "axes": {"L": 3}});
+    let asked = json!({
+        "source": {"layout": stacked, "units": units(&files)}, "target": target, "max_shard_size": 1u64 << 40,
+    });
+    merge(&files, asked).expect(codes::MISSING_TENSOR, Severity::Error);
+}
+
 /// A rank beyond the degree would hold nothing of a divided tensor, and vanish.
 #[test]
 fn ranks_beyond_the_degree_are_refused() {
