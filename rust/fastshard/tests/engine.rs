@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use common::world::encode;
@@ -14,7 +15,7 @@ use common::{
     RankFile, Tensor,
 };
 use fastshard::codes;
-use fastshard::engine::{self, Control, Discard};
+use fastshard::engine::{self, Control, Discard, Sink, TileDone};
 use fastshard::error::{Error, Severity};
 use fastshard::kernel;
 use fastshard::tensor::Dtype;
@@ -178,6 +179,60 @@ fn a_killed_run_continues_to_the_same_result() {
         assert_eq!(left.len(), 2, "only source and fresh result: {left:?}");
     }
     assert!(killed > 0);
+}
+
+/// Keeps the records of what is done.
+#[derive(Default)]
+struct Records(Mutex<Vec<(u32, TileDone)>>);
+
+impl Sink for Records {
+    fn write(&self, _: usize, _: u64, _: &[u8]) -> fastshard::error::Result<()> {
+        Ok(())
+    }
+
+    fn done(&self, output: usize, tile: &TileDone) -> fastshard::error::Result<()> {
+        self.0.lock().unwrap().push((output as u32, *tile));
+        Ok(())
+    }
+}
+
+#[test]
+fn records_of_other_tiles_and_of_copies_are_not_believed() {
+    let dir = temp();
+    let files = checkpoint();
+    write_ranks(dir.path(), &files);
+    let catalog = open(dir.path(), 2);
+    let request = json!({
+        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+    });
+    let plan = make_plan(&catalog, request).unwrap().plan;
+    let files = sources(&catalog, &plan);
+    let run = |finished: Vec<(u32, TileDone)>, tile: u64| {
+        let records = Records::default();
+        let options = engine::Options { finished, ..options(2, dir.path()) };
+        let report =
+            engine::execute_tiled(&plan, &files, &records, &options, Some(tile), &Control::default())
+                .unwrap();
+        let found: Vec<_> = report.outputs.iter().map(|o| (o.hash, o.non_finite)).collect();
+        (found, records.0.into_inner().unwrap())
+    };
+    let (want, all) = run(Vec::new(), 2048);
+    let copies = |output: u32| plan.outputs[output as usize].parts.iter().any(|p| p.sources.len() > 1);
+    for tile in [1024, 2048, 4096] {
+        for keep in [1, 2, 5] {
+            let finished: Vec<_> = all.iter().copied().step_by(keep).collect();
+            let believed = finished.iter().filter(|(o, _)| tile == 2048 && !copies(*o)).count();
+            let (found, redone) = run(finished, tile);
+            assert!(found == want, "tiles of {tile}, every {keep}th record");
+            if tile == 2048 {
+                assert_eq!(redone.len() + believed, all.len());
+            }
+        }
+    }
+    // Records of outputs and tiles that there are not.
+    let (mut beyond, mut nowhere) = (all[0], all[0]);
+    (beyond.1.index, nowhere.0) = (1 << 40, u32::MAX);
+    assert!(run(vec![beyond, nowhere], 2048).0 == want);
 }
 
 #[test]
