@@ -335,6 +335,26 @@ fn drifting_replicas_are_refused_or_averaged_as_asked() {
     assert_eq!(outcome.outputs[name].bytes, want);
 }
 
+/// The mean is a quotient, not a product with a rounded reciprocal.
+#[test]
+fn a_mean_of_three_is_a_division() {
+    let table =
+        "layout = \"a\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n[[tensor]]\nname = \"n\"\nshape = \"[H]\"\n";
+    let value = |i: u32, r: u64| (1.0 + f64::from(i) * 0.013 + r as f64 * 1e-4) as f32;
+    let rank = |r: u64| RankFile {
+        coords: [("tp".to_string(), r)].into(),
+        tensors: vec![Tensor::f32("n", &[900], (0..900).map(|i| value(i, r)))],
+        ..RankFile::default()
+    };
+    let files: Vec<RankFile> = (0..3).map(rank).collect();
+    let source = json!({"layout": table, "units": units(&files), "degrees": {"tp": 3}});
+    let outcome =
+        merge(&files, json!({"source": source, "mean_replicas": true, "max_shard_size": 1u64 << 40}));
+    outcome.clean();
+    let want = (0..900).map(|i| ((value(i, 0) + value(i, 1)) + value(i, 2)) / 3.0);
+    assert_eq!(outcome.outputs["n"].bytes, want.flat_map(f32::to_le_bytes).collect::<Vec<u8>>());
+}
+
 /// Copies that are no floats cannot be averaged.
 #[test]
 fn drifting_integers_are_refused_even_where_means_are_asked_for() {
