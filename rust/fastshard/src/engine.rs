@@ -163,8 +163,7 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
 fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let baseline = anonymous_memory();
     let available = options.memory.saturating_sub(baseline);
-    let factor = plan.outputs.iter().map(|o| tile::buffers(plan, o)).max().unwrap_or(1);
-    let least = Workspace::bytes(MIN_TILE, factor);
+    let least = Workspace::bytes(MIN_TILE);
     if available < least {
         return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
             .expected(
@@ -182,19 +181,16 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
     // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
     let mut workers = options.threads.max(1) as u64;
-    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE), factor) > available / workers {
+    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE)) > available / workers {
         workers -= 1;
     }
     let mut cap = MIN_TILE;
-    while Workspace::bytes(cap * 2, factor) <= available / workers {
+    while Workspace::bytes(cap * 2) <= available / workers {
         cap *= 2;
     }
     let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
     let tile = tiles.iter().copied().max().unwrap_or(0);
-    Ok((
-        tiles,
-        MemoryUse { baseline, workers, tile, bound: baseline + workers * Workspace::bytes(tile, factor) },
-    ))
+    Ok((tiles, MemoryUse { baseline, workers, tile, bound: baseline + workers * Workspace::bytes(tile) }))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -9,7 +9,7 @@ use crate::tensor::{c_strides, Dtype};
 
 use super::gather::{Into, Sources};
 
-/// Elements that a part with several sources is worked through at a time, and values converted.
+/// Elements that a part with several sources or value ops is worked through at a time.
 const CHUNK: u64 = 64 << 10;
 
 /// What was seen while a part's sources were combined.
@@ -50,8 +50,8 @@ const SPAN: usize = 1 << 20;
 
 impl Workspace {
     /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
-    pub fn bytes(tile: u64, factor: u64) -> u64 {
-        tile * factor + SPAN as u64 + CHUNK * (16 + 16 + 4 + 4)
+    pub fn bytes(tile: u64) -> u64 {
+        tile + SPAN as u64 + CHUNK * (16 + 16 + 4 + 4)
     }
 
     /// A workspace; buffers grow on use.
@@ -134,12 +134,9 @@ pub fn make(
                 sources.read(first, &part.axes, &part.src_base, &sub, &mut into, &mut work.span)?;
             }
         } else {
-            // One source is gathered a tile at a time: in small pieces a transposed read would touch
-            // every page of its source for a few bytes each.
-            let one = converts_whole(part);
             let mut at = lo;
             while at < hi {
-                let next = if one { hi } else { (at + CHUNK).min(hi) };
+                let next = (at + CHUNK).min(hi);
                 let mut found = Vec::new();
                 spread.cut(&whole, at, next, &mut |sub| found.push(sub.clone()));
                 for sub in found {
@@ -182,9 +179,7 @@ fn combine(
     let bytes = n * from.size();
     let strides = c_strides(&sub.len);
     work.dense.resize(work.dense.len().max(bytes), 0);
-    if stored.len() > 1 {
-        work.other.resize(work.other.len().max(bytes), 0);
-    }
+    work.other.resize(work.other.len().max(bytes), 0);
     let read = |s: usize, buffer: &mut [u8], span: &mut [u8]| {
         let mut into = Into { bytes: buffer, base: 0, strides: &strides };
         sources.read(stored[s], &part.axes, &part.src_base, sub, &mut into, span)
@@ -239,62 +234,32 @@ fn combine(
         }
     }
 
-    let out = n * output.dtype.size();
-    if averaged {
-        apply(&part.ops, &mut work.sum[..n]);
+    if averaged || !part.ops.is_empty() {
+        if !averaged {
+            work.sum.resize(work.sum.len().max(n), 0.0);
+            kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
+        }
+        for op in &part.ops {
+            match *op {
+                Op::Scale(factor) => work.sum[..n].iter_mut().for_each(|x| *x *= factor),
+                Op::Add(term) => work.sum[..n].iter_mut().for_each(|x| *x += term),
+            }
+        }
+        let out = n * output.dtype.size();
         work.other.resize(work.other.len().max(out), 0);
         kernel::from_f32(output.dtype, &work.sum[..n], &mut work.other[..out]);
-    } else if !part.ops.is_empty() {
-        work.other.resize(work.other.len().max(out), 0);
-        let most = n.min(CHUNK as usize);
-        work.sum.resize(work.sum.len().max(most), 0.0);
-        let sources = work.dense[..bytes].chunks(most * from.size());
-        let targets = work.other[..out].chunks_mut(most * output.dtype.size());
-        for (source, target) in sources.zip(targets) {
-            let values = &mut work.sum[..source.len() / from.size()];
-            kernel::to_f32(from, source, values);
-            apply(&part.ops, values);
-            kernel::from_f32(output.dtype, values, target);
-        }
     } else if from == output.dtype {
         std::mem::swap(&mut work.dense, &mut work.other);
     } else {
+        let out = n * output.dtype.size();
         work.other.resize(work.other.len().max(out), 0);
         kernel::convert(from, &work.dense[..bytes], output.dtype, &mut work.other[..out]);
     }
     let spread = part.dst();
     let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: spread.strides() };
+    let out = n * output.dtype.size();
     kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, output.dtype.size());
     Ok(())
-}
-
-/// Applies value ops in order.
-fn apply(ops: &[Op], values: &mut [f32]) {
-    for op in ops {
-        match *op {
-            Op::Scale(factor) => values.iter_mut().for_each(|x| *x *= factor),
-            Op::Add(term) => values.iter_mut().for_each(|x| *x += term),
-        }
-    }
-}
-
-/// True if a part's values are changed one by one, with no other copy to compare or add.
-fn converts_whole(part: &Part) -> bool {
-    part.sources.len() == 1 && !matches!(part.combine, Combine::Zero(_))
-}
-
-/// Bytes of buffers per byte of tile: the tile, and what is gathered and converted for it.
-pub(super) fn buffers(plan: &Plan, output: &Output) -> u64 {
-    let gathered = |part: &Part| {
-        let from = plan.stored[part.sources[0] as usize].dtype;
-        let changed = from != output.dtype || !part.ops.is_empty();
-        if changed && converts_whole(part) {
-            1 + from.size().div_ceil(output.dtype.size()) as u64
-        } else {
-            0
-        }
-    };
-    1 + output.parts.iter().map(gathered).max().unwrap_or(0)
 }
 
 fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift) {
