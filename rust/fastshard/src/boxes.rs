@@ -31,6 +31,25 @@ impl SubBox {
     pub fn volume(&self) -> u64 {
         self.len.iter().product()
     }
+
+    /// Divides the box into ones of at most `most` elements, along the axis of the longest of
+    /// `steps` first, so that elements a short step apart stay together.
+    pub fn divide(&self, steps: &[u64], most: u64, out: &mut Vec<SubBox>) {
+        let volume = self.volume();
+        let longest = (0..steps.len()).filter(|&k| self.len[k] > 1).max_by_key(|&k| steps[k]);
+        let (true, Some(axis)) = (volume > most, longest) else {
+            out.push(self.clone());
+            return;
+        };
+        let n = self.len[axis];
+        let each = (most / (volume / n)).max(1);
+        let mut piece = self.clone();
+        for at in (0..n).step_by(each as usize) {
+            piece.start[axis] = self.start[axis] + at;
+            piece.len[axis] = each.min(n - at);
+            piece.divide(steps, most, out);
+        }
+    }
 }
 
 impl Spread {
@@ -119,6 +138,35 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
+
+    #[test]
+    fn a_divided_box_is_the_same_box() {
+        for (len, steps) in [
+            (vec![2048, 2048], vec![1, 131_072]),
+            (vec![2048, 2048], vec![2048, 1]),
+            (vec![3, 100_000, 7], vec![0, 7, 1]),
+            (vec![70_000], vec![1]),
+            (vec![5, 1, 70_001], vec![70_001, 0, 1]),
+        ] {
+            let whole = SubBox { start: vec![3; len.len()], len: len.clone() };
+            let mut parts = Vec::new();
+            whole.divide(&steps, 65_536, &mut parts);
+            assert!(parts.iter().all(|p| p.volume() <= 65_536 && p.volume() > 0));
+            assert_eq!(parts.iter().map(SubBox::volume).sum::<u64>(), whole.volume());
+            let overlap = |a: &SubBox, b: &SubBox| {
+                (0..len.len())
+                    .all(|k| a.start[k] < b.start[k] + b.len[k] && b.start[k] < a.start[k] + a.len[k])
+            };
+            for (i, a) in parts.iter().enumerate() {
+                let inside = |k: usize| a.start[k] >= 3 && a.start[k] + a.len[k] <= 3 + len[k];
+                assert!((0..len.len()).all(inside) && !parts[i + 1..].iter().any(|b| overlap(a, b)));
+            }
+        }
+        // A transposed matrix: runs of the source stay whole.
+        let mut parts = Vec::new();
+        SubBox::whole(&[2048, 2048]).divide(&[1, 131_072], 65_536, &mut parts);
+        assert!(parts.iter().all(|p| p.len[0] == 2048));
+    }
 
     fn indices(part: &SubBox) -> Vec<Vec<u64>> {
         let mut all = vec![vec![]];

@@ -16,7 +16,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue};
 use crate::kernel;
-use crate::plan::{Combine, Op, Output, Pieces, Plan};
+use crate::plan::{Combine, Op, Output, Plan};
 use crate::storage::SourceFile;
 
 use gather::Sources;
@@ -143,14 +143,10 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
     let mut wanted = PLAIN_TILE;
     for part in output.parts.iter().filter(|p| p.volume() > 0) {
         let stored = &plan.stored[part.sources[0] as usize];
-        let strides = match &stored.pieces {
-            Pieces::View { strides, .. } => strides.clone(),
-            _ => crate::tensor::c_strides(&stored.shape),
-        };
-        let source_step = |a: &crate::plan::PartAxis| a.step * strides[a.dim as usize];
-        let inner = part.axes.iter().min_by_key(|a| a.dst);
-        if inner.is_some_and(|a| source_step(a) > 1) {
-            if let Some(run) = part.axes.iter().find(|a| source_step(a) == 1) {
+        let steps = stored.steps(&part.axes);
+        let inner = (0..steps.len()).min_by_key(|&k| part.axes[k].dst);
+        if inner.is_some_and(|k| steps[k] > 1) {
+            if let Some(run) = part.axes.iter().zip(&steps).find_map(|(a, &s)| (s == 1).then_some(a)) {
                 let rows = (MIN_RUN / item).clamp(1, run.n);
                 wanted = wanted.max((rows * run.dst * item).next_power_of_two());
             }

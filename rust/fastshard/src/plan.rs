@@ -125,6 +125,15 @@ impl StoredTensor {
     pub fn nbytes(&self) -> u64 {
         element_count(&self.shape).unwrap_or(0) * self.dtype.size() as u64
     }
+
+    /// Step in the stored elements per step on each of `axes`.
+    pub fn steps(&self, axes: &[PartAxis]) -> Vec<u64> {
+        let strides = match &self.pieces {
+            Pieces::View { strides, .. } => strides.clone(),
+            _ => c_strides(&self.shape),
+        };
+        axes.iter().map(|a| a.step * strides[a.dim as usize]).collect()
+    }
 }
 
 /// An axis of a part: how far one step moves in the destination and in the source.

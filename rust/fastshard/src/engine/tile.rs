@@ -134,26 +134,13 @@ pub fn make(
                 sources.read(first, &part.axes, &part.src_base, &sub, &mut into, &mut work.span)?;
             }
         } else {
-            let mut at = lo;
-            while at < hi {
-                let next = (at + CHUNK).min(hi);
-                let mut found = Vec::new();
-                spread.cut(&whole, at, next, &mut |sub| found.push(sub.clone()));
-                for sub in found {
-                    combine(
-                        plan,
-                        sources,
-                        output,
-                        p,
-                        part,
-                        &sub,
-                        spread.first(&sub) - lo,
-                        len,
-                        work,
-                        &mut seen,
-                    )?;
-                }
-                at = next;
+            // Across the source first: what lies together there is read together, also transposed.
+            let steps = first.steps(&part.axes);
+            let mut found = Vec::new();
+            spread.cut(&whole, lo, hi, &mut |sub| sub.divide(&steps, CHUNK, &mut found));
+            for sub in found {
+                let dst = spread.first(&sub) - lo;
+                combine(plan, sources, output, p, part, &sub, dst, len, work, &mut seen)?;
             }
         }
     }
