@@ -4,8 +4,6 @@ use std::fmt;
 
 use serde::{de, Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::Severity;
-
 /// A stable finding code, printed as `FS` and three digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Code(u16);
@@ -33,6 +31,18 @@ impl<'de> Deserialize<'de> for Code {
         let text = String::deserialize(d)?;
         parse(&text).ok_or_else(|| de::Error::custom(format!("unknown finding code {text:?}")))
     }
+}
+
+/// How much a finding weighs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// A fact worth recording; never changes an exit code.
+    Note,
+    /// Something to look at; the result is right as far as can be proven.
+    Warning,
+    /// The operation is refused.
+    Error,
 }
 
 /// What an error of this code does to the exit code.

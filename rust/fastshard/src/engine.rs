@@ -644,5 +644,8 @@ pub fn read(
         chunk.copy_from_slice(&work.tile[..chunk.len()]);
         at += chunk.len() as u64;
     }
+    for blob in blobs_of(plan, about) {
+        files[plan.blobs[blob as usize].file as usize].unchanged()?;
+    }
     Ok(())
 }

@@ -10,17 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::codes::{self, Code, Exit};
 
-/// How much a finding weighs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Severity {
-    /// A fact worth recording; never changes an exit code.
-    Note,
-    /// Something to look at; the result is right as far as can be proven.
-    Warning,
-    /// The operation is refused.
-    Error,
-}
+pub use crate::codes::Severity;
 
 /// One observation about a checkpoint: what, where, expected, got, what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

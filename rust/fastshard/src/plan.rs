@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::boxes::Spread;
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
 
 /// Version of the plan's JSON form.
@@ -50,6 +51,21 @@ pub struct PlanBlob {
     /// Name of the member in the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<String>,
+}
+
+impl PlanBlob {
+    /// A blob of source `file`.
+    pub fn of(file: u32, blob: &Blob) -> PlanBlob {
+        PlanBlob {
+            file,
+            offset: blob.offset,
+            stored_len: blob.stored_len,
+            len: blob.len,
+            crc32: blob.crc32,
+            deflated: blob.deflated,
+            member: blob.member.clone(),
+        }
+    }
 }
 
 /// Where a stored tensor's elements lie.

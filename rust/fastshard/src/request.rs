@@ -228,16 +228,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             let key = rest.join(".");
             let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
             let blob = *blob_index.entry((unit.file, tensor.blob)).or_insert_with(|| {
-                let b = &file.parsed.blobs[tensor.blob as usize];
-                blobs.push(PlanBlob {
-                    file: source,
-                    offset: b.offset,
-                    stored_len: b.stored_len,
-                    len: b.len,
-                    crc32: b.crc32,
-                    deflated: b.deflated,
-                    member: b.member.clone(),
-                });
+                blobs.push(PlanBlob::of(source, &file.parsed.blobs[tensor.blob as usize]));
                 (blobs.len() - 1) as u32
             });
             seen.push(Stored {

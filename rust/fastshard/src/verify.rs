@@ -9,7 +9,7 @@ use crate::engine::{self, Control, Discard, Options, Report};
 use crate::error::{Finding, Result};
 use crate::hash;
 use crate::manifest::{Manifest, ManifestFile, ManifestTensor};
-use crate::plan::{Output, Pieces, Plan, StoredTensor};
+use crate::plan::{Output, Pieces, Plan, PlanBlob, StoredTensor};
 use crate::storage::SourceFile;
 
 /// One of `of` parts of a checkpoint, counted from 1.
@@ -73,15 +73,7 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
         let first_blob = plan.blobs.len() as u32;
         let source = plan.sources.len() as u32;
         plan.sources.push(file.plan_file());
-        plan.blobs.extend(file.parsed.blobs.iter().map(|b| crate::plan::PlanBlob {
-            file: source,
-            offset: b.offset,
-            stored_len: b.stored_len,
-            len: b.len,
-            crc32: b.crc32,
-            deflated: b.deflated,
-            member: b.member.clone(),
-        }));
+        plan.blobs.extend(file.parsed.blobs.iter().map(|b| PlanBlob::of(source, b)));
         plan.stored.extend(file.parsed.tensors.iter().map(|t| StoredTensor {
             name: t.path.join("."),
             dtype: t.dtype,
