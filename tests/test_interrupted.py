@@ -17,12 +17,12 @@ import torch
 from helpers import read_result, sha256, spawn, state_of
 from safetensors.torch import save_file
 
-TP, TENSORS, ROWS, COLUMNS = 4, 6, 4096, 1024
+TP, TENSORS, ROWS, COLUMNS = 4, 16, 4096, 1024
 
 
 @pytest.fixture(scope="module")
 def big() -> Iterator[Path]:
-    """384 MiB in four ranks, divided along the columns; in memory where the system has such a place."""
+    """1 GiB in four ranks, divided along the columns; in memory where the system has such a place."""
     place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, prefix="fastshard-test-") as folder:
         root = Path(folder) / "ckpt"

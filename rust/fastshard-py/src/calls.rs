@@ -9,7 +9,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 /// How often Python gets to look at signals and to draw progress.
-const POLL: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(20);
 
 /// Wakes the waiting caller when the worker ends, by a panic too.
 struct Ending<'a>(&'a Condvar);
@@ -54,11 +54,11 @@ pub(crate) fn run<T: Send + 'static>(
         }
         if stopped.is_none() {
             let drawn = match &progress {
-                Some(callback) => {
-                    let done = control.done.load(Ordering::Relaxed);
-                    let total = control.total.load(Ordering::Relaxed);
-                    callback.call1(py, (done, total)).map(|_| ())
-                }
+                Some(callback) => match control.total.load(Ordering::Relaxed) {
+                    // Not begun: there is nothing yet to be a part of.
+                    0 => Ok(()),
+                    total => callback.call1(py, (control.done.load(Ordering::Relaxed), total)).map(|_| ()),
+                },
                 None => Ok(()),
             };
             if let Err(error) = py.check_signals().and(drawn) {
