@@ -9,6 +9,20 @@ from pathlib import Path, PurePosixPath
 
 from .errors import FastshardError, Finding
 
+#: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
+_RELEVANT = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".distcp",
+    ".json",
+    ".yml",
+    ".yaml",
+    ".metadata",
+    "latest",
+)
+
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
@@ -133,6 +147,8 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
                 if full.is_symlink():
                     target = full.resolve(strict=True)
                     if not any(target.is_relative_to(a) for a in allowed):
+                        if not name.endswith(_RELEVANT):
+                            continue
                         findings.append(
                             Finding.of(
                                 "FS603",
@@ -145,6 +161,8 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
                         continue
                 size = full.stat().st_size
             except OSError as error:
+                if full.is_symlink() and not name.endswith(_RELEVANT):
+                    continue
                 findings.append(Finding.of("FS101", f"cannot be read: {error.strerror}", file=relative))
                 continue
             files.append(File(index, relative, size))
