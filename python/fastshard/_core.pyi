@@ -43,7 +43,9 @@ class Catalog:
     def values(self, file: int) -> str:
         """JSON of what a file holds besides tensors."""
     def tensors(self, file: int) -> str:
-        """JSON array of a file's tensors: path of keys, dtype, shape."""
+        """JSON array of a file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
+    def tensor_bytes(self, file: int, tensor: int, limit: int) -> bytes:
+        """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
         """Names of a file's tensors, keys joined by dots."""
     def plan(self, request: str) -> Plan:

@@ -138,10 +138,29 @@ impl Catalog {
             f.parsed
                 .tensors
                 .iter()
-                .map(|t| json!({"path": t.path, "dtype": t.dtype, "shape": t.shape}))
+                .map(|t| {
+                    let blob = &f.parsed.blobs[t.blob as usize];
+                    json!({
+                        "path": t.path, "dtype": t.dtype, "shape": t.shape,
+                        "storage": t.blob, "offset": t.offset,
+                        "storage_bytes": blob.len, "storage_crc32": blob.crc32,
+                    })
+                })
                 .collect::<Vec<_>>()
         });
         to_json(&tensors.unwrap_or_default())
+    }
+
+    /// Bytes of a small tensor, at most `limit` of them.
+    fn tensor_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        file: usize,
+        tensor: usize,
+        limit: u64,
+    ) -> PyResult<Bound<'py, pyo3::types::PyBytes>> {
+        let bytes = self.inner.tensor_bytes(file, tensor, limit).map_err(raise)?;
+        Ok(pyo3::types::PyBytes::new(py, &bytes))
     }
 
     fn names(&self, file: usize) -> Vec<String> {

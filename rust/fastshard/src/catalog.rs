@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::codes;
 use crate::error::{Finding, Result};
 use crate::format::{self, ParsedFile};
 use crate::hash;
 use crate::plan::PlanFile;
 use crate::storage::SourceFile;
+use crate::tensor::{c_strides, element_count};
 
 /// One file of a checkpoint.
 #[derive(Debug)]
@@ -86,6 +88,30 @@ impl Catalog {
             })
             .collect();
         Catalog { roots, files, findings }
+    }
+}
+
+impl Catalog {
+    /// Bytes of a small tensor (a step counter, a buffer), in C order.
+    ///
+    /// # Errors
+    /// `FS515` for a tensor that is not there, is larger than `limit` bytes, or is no plain run of bytes.
+    pub fn tensor_bytes(&self, file: usize, tensor: usize, limit: u64) -> Result<Vec<u8>> {
+        let refuse =
+            |what: &str| Finding::new(codes::USAGE, format!("tensor {tensor} of file {file}: {what}"));
+        let Some(Some(file)) = self.files.get(file) else { return Err(refuse("no such file").into()) };
+        let Some(tensor) = file.parsed.tensors.get(tensor) else {
+            return Err(refuse("no such tensor").into());
+        };
+        let blob = &file.parsed.blobs[tensor.blob as usize];
+        let count = element_count(&tensor.shape).unwrap_or(u64::MAX);
+        let len = count.saturating_mul(tensor.dtype.size() as u64);
+        if len > limit || blob.deflated || (count > 1 && tensor.strides != c_strides(&tensor.shape)) {
+            return Err(refuse("not a small plain tensor").file(self.label(file)).into());
+        }
+        let mut bytes = vec![0; len as usize];
+        file.source.read_at(blob.offset + tensor.offset, &mut bytes)?;
+        Ok(bytes)
     }
 }
 

@@ -20,7 +20,7 @@ use crate::plan::{Combine, Op, Output, Plan};
 use crate::storage::SourceFile;
 
 use gather::Sources;
-use tile::{Drift, Workspace};
+use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.
 const MIN_TILE: u64 = 256 << 10;
@@ -218,6 +218,8 @@ struct Run<'a> {
     blobs_of: Vec<Vec<u32>>,
     cuts: Vec<Vec<u64>>,
     findings: Mutex<Vec<Finding>>,
+    /// Per stored tensor that has a twin, how far it is from it.
+    twins: Mutex<BTreeMap<u32, Drift>>,
     failed: Mutex<Option<Error>>,
 }
 
@@ -295,6 +297,7 @@ pub fn execute_tiled(
         blobs_of,
         cuts: shards::cuts(plan),
         findings: Mutex::new(Vec::new()),
+        twins: Mutex::default(),
         failed: Mutex::new(None),
     };
     control.total.store(plan.outputs.iter().map(Output::nbytes).sum(), Ordering::Relaxed);
@@ -325,7 +328,9 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .parts
         .iter()
         .flat_map(|p| &p.sources)
-        .flat_map(|&s| shards::blobs_of(&plan.stored[s as usize]))
+        .flat_map(|&s| [Some(s), plan.stored[s as usize].twin])
+        .flatten()
+        .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();
     blobs.sort_unstable();
     blobs.dedup();
@@ -336,9 +341,12 @@ impl Run<'_> {
     fn take_finished(&self, options: &Options) {
         for (output, tile) in &options.finished {
             let Some(slot) = self.outputs.get(*output as usize) else { continue };
-            // Another budget cuts other tiles; and comparisons of replicas are not journalled.
+            // Another budget cuts other tiles; and comparisons of copies are not journalled.
+            let alone = |p: &crate::plan::Part| {
+                p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twin.is_none()
+            };
             let comparable = self.tiles[*output as usize] == tile.size
-                && self.plan.outputs[*output as usize].parts.iter().all(|p| p.sources.len() == 1);
+                && self.plan.outputs[*output as usize].parts.iter().all(alone);
             let mut progress = lock(slot);
             if let (true, Some(value @ None)) = (comparable, progress.values.get_mut(tile.index as usize)) {
                 *value = Some(tile.value);
@@ -385,7 +393,7 @@ impl Run<'_> {
         let (start, end) = (tile * size, ((tile + 1) * size).min(total));
         let known = lock(&self.outputs[index]).values[tile as usize];
         if known.is_none() {
-            let seen = tile::make(self.plan, &self.sources, output, start, end, work)?;
+            let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
             let bytes = &work.tile[..(end - start) as usize];
             let value = hash::tile_value(bytes, tile, size, total);
             let non_finite = kernel::count_non_finite(output.dtype, bytes);
@@ -398,6 +406,13 @@ impl Run<'_> {
                 progress.drift.entry(*part).or_default().merge(drift);
             }
             progress.undecided.extend(seen.undecided);
+            drop(progress);
+            if !seen.twins.is_empty() {
+                let mut all = lock(&self.twins);
+                for (stored, drift) in &seen.twins {
+                    all.entry(*stored).or_default().merge(drift);
+                }
+            }
         }
         self.control.done.fetch_add(end - start, Ordering::Relaxed);
         if self.remaining[index].fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -511,12 +526,38 @@ impl Run<'_> {
                 }
             }
         }
+        for (&stored, drift) in lock(&self.twins).iter().filter(|(_, d)| d.differing > 0) {
+            self.find(self.twin_finding(stored, drift));
+        }
         let mut findings = std::mem::take(&mut *lock(&self.findings));
         findings.extend(shards::copies(self.plan, &self.sources)?);
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
         findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
         Ok(Report { outputs, findings: limit(findings), memory })
+    }
+
+    /// A parameter and its master that are not the same tensor. The finding names the master's file.
+    fn twin_finding(&self, stored: u32, drift: &Drift) -> Finding {
+        let tensor = &self.plan.stored[stored as usize];
+        let twin = tensor.twin.expect("compared with it");
+        let other = &self.plan.stored[twin as usize];
+        let (master, parameter) =
+            if other.dtype.size() > tensor.dtype.size() { (twin, stored) } else { (stored, twin) };
+        let narrow = self.plan.stored[parameter as usize].dtype;
+        let finding = Finding::new(
+            codes::MASTERS_DIFFER,
+            format!("the fp32 master rounded to {narrow} is not the parameter"),
+        )
+        .expected("0 elements that differ", format!(
+            "{} of {} elements differ by up to {:e}",
+            drift.differing,
+            crate::tensor::element_count(&tensor.shape).unwrap_or(0),
+            drift.largest
+        ))
+        .help("one of the two is stale: --weights params takes the parameters, `fastshard masters --repair OUT` rebuilds the masters from them; if the parameters are the damaged ones, restore their file");
+        let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
+        self.place(master, finding.severity(severity))
     }
 
     fn drift_finding(&self, output: &Output, p: usize, drift: &Drift) -> Finding {
@@ -626,7 +667,7 @@ pub fn read(
     let mut work = Workspace::new();
     let mut at = start;
     for chunk in bytes.chunks_mut(MIN_TILE as usize) {
-        let seen = tile::make(plan, &sources, about, at, at + chunk.len() as u64, &mut work)?;
+        let seen = tile::make(plan, &sources, about, at, at + chunk.len() as u64, Twins::Leave, &mut work)?;
         for (part, drift) in seen.drift {
             if drift.differing > 0 && about.parts[part].combine == Combine::Equal {
                 let stored = about.parts[part].sources[drift.source];

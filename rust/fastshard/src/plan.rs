@@ -134,6 +134,10 @@ pub struct StoredTensor {
     /// Tensor-parallel rank, if the rule divides the tensor (or sums it) over ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
+    /// The same tensor in another precision (a parameter and its fp32 master): the wider of the two,
+    /// rounded, must be the narrower one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub twin: Option<u32>,
 }
 
 impl StoredTensor {
@@ -320,6 +324,9 @@ pub struct Plan {
     /// Stored tensors that must repeat another one: (first, copy).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<(u32, u32)>,
+    /// True if a tensor that differs from its twin is a warning and no error.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub twins_may_differ: bool,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
     /// Degree of each parallel dimension of the source.

@@ -4,16 +4,21 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+mod assembled;
+
 use crate::catalog::Catalog;
 use crate::codes;
 use crate::compose::{self, Replicas, Source, Target};
 use crate::error::{Finding, Result, Severity};
 use crate::format::safetensors;
 use crate::layout::bind::Known;
-use crate::layout::resolve::{self, generic_entry, Outside, Placement, Registry, Stored, Unit, Unknown};
+use crate::layout::resolve::{self, generic_entry, Outside, Placement, Registry, Unknown};
 use crate::layout::table::Table;
-use crate::plan::{OutFile, Output, Pieces, Plan, PlanBlob, StoredTensor, PLAN_VERSION};
+use crate::plan::{OutFile, Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
+
+pub use assembled::{AssembledSide, AssembledTensor, Range};
+use assembled::{Gathered, Pass};
 
 /// What an adapter declares of a checkpoint, and what is wanted of it.
 #[derive(Debug, Deserialize)]
@@ -55,6 +60,15 @@ pub struct SourceSide {
     pub generic: Vec<(String, Option<usize>)>,
     /// Where each file lies in the topology.
     pub units: Vec<UnitSide>,
+    /// Tensors that lie in ranges of other tensors.
+    #[serde(default)]
+    pub assembled: Vec<AssembledSide>,
+    /// Where a tensor is held by a file and assembled too: true to take the assembled one.
+    #[serde(default)]
+    pub prefer_assembled: bool,
+    /// True if the two may differ (a warning then).
+    #[serde(default)]
+    pub twins_may_differ: bool,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -81,6 +95,9 @@ pub struct UnitSide {
     /// Keys from the file's root to the state dict.
     #[serde(default)]
     pub under: Vec<String>,
+    /// The only keys wanted below it, if not all are.
+    #[serde(default)]
+    pub only: Option<std::collections::HashSet<String>>,
     /// Removed from the front of each name.
     #[serde(default)]
     pub strip: String,
@@ -206,54 +223,12 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             && !exclude.iter().any(|p| p.matches(name))
     };
 
-    let (mut blobs, mut stored, mut seen, mut units) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut blob_index: BTreeMap<(u32, u32), u32> = BTreeMap::new();
-    let mut sources = Vec::new();
-    let mut source_index: BTreeMap<u32, u32> = BTreeMap::new();
-    for unit in &request.source.units {
-        let Some(Some(file)) = catalog.files.get(unit.file as usize) else { continue };
-        let source = *source_index.entry(unit.file).or_insert_with(|| {
-            sources.push(file.plan_file());
-            (sources.len() - 1) as u32
-        });
-        units.push(Unit {
-            coords: unit.coords.clone(),
-            bases: unit.bases.clone(),
-            root: file.root,
-            file: catalog.label(file),
-            rank: unit.rank.clone(),
-        });
-        for tensor in &file.parsed.tensors {
-            let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
-            let key = rest.join(".");
-            let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
-            let blob = *blob_index.entry((unit.file, tensor.blob)).or_insert_with(|| {
-                blobs.push(PlanBlob::of(source, &file.parsed.blobs[tensor.blob as usize]));
-                (blobs.len() - 1) as u32
-            });
-            seen.push(Stored {
-                name: name.clone(),
-                shape: tensor.shape.clone(),
-                dtype: tensor.dtype,
-                unit: (units.len() - 1) as u32,
-            });
-            stored.push(StoredTensor {
-                name,
-                dtype: tensor.dtype,
-                shape: tensor.shape.clone(),
-                pieces: Pieces::View { blob, offset: tensor.offset, strides: tensor.strides.clone() },
-                rank: unit.rank.clone(),
-                rule: 0,
-                index: Vec::new(),
-                shard: None,
-            });
-        }
-    }
-
-    let known_names: std::collections::HashSet<&str> = seen.iter().map(|s| s.name.as_str()).collect();
+    let Gathered { sources, blobs, mut stored, units, passes, mut findings, .. } =
+        Gathered::new(catalog, &request.source);
+    let known_names: std::collections::HashMap<&str, &[u64]> =
+        passes[0].seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
     for (name, divided) in &request.source.generic {
-        if known_names.contains(name.as_str()) {
-            let shape = &seen.iter().find(|s| s.name == *name).expect("just found").shape;
+        if let Some(&shape) = known_names.get(name.as_str()) {
             if divided.is_some_and(|d| d >= shape.len()) {
                 return Err(Finding::new(codes::BAD_VALUE, "tp_dim in layout.json")
                     .tensor(name)
@@ -268,48 +243,37 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         facts: request.source.facts.clone(),
         vocab_size: request.source.vocab_size,
     };
+    let target_outside = request.target.as_ref().map_or_else(Outside::default, |t| Outside {
+        known: Known { extents: t.axes.clone(), degrees: t.degrees.clone() },
+        facts: t.facts.clone(),
+        vocab_size: None,
+    });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
-    let mut registry = Registry::default();
-    let resolved = resolve::resolve(&mut table, &mut registry, &seen, &units, &outside, unknown);
-
-    for instance in &resolved.instances {
-        let tensor = &mut stored[instance.tensor as usize];
-        tensor.rule = instance.entry;
-        tensor.index = instance.index.values().copied().collect();
-        let entry = &table.entries[instance.entry as usize];
-        if let (Some(shape), Placement::Parts) = (&entry.shape, &instance.placement) {
-            let mut names = Vec::new();
-            shape.dims.iter().for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
-            let dimension = names.iter().find_map(|n| table.divided_by(&entry.class, n));
-            tensor.shard = dimension
-                .filter(|d| outside.known.degree(d) > 1)
-                .and_then(|d| units[instance.unit as usize].coords.get(d).copied());
+    let mut made = Made::default();
+    for pass in &passes {
+        let mut table = table.clone();
+        let slotted = |name: &str| wanted(&slot_name(name, pass));
+        if pass.slot.is_some() {
+            // Each rank's moments belong to the gradient of the whole, which all ranks see: copies, not
+            // terms of a sum.
+            table.entries.iter_mut().for_each(|entry| entry.partial = None);
         }
+        let target = Target {
+            table: target_table.as_ref(),
+            outside: target_outside.clone(),
+            pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
+            dtype: request.dtype.filter(|_| pass.slot.is_none()),
+            replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
+            wanted: &slotted,
+        };
+        let with =
+            Resolving { table: &mut table, units: &units, outside: &outside, unknown, target: &target };
+        made.pass(with, pass, &mut stored);
     }
+    findings.extend(made.findings);
+    let (rules, axes) = (made.rules, made.axes);
 
-    let side = Source { table: &table, resolved: &resolved, stored: &seen, units: &units, outside: &outside };
-    let target = Target {
-        table: target_table.as_ref(),
-        outside: request.target.as_ref().map_or_else(Outside::default, |t| Outside {
-            known: Known { extents: t.axes.clone(), degrees: t.degrees.clone() },
-            facts: t.facts.clone(),
-            vocab_size: None,
-        }),
-        pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
-        dtype: request.dtype,
-        replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
-        wanted: &wanted,
-    };
-    let composed = compose::compose(&side, &target, &mut registry);
-    let mut findings = resolved.findings.clone();
-    findings.extend(composed.findings);
-    findings.extend(casts(request.dtype, &composed.outputs, &stored));
-    let rules = table.entries.iter().map(|e| e.name.text().to_string()).collect();
-    let axes =
-        resolved.extents.iter().filter(|(k, _)| !k.contains('#')).map(|(k, v)| (k.clone(), *v)).collect();
-    drop(resolved);
-
-    let (outputs, files) = pack(composed.outputs, request.max_shard_size);
+    let (outputs, files) = pack(made.outputs, request.max_shard_size);
     let mut plan = Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
@@ -319,8 +283,9 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         rules,
         outputs,
         files,
-        pads: composed.pads,
-        copies: composed.copies,
+        pads: made.pads,
+        copies: made.copies,
+        twins_may_differ: request.source.twins_may_differ,
         texts: request.texts.clone(),
         topology: request.source.degrees.clone(),
         axes,
@@ -336,6 +301,73 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         );
     }
     Ok(Planned { plan, findings })
+}
+
+fn slot_name(name: &str, pass: &Pass) -> String {
+    pass.slot.as_ref().map_or_else(|| name.to_string(), |slot| format!("{name}.{slot}"))
+}
+
+/// What resolving and composing one pass needs.
+struct Resolving<'a> {
+    table: &'a mut Table,
+    units: &'a [resolve::Unit],
+    outside: &'a Outside,
+    unknown: Unknown,
+    target: &'a Target<'a>,
+}
+
+/// Outputs and findings of all passes.
+#[derive(Default)]
+struct Made {
+    outputs: Vec<(BTreeMap<String, u64>, Output)>,
+    pads: Vec<PadRegion>,
+    copies: Vec<(u32, u32)>,
+    rules: Vec<String>,
+    axes: BTreeMap<String, u64>,
+    findings: Vec<Finding>,
+}
+
+impl Made {
+    fn pass(&mut self, with: Resolving, pass: &Pass, stored: &mut [StoredTensor]) {
+        let Resolving { table, units, outside, unknown, target } = with;
+        let mut registry = Registry::default();
+        let resolved = resolve::resolve(table, &mut registry, &pass.seen, units, outside, unknown);
+        let first_rule = self.rules.len() as u32;
+        for instance in &resolved.instances {
+            let tensor = &mut stored[pass.tensors[instance.tensor as usize] as usize];
+            tensor.rule = first_rule + instance.entry;
+            tensor.index = instance.index.values().copied().collect();
+            let entry = &table.entries[instance.entry as usize];
+            if let (Some(shape), Placement::Parts) = (&entry.shape, &instance.placement) {
+                let mut names = Vec::new();
+                shape.dims.iter().for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
+                let dimension = names.iter().find_map(|n| table.divided_by(&entry.class, n));
+                tensor.shard = dimension
+                    .filter(|d| outside.known.degree(d) > 1)
+                    .and_then(|d| units[instance.unit as usize].coords.get(d).copied());
+            }
+        }
+        let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside };
+        let composed = compose::compose(&side, target, &mut registry);
+        let mut outputs = composed.outputs;
+        for (_, output) in &mut outputs {
+            output.name = slot_name(&output.name, pass);
+            let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
+            sources.for_each(|source| *source = pass.tensors[*source as usize]);
+        }
+        let global = |t: u32| pass.tensors[t as usize];
+        self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
+        self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
+        self.findings.extend(resolved.findings);
+        self.findings.extend(composed.findings);
+        self.findings.extend(casts(target.dtype, &outputs, stored));
+        self.outputs.extend(outputs);
+        self.rules.extend(table.entries.iter().map(|e| e.name.text().to_string()));
+        if pass.slot.is_none() {
+            let extents = resolved.extents.iter().filter(|(k, _)| !k.contains('#'));
+            self.axes = extents.map(|(k, v)| (k.clone(), *v)).collect();
+        }
+    }
 }
 
 /// One note per kind of cast.

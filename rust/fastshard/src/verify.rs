@@ -83,6 +83,7 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
             rule: 0,
             index: Vec::new(),
             shard: None,
+            twin: None,
         }));
     }
     plan.outputs = plan.identity_outputs();

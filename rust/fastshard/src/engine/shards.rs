@@ -28,14 +28,28 @@ pub(super) fn blobs_of(stored: &StoredTensor) -> Vec<u32> {
     }
 }
 
-/// Byte range in its blob of a tensor stored as one C-ordered run.
-fn run_of(stored: &StoredTensor) -> Option<(u32, u64, u64)> {
+/// Byte ranges (blob, first, one past the last) that hold a tensor's elements in C order.
+fn runs_of(stored: &StoredTensor) -> Option<Vec<(u32, u64, u64)>> {
     match &stored.pieces {
         Pieces::View { blob, offset, strides } if *strides == c_strides(&stored.shape) => {
-            Some((*blob, *offset, *offset + stored.nbytes()))
+            Some(vec![(*blob, *offset, *offset + stored.nbytes())])
+        }
+        Pieces::Ranges(pieces) => {
+            let item = stored.dtype.size() as u64;
+            Some(pieces.iter().map(|p| (p.blob, p.offset, p.offset + p.len * item)).collect())
         }
         _ => None,
     }
+}
+
+/// The CRC32 of a tensor's bytes in C order, as far as reading has told it.
+fn crc_of(sources: &Sources, stored: &StoredTensor) -> Option<u32> {
+    let mut whole = crc32fast::Hasher::new();
+    for (blob, lo, hi) in runs_of(stored)? {
+        let crc = sources.segments(blob).crc(lo, hi)?;
+        whole.combine(&crc32fast::Hasher::new_with_initial_len(crc, hi - lo));
+    }
+    Some(whole.finalize())
 }
 
 /// Blobs whose checksum is wanted: those that carry one, and those of shards to be compared.
@@ -53,7 +67,7 @@ pub(super) fn tracked(plan: &Plan) -> Vec<bool> {
 pub(super) fn cuts(plan: &Plan) -> Vec<Vec<u64>> {
     let mut cuts = vec![Vec::new(); plan.blobs.len()];
     for stored in plan.stored.iter().filter(|s| s.shard.is_some()) {
-        if let Some((blob, lo, hi)) = run_of(stored) {
+        for (blob, lo, hi) in runs_of(stored).into_iter().flatten() {
             cuts[blob as usize].extend([lo, hi]);
         }
     }

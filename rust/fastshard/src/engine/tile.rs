@@ -41,6 +41,7 @@ pub struct Workspace {
     span: Vec<u8>,
     dense: Vec<u8>,
     other: Vec<u8>,
+    twin: Vec<u8>,
     sum: Vec<f32>,
     term: Vec<f32>,
 }
@@ -51,7 +52,7 @@ const SPAN: usize = 1 << 20;
 impl Workspace {
     /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
     pub fn bytes(tile: u64) -> u64 {
-        tile + SPAN as u64 + CHUNK * (16 + 16 + 4 + 4)
+        tile + SPAN as u64 + CHUNK * (16 + 16 + 16 + 4 + 4)
     }
 
     /// A workspace; buffers grow on use.
@@ -61,6 +62,7 @@ impl Workspace {
             span: vec![0; SPAN],
             dense: Vec::new(),
             other: Vec::new(),
+            twin: Vec::new(),
             sum: Vec::new(),
             term: Vec::new(),
         }
@@ -85,6 +87,17 @@ pub struct Seen {
     pub drift: Vec<(usize, Drift)>,
     /// Parts whose values must be zero and are not, with the fact they hang on.
     pub undecided: Vec<(usize, String)>,
+    /// Stored tensors that were compared with their twins; `source` is unused.
+    pub twins: Vec<(u32, Drift)>,
+}
+
+/// Whether stored tensors are compared with their twins while they are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Twins {
+    /// Yes: both are read.
+    Compare,
+    /// No.
+    Leave,
 }
 
 /// Fills `work.tile` with bytes `start..end` of an output.
@@ -94,6 +107,7 @@ pub fn make(
     output: &Output,
     start: u64,
     end: u64,
+    twins: Twins,
     work: &mut Workspace,
 ) -> Result<Seen> {
     let item = output.dtype.size() as u64;
@@ -121,6 +135,7 @@ pub fn make(
         let plain = part.sources.len() == 1
             && part.ops.is_empty()
             && first.dtype == output.dtype
+            && (first.twin.is_none() || twins == Twins::Leave)
             && !matches!(part.combine, Combine::Zero(_));
         if plain {
             let mut found = Vec::new();
@@ -140,7 +155,7 @@ pub fn make(
             spread.cut(&whole, lo, hi, &mut |sub| sub.divide(&steps, CHUNK, &mut found));
             for sub in found {
                 let dst = spread.first(&sub) - lo;
-                combine(plan, sources, output, p, part, &sub, dst, len, work, &mut seen)?;
+                combine(plan, sources, output, p, part, &sub, dst, len, twins, work, &mut seen)?;
             }
         }
     }
@@ -157,6 +172,7 @@ fn combine(
     sub: &SubBox,
     dst: u64,
     len: usize,
+    twins: Twins,
     work: &mut Workspace,
     seen: &mut Seen,
 ) -> Result<()> {
@@ -172,6 +188,21 @@ fn combine(
         sources.read(stored[s], &part.axes, &part.src_base, sub, &mut into, span)
     };
     read(0, &mut work.dense[..bytes], &mut work.span)?;
+    if twins == Twins::Compare {
+        for (s, &index) in part.sources.iter().enumerate() {
+            let Some(twin) = stored[s].twin else { continue };
+            let twin = &plan.stored[twin as usize];
+            let wide = n * twin.dtype.size();
+            work.twin.resize(work.twin.len().max(wide), 0);
+            let mut into = Into { bytes: &mut work.twin[..wide], base: 0, strides: &strides };
+            sources.read(twin, &part.axes, &part.src_base, sub, &mut into, &mut work.span)?;
+            if s > 0 {
+                read(s, &mut work.other[..bytes], &mut work.span)?;
+            }
+            let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
+            seen.twins.push((index, twin_drift(from, own, twin.dtype, &work.twin[..wide])));
+        }
+    }
 
     let mean_or_sum = matches!(part.combine, Combine::Mean | Combine::Sum);
     let mut drift = Drift::default();
@@ -270,6 +301,26 @@ fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift
         }
     }
     drift.merge(&found);
+}
+
+/// How far a tensor is from its twin: the wider one rounded to the narrower one's dtype, bit by bit.
+fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Drift {
+    let mut drift = Drift::default();
+    let rounded;
+    let (narrow, a, b) = if dtype == twin || !dtype.is_float() || !twin.is_float() {
+        (dtype, own, other)
+    } else {
+        let (narrow, wide, bytes, same) =
+            if twin.size() > dtype.size() { (dtype, twin, other, own) } else { (twin, dtype, own, other) };
+        let mut out = vec![0; same.len()];
+        kernel::convert(wide, bytes, narrow, &mut out);
+        rounded = out;
+        (narrow, same, &rounded[..])
+    };
+    if a != b {
+        note_drift(narrow, a, b, 0, &mut drift);
+    }
+    drift
 }
 
 fn fill_negative_zero(dtype: Dtype, bytes: &mut [u8]) {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{blobs_of, run_of, Reader, MIN_BYTES};
+use super::{blobs_of, crc_of, Reader, MIN_BYTES};
 use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
@@ -26,10 +26,6 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
             groups.entry((stored.rule, &stored.index)).or_default().push(i as u32);
         }
     }
-    let crc = |i: u32| -> Option<u32> {
-        let (blob, lo, hi) = run_of(&plan.stored[i as usize])?;
-        sources.segments(blob).crc(lo, hi)
-    };
     // pair of ranks -> (equal, different) shards that are not constant
     let mut pairs: BTreeMap<(u64, u64), (u64, u64)> = BTreeMap::new();
     // rule -> pairs seen equal and not
@@ -38,7 +34,8 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
     let mut repeats: HashMap<u32, u64> = HashMap::new();
     for ((rule, _), shards) in &groups {
         *repeats.entry(*rule).or_default() += 1;
-        let sums: Vec<Option<u32>> = shards.iter().map(|&s| crc(s)).collect();
+        let sums: Vec<Option<u32>> =
+            shards.iter().map(|&s| crc_of(sources, &plan.stored[s as usize])).collect();
         for a in 0..shards.len() {
             for b in a + 1..shards.len() {
                 let (x, y) = (&plan.stored[shards[a] as usize], &plan.stored[shards[b] as usize]);
@@ -137,8 +134,7 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         }
         let rank = stored.shard.unwrap_or(0);
         ranks.entry(stored.rule).or_default().insert(rank);
-        let Some((blob, lo, hi)) = run_of(stored) else { continue };
-        if let Some(crc) = sources.segments(blob).crc(lo, hi) {
+        if let Some(crc) = crc_of(sources, stored) {
             alike.entry((stored.rule, rank, crc, stored.nbytes())).or_default().push(i as u32);
         }
     }

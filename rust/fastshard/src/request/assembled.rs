@@ -1,0 +1,269 @@
+//! The tensors that a request speaks of: those of the files, and those put together from ranges.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::Deserialize;
+
+use crate::catalog::{Catalog, CatalogFile};
+use crate::codes;
+use crate::error::Finding;
+use crate::format::FileTensor;
+use crate::layout::resolve::{Stored, Unit};
+use crate::plan::{Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use crate::tensor::{c_strides, element_count, Dtype};
+
+use super::{SourceSide, UnitSide};
+
+/// Tensors of one rank that lie in ranges of other tensors: partitions of a flat optimizer state.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AssembledSide {
+    /// File that messages name (index in the catalog).
+    pub file: u32,
+    /// Rank per parallel dimension.
+    #[serde(default)]
+    pub coords: BTreeMap<String, u64>,
+    /// Rank in the field's words.
+    #[serde(default)]
+    pub rank: Option<String>,
+    /// What of a parameter they are, e.g. `exp_avg`; absent for its values.
+    #[serde(default)]
+    pub slot: Option<String>,
+    /// The tensors.
+    pub tensors: Vec<AssembledTensor>,
+}
+
+/// One tensor: name, shape, and the ranges that tile its C-ordered elements.
+#[derive(Debug, Deserialize)]
+pub struct AssembledTensor(pub String, pub Vec<u64>, pub Vec<Range>);
+
+/// Elements taken, file (index in the catalog), tensor in it, and the first element there.
+#[derive(Debug, Deserialize)]
+pub struct Range(pub u64, pub u32, pub u32, pub u64);
+
+/// All tensors of a request, in the order in which they were declared.
+#[derive(Default)]
+pub(super) struct Gathered {
+    pub(super) sources: Vec<PlanFile>,
+    pub(super) blobs: Vec<PlanBlob>,
+    pub(super) stored: Vec<StoredTensor>,
+    pub(super) units: Vec<Unit>,
+    pub(super) passes: Vec<Pass>,
+    pub(super) findings: Vec<Finding>,
+    source_index: HashMap<u32, u32>,
+    blob_index: HashMap<(u32, u32), u32>,
+}
+
+/// Tensors that are composed together: the weights, or one slot of the optimizer's state.
+#[derive(Default)]
+pub(super) struct Pass {
+    /// Slot; none for the weights.
+    pub(super) slot: Option<String>,
+    /// The tensors as the rules see them.
+    pub(super) seen: Vec<Stored>,
+    /// Of each, its index in [`Gathered::stored`].
+    pub(super) tensors: Vec<u32>,
+}
+
+impl Gathered {
+    /// Gathers what `side` declares. Where a file and the assembled tensors hold one tensor both, the
+    /// side that is not preferred becomes the other's twin.
+    pub(super) fn new(catalog: &Catalog, side: &SourceSide) -> Gathered {
+        let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
+        for unit in &side.units {
+            all.unit(catalog, unit);
+        }
+        let mut by_name: HashMap<(String, BTreeMap<String, u64>), u32> = HashMap::new();
+        if side.assembled.iter().any(|group| group.slot.is_none()) {
+            for (stored, seen) in all.passes[0].tensors.iter().zip(&all.passes[0].seen) {
+                let coords = all.units[seen.unit as usize].coords.clone();
+                by_name.insert((seen.name.clone(), coords), *stored);
+            }
+        }
+        let mut replaced = std::collections::HashSet::new();
+        for group in &side.assembled {
+            let Some(file) = file_of(catalog, group.file) else { continue };
+            all.units.push(Unit {
+                coords: group.coords.clone(),
+                bases: BTreeMap::new(),
+                root: file.root,
+                file: catalog.label(file),
+                rank: group.rank.clone(),
+            });
+            let unit = (all.units.len() - 1) as u32;
+            for tensor in &group.tensors {
+                let Some(stored) = all.assemble(catalog, group, tensor) else { continue };
+                let index = all.stored.len() as u32;
+                let (name, shape, dtype) = (stored.name.clone(), stored.shape.clone(), stored.dtype);
+                all.stored.push(stored);
+                let seen = Stored { name, shape, dtype, unit };
+                match &group.slot {
+                    None => {
+                        let other = by_name.get(&(seen.name.clone(), group.coords.clone())).copied();
+                        if let Some(other) = other.filter(|&o| all.stored[o as usize].shape == seen.shape) {
+                            let (keeps, twin) =
+                                if side.prefer_assembled { (index, other) } else { (other, index) };
+                            all.stored[keeps as usize].twin = Some(twin);
+                            if !side.prefer_assembled {
+                                continue;
+                            }
+                            replaced.insert(other);
+                        }
+                        all.passes[0].add(seen, index);
+                    }
+                    Some(slot) => {
+                        let known = all.passes.iter().position(|p| p.slot.as_ref() == Some(slot));
+                        let pass = known.unwrap_or_else(|| {
+                            all.passes.push(Pass { slot: Some(slot.clone()), ..Pass::default() });
+                            all.passes.len() - 1
+                        });
+                        all.passes[pass].add(seen, index);
+                    }
+                }
+            }
+        }
+        let Pass { seen, tensors, .. } = &mut all.passes[0];
+        let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
+        let mut kept = keep.iter();
+        seen.retain(|_| *kept.next().expect("as long as the tensors"));
+        let mut kept = keep.iter();
+        tensors.retain(|_| *kept.next().expect("as long as itself"));
+        all
+    }
+
+    fn unit(&mut self, catalog: &Catalog, unit: &UnitSide) {
+        let Some(file) = file_of(catalog, unit.file) else { return };
+        self.source(unit.file, file);
+        self.units.push(Unit {
+            coords: unit.coords.clone(),
+            bases: unit.bases.clone(),
+            root: file.root,
+            file: catalog.label(file),
+            rank: unit.rank.clone(),
+        });
+        for tensor in &file.parsed.tensors {
+            let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
+            let key = rest.join(".");
+            if unit.only.as_ref().is_some_and(|only| !only.contains(&key)) {
+                continue;
+            }
+            let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
+            let blob = self.blob(unit.file, file, tensor.blob);
+            let index = self.stored.len() as u32;
+            let seen = Stored {
+                name: name.clone(),
+                shape: tensor.shape.clone(),
+                dtype: tensor.dtype,
+                unit: (self.units.len() - 1) as u32,
+            };
+            self.passes[0].add(seen, index);
+            let pieces = Pieces::View { blob, offset: tensor.offset, strides: tensor.strides.clone() };
+            self.stored.push(stored(name, tensor.dtype, tensor.shape.clone(), pieces, &unit.rank));
+        }
+    }
+
+    fn source(&mut self, index: u32, file: &CatalogFile) -> u32 {
+        *self.source_index.entry(index).or_insert_with(|| {
+            self.sources.push(file.plan_file());
+            (self.sources.len() - 1) as u32
+        })
+    }
+
+    fn blob(&mut self, index: u32, file: &CatalogFile, blob: u32) -> u32 {
+        let source = self.source(index, file);
+        *self.blob_index.entry((index, blob)).or_insert_with(|| {
+            self.blobs.push(PlanBlob::of(source, &file.parsed.blobs[blob as usize]));
+            (self.blobs.len() - 1) as u32
+        })
+    }
+
+    /// A tensor made of ranges; `None` with a finding where they do not tile it, and without one where
+    /// a file of it could not be read (which is a finding already).
+    fn assemble(
+        &mut self,
+        catalog: &Catalog,
+        group: &AssembledSide,
+        tensor: &AssembledTensor,
+    ) -> Option<StoredTensor> {
+        let AssembledTensor(name, shape, ranges) = tensor;
+        let mut pieces: Vec<RangePiece> = Vec::with_capacity(ranges.len());
+        let mut dtype: Option<Dtype> = None;
+        let mut at = 0u64;
+        let total = element_count(shape).unwrap_or(u64::MAX);
+        for &Range(len, index, number, first) in ranges {
+            let file = file_of(catalog, index)?;
+            let part = file.parsed.tensors.get(number as usize)?;
+            let fits = flat(part) && first.checked_add(len).is_some_and(|end| end <= elements(part));
+            if !fits || dtype.is_some_and(|d| d != part.dtype) {
+                self.findings.push(
+                    Finding::new(codes::PARTITION, "a partition does not hold what its place calls for")
+                        .file(catalog.label(file))
+                        .tensor(name)
+                        .expected(
+                            format!("elements {first}..{} of one dtype", first.saturating_add(len)),
+                            format!("{} {:?} in {}", part.dtype, part.shape, part.path.join(".")),
+                        )
+                        .help("the rank's file belongs to another run or step: copy the right one"),
+                );
+                return None;
+            }
+            dtype = Some(part.dtype);
+            if len > 0 {
+                let blob = self.blob(index, file, part.blob);
+                let offset = part.offset + first * part.dtype.size() as u64;
+                pieces.push(RangePiece { start: at, len, blob, offset });
+            }
+            at = at.saturating_add(len);
+        }
+        if at != total {
+            let mut finding = Finding::new(codes::HOLE, "elements that the ranks' partitions hold")
+                .tensor(name)
+                .expected(total, at)
+                .help("a rank's partition is missing, or belongs to a run with another number of ranks");
+            finding.rank = group.rank.clone();
+            self.findings.push(finding);
+            return None;
+        }
+        Some(stored(name.clone(), dtype?, shape.clone(), Pieces::Ranges(pieces), &group.rank))
+    }
+}
+
+impl Pass {
+    fn add(&mut self, seen: Stored, index: u32) {
+        self.seen.push(seen);
+        self.tensors.push(index);
+    }
+}
+
+fn file_of(catalog: &Catalog, index: u32) -> Option<&CatalogFile> {
+    catalog.files.get(index as usize).and_then(Option::as_ref)
+}
+
+fn stored(
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    pieces: Pieces,
+    rank: &Option<String>,
+) -> StoredTensor {
+    StoredTensor {
+        name,
+        dtype,
+        shape,
+        pieces,
+        rank: rank.clone(),
+        rule: 0,
+        index: Vec::new(),
+        shard: None,
+        twin: None,
+    }
+}
+
+fn elements(tensor: &FileTensor) -> u64 {
+    element_count(&tensor.shape).unwrap_or(0)
+}
+
+/// True if the tensor's elements lie one after another.
+fn flat(tensor: &FileTensor) -> bool {
+    tensor.strides == c_strides(&tensor.shape) || elements(tensor) <= 1
+}
