@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, adapters
-from .adapters.base import Options, Source
+from .adapters.base import Contents, Options, Source
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding
 from .planning import Opened, Plan, default_threads, make_plan
@@ -66,10 +66,7 @@ def open(
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
     readable = json.loads(catalog.files())
 
-    def values(index: int) -> Any:
-        return json.loads(catalog.values(index)) if readable[index] is not None else None
-
-    source = found.adapter.declare(found, listing, values, options)
+    source = found.adapter.declare(found, listing, Contents(catalog, readable), options)
     if options.layout:
         from . import layouts
 

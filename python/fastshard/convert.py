@@ -53,6 +53,8 @@ def plan(
     max_shard_size: str | int = "5GB",
     tp: int = 1,
     pp: int = 1,
+    weights: str | None = None,
+    optimizer: bool = False,
     **opening: Any,
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
@@ -68,6 +70,9 @@ def plan(
         max_shard_size: largest output file, e.g. ``5GB``.
         tp: tensor-parallel degree of the result.
         pp: pipeline-parallel degree of the result.
+        weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
+            they are stored. They must agree: ``params``, given, makes it a warning if they do not.
+        optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
         opening: as for :func:`fastshard.open`.
 
     Raises:
@@ -77,7 +82,7 @@ def plan(
     checkpoint = _opened(source, **opening)
     return make_plan(
         checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
-        max_shard_size=max_shard_size, tp=tp, pp=pp,
+        max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -120,7 +125,9 @@ def convert(
     Raises:
         FastshardError: with all findings; nothing is published then.
     """
-    names = ("vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp")
+    names = (
+        "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
+    )  # fmt: skip
     planning = {k: options.pop(k) for k in names if k in options}
     expected = expected_by(expect)
     options = expected.opening(options)

@@ -118,6 +118,8 @@ def make_plan(
     max_shard_size: str | int = "5GB",
     tp: int = 1,
     pp: int = 1,
+    weights: str | None = None,
+    optimizer: bool = False,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
     if dtype not in _DTYPES:
@@ -146,15 +148,15 @@ def make_plan(
         source = replace(source, vocab_size=vocab_size, axes=axes)
     if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
+    findings = _weights(source, opened.findings, weights, optimizer, to)
     request: dict[str, Any] = {
-        "source": source.to_request(),
+        "source": source.to_request(weights, optimizer),
         "dtype": _DTYPES[dtype],
         "mean_replicas": replicas == "mean",
         "include": list(include),
         "exclude": list(exclude),
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
-    findings = list(opened.findings)
     if to == "hf":
         layout, facts = hf_target.facts_of(source)
         request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
@@ -182,6 +184,56 @@ def make_plan(
         request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
         core = _plan(opened.catalog, request)
     return Plan(core, findings, source, to or "merge")
+
+
+def _weights(
+    source: Source, opened: list[Finding], weights: str | None, optimizer: bool, to: str | None
+) -> list[Finding]:
+    """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
+    if weights not in (None, "params", "masters"):
+        raise FastshardError.of("FS515", "weights", expected="params | masters", got=repr(weights))
+    if (weights == "masters" or optimizer) and not source.masters:
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds no fp32 masters or optimizer state",
+            severity="error",
+            help="only its parameters can be taken (--weights params)",
+        )
+    if weights == "params" and not source.params_stored:
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds its parameters as fp32 masters only (ZeRO stage 3)",
+            severity="error",
+            help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
+        )
+    if optimizer and to is not None:
+        raise FastshardError.of(
+            "FS514",
+            f"the layout {to} holds no optimizer state",
+            help="`fastshard merge --optimizer` keeps it",
+        )
+    if not source.masters:
+        return list(opened)
+    taken = weights or source.weights
+    lenient = weights == "params" and not optimizer
+
+    def weighed(finding: Finding, about_optimizer: bool) -> Finding:
+        if lenient and about_optimizer and finding.severity == "error":
+            return replace(finding, severity="warning")
+        # What cannot be named cannot be taken either.
+        if (taken == "masters" or optimizer) and finding.code == "FS402":
+            return replace(finding, severity="error")
+        return finding
+
+    found = [weighed(f, f.file in source.optimizer_files) for f in opened]
+    found += [weighed(f, True) for f in source.optimizer_findings]
+    told = {
+        "params": "the parameters as stored; the fp32 masters are compared with them",
+        "masters": "the fp32 masters; the parameters stored beside them are compared with them"
+        if source.params_stored
+        else "the fp32 masters, the only copy of the weights",
+    }
+    return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
 
 
 def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..discover import Listing
 from ..errors import FastshardError, raise_errors
 from .base import Adapter, Found, Options, Source, Unit
-from .gpt_neox import GptNeox
+from .deepspeed import DeepSpeed
 from .hf import HuggingFace
 from .others import refuse_by_name
 from .tp_safetensors import TpSafetensors
@@ -16,7 +16,7 @@ from .tp_safetensors import TpSafetensors
 __all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [GptNeox(), TpSafetensors(), HuggingFace()]
+ADAPTERS: list[Adapter] = [DeepSpeed(), TpSafetensors(), HuggingFace()]
 
 
 def detect(listing: Listing, options: Options) -> Found:

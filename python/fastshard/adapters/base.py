@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
-from .. import layouts
+from .. import _core, layouts
 from ..discover import File, Listing
-from ..errors import Finding
+from ..errors import Finding, from_core
 
-#: Values of a file that are not tensors, by index in :attr:`Found.files`.
-Values = Callable[[int], Any]
+
+class Contents:
+    """What the headers of the files say, by index in :attr:`Found.files`."""
+
+    def __init__(self, catalog: _core.Catalog, readable: list[Any]) -> None:
+        self._catalog = catalog
+        self._readable = readable
+
+    @cache  # noqa: B019 - lives as long as the opening of one checkpoint
+    def __call__(self, file: int) -> Any:
+        """Values that are not tensors; None for a file that cannot be read."""
+        return json.loads(self._catalog.values(file)) if self._readable[file] is not None else None
+
+    @cache  # noqa: B019
+    def tensors(self, file: int) -> list[dict[str, Any]]:
+        """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``storage_bytes``, ``storage_crc32`` of each."""
+        listed: list[dict[str, Any]] = json.loads(self._catalog.tensors(file))
+        return listed
+
+    def bytes(self, file: int, tensor: int, limit: int) -> bytes:
+        """Bytes of a small tensor.
+
+        Raises:
+            FastshardError: ``FS515`` if it is larger than ``limit`` bytes.
+        """
+        try:
+            return self._catalog.tensor_bytes(file, tensor, limit)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+
+Values = Contents
 
 
 @dataclass(frozen=True)
@@ -37,10 +68,36 @@ class Unit:
     coords: dict[str, int] = field(default_factory=dict)
     bases: dict[str, int] = field(default_factory=dict)
     rank: str | None = None
+    #: The only keys wanted below `under`; all if None.
+    only: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The form that the core takes."""
-        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")}
+        wanted = {} if self.only is None else {"only": self.only}
+        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")} | wanted
+
+
+@dataclass
+class Assembled:
+    """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""
+
+    #: File that messages name.
+    file: int
+    coords: dict[str, int]
+    rank: str | None
+    #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
+    slot: str | None
+    #: (name, shape, ranges); a range is (elements, file, tensor in it, first element there).
+    tensors: list[tuple[str, list[int], list[tuple[int, int, int, int]]]]
+    #: True for parameters that are not trained and have no copy.
+    frozen: bool = False
+    #: True for further names, wanted only where the masters are taken.
+    masters_only: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        about = ("frozen", "masters_only")
+        return {k: v for k, v in vars(self).items() if k not in about and v is not None}
 
 
 @dataclass
@@ -87,9 +144,24 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
+    #: Masters and optimizer slots.
+    assembled: list[Assembled] = field(default_factory=list)
+    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    weights: str = "params"
+    #: True if the files hold parameters besides the masters.
+    params_stored: bool = True
+    #: True if the files hold fp32 masters (or should).
+    masters: bool = False
+    #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
+    optimizer_findings: list[Finding] = field(default_factory=list)
+    #: Files that hold nothing but optimizer state.
+    optimizer_files: set[str] = field(default_factory=set)
+    #: Optimizer steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
 
-    def to_request(self) -> dict[str, Any]:
-        """The form that the core takes."""
+    def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
+        """The form that the core takes, for one copy of the weights, with optimizer slots or without."""
+        taken = weights or self.weights
         text = self.layout_text
         if text is None and self.layout is not None:
             text = layouts.get(self.layout)
@@ -97,6 +169,13 @@ class Source:
             "layout": text,
             "generic": self.generic,
             "units": [unit.to_dict() for unit in self.units],
+            "assembled": [
+                a.to_dict()
+                for a in self.assembled
+                if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
+            ],
+            "prefer_assembled": taken == "masters",
+            "twins_may_differ": weights == "params",
             "degrees": self.degrees,
             "axes": self.axes,
             "facts": self.facts,

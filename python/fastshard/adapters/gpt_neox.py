@@ -1,4 +1,4 @@
-"""GPT-NeoX checkpoints: ``latest``, ``global_stepN/``, pipeline and sequential form.
+"""GPT-NeoX checkpoints: names, arguments and configs in DeepSpeed's files, pipeline and sequential form.
 
 source: gpt-neox megatron/checkpointing.py, DeepSpeed runtime/engine.py and pipe/module.py
 """
@@ -8,71 +8,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..discover import File, Listing
+from ..discover import Listing
 from ..errors import FastshardError, Finding
 from . import neox_config
 from .base import Found, Options, Source, Unit, Values, missing
 
-#: A pipe topology without a model axis leaves out ``-model_TT``.
-_LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
-_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _STEP = re.compile(r"^(?:global_step)?(\d+)$")
-_MOE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_")
-_ZERO3 = re.compile(r"^zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt$")
 
 
 def _in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-#: Step name -> the (root, folder) pairs that hold files of it; node-local parts may lie at any depth.
-Steps = dict[str, list[tuple[int, str]]]
-
-
-def steps_of(listing: Listing) -> Steps:
-    """Folders that hold model files, by the step they are named for."""
-    places: dict[tuple[int, str], None] = {}
-    for file in listing.files:
-        if _LAYER.match(file.name) or _RANK.match(file.name) or _ZERO3.match(file.name):
-            places[file.root, file.folder] = None
-    steps: Steps = {}
-    for root, folder in places:
-        name = folder.rsplit("/", 1)[-1] or listing.roots[root].resolve().name
-        steps.setdefault(name, []).append((root, folder))
-    return steps
-
-
-def choose_step(listing: Listing, steps: Steps, wanted: str | None) -> str:
-    """The step asked for, else the one that ``latest`` names, else the newest.
-
-    Raises:
-        FastshardError: ``FS105`` if ``latest`` names a step that is not there, ``FS501`` if the
-            step asked for is not there.
-    """
-    have = ", ".join(sorted(steps, key=lambda n: (_number(n), n))) or "none"
-    if wanted is not None:
-        for name in steps:
-            if name == wanted or (_number(name) == _number(wanted) and _number(name) >= 0):
-                return name
-        raise FastshardError.of(
-            "FS501",
-            f"there is no step {wanted}",
-            expected=f"one of {have}",
-            help="choose one of these with --step",
-        )
-    for tracker in sorted((f for f in listing.files if f.name == "latest"), key=lambda f: f.path.count("/")):
-        named = listing.read_text(tracker, limit=4096).strip()
-        if named in steps:
-            return named
-        raise FastshardError.of(
-            "FS105",
-            "the tracker file names a step that is not there",
-            file=tracker.path,
-            expected=f"one of {have}",
-            got=repr(named),
-            help=f"copy {named} from where it was saved, or choose a step that is there with --step",
-        )
-    return max(steps, key=lambda name: (_number(name), name))
 
 
 def _number(name: str) -> int:
@@ -81,49 +26,7 @@ def _number(name: str) -> int:
 
 
 class GptNeox:
-    """DeepSpeed checkpoints with GPT-NeoX's layer names."""
-
-    name = "gpt_neox"
-
-    def detect(self, listing: Listing, options: Options) -> Found | None:
-        """Looks for ``layer_*`` or ``mp_rank_*`` model files in any folder."""
-        if listing.single:
-            return None
-        steps = steps_of(listing)
-        if not steps and not any(f.name == "latest" for f in listing.files):
-            return None
-        step = choose_step(listing, steps, options.step)
-        places = steps[step]
-        folder = places[0][1]
-        inside = [f for f in listing.files if (f.root, f.folder) in places]
-        for file in inside:
-            if _MOE.match(file.name):
-                raise FastshardError.of(
-                    "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
-                )
-        layers: list[tuple[int, int, File]] = []
-        ranks: list[tuple[int, File]] = []
-        for file in inside:
-            if match := _LAYER.match(file.name):
-                layers.append((int(match[1]), int(match[2] or 0), file))
-            elif match := _RANK.match(file.name):
-                ranks.append((int(match[1]), file))
-        if not layers and any(_ZERO3.match(f.name) for f in inside):
-            raise FastshardError.of("FS514", "a DeepSpeed ZeRO-3 checkpoint: not read yet", file=folder)
-        layers.sort(key=lambda t: (t[0], t[1], t[2].root))
-        ranks.sort(key=lambda t: (t[0], t[1].root))
-        pipeline = bool(layers)
-        # The rank files come first: their arguments say what else must be there.
-        files = [f for _, f in ranks] + [f for _, _, f in layers]
-        notes: dict[str, Any] = {
-            "folder": folder,
-            "places": places,
-            "pipeline": pipeline,
-            "ranks": [r for r, _ in ranks],
-            "layers": [(layer, tp) for layer, tp, _ in layers],
-            "widths": _widths(layers),
-        }
-        return Found(self, "GPT-NeoX", files, step=step, notes=notes)
+    """The dialect of DeepSpeed checkpoints that GPT-NeoX writes: its layer names and arguments."""
 
     def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
@@ -248,14 +151,6 @@ class GptNeox:
                 help="copy the layer files of this step from the nodes that wrote them",
             )
         module = states[0].get("module") if states else None
-        if isinstance(module, dict) and not any(str(k).startswith("sequential.") for k in module):
-            raise FastshardError.of(
-                "FS514",
-                "a DeepSpeed checkpoint of a model that is not GPT-NeoX: not read yet",
-                file=found.files[0].path,
-                expected="tensors named sequential.N....",
-                got=", ".join(sorted(map(str, module))[:3]),
-            )
         tp = model.tp or max(ranks) + 1
         source.degrees = {"tp": tp}
         why = f"model_parallel_size {tp} in the checkpoint's arguments"
@@ -285,14 +180,6 @@ class GptNeox:
                 )
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
-
-
-def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
-    """Digits of the layer and rank numbers in the file names; 0 if there is no rank."""
-    for _, _, file in layers:
-        if match := _LAYER.match(file.name):
-            return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
-    return 2, 2
 
 
 def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:

@@ -14,7 +14,6 @@ _MARKS: list[tuple[str, str]] = [
         r"(^|/)(_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json)$",
         "Orbax / MaxText / Paxml (zarr)",
     ),
-    (r"(^|/)(zero_pp_rank_|bf16_zero_pp_rank_)", "DeepSpeed ZeRO without model files"),
 ]
 
 

@@ -56,13 +56,9 @@ def _progress(a: argparse.Namespace) -> str | bool:
 
 
 def _shape(a: argparse.Namespace) -> dict[str, Any]:
-    if a.optimizer:
-        raise FastshardError.of("FS514", "--optimizer: this version reads no optimizer state yet")
-    if a.weights == "masters":
-        raise FastshardError.of("FS514", "--weights masters: this version reads no optimizer state yet")
     return {
         "dtype": a.dtype, "replicas": a.replicas, "include": a.include, "exclude": a.exclude,
-        "max_shard_size": a.max_shard_size,
+        "max_shard_size": a.max_shard_size, "weights": a.weights, "optimizer": a.optimizer,
     }  # fmt: skip
 
 

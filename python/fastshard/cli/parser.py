@@ -84,9 +84,11 @@ def _shaping(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
     )
     group.add_argument(
-        "--weights", choices=("params", "masters"), default="params", help="which copy of the weights"
+        "--weights",
+        choices=("params", "masters"),
+        help="which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
     )
-    group.add_argument("--optimizer", action="store_true", help="optimizer state too")
+    group.add_argument("--optimizer", action="store_true", help="optimizer state too (merge)")
 
 
 def _writing(parser: argparse.ArgumentParser) -> None:

@@ -218,8 +218,8 @@ struct Run<'a> {
     blobs_of: Vec<Vec<u32>>,
     cuts: Vec<Vec<u64>>,
     findings: Mutex<Vec<Finding>>,
-    /// Per stored tensor that has a twin, how far it is from it.
-    twins: Mutex<BTreeMap<u32, Drift>>,
+    /// Per stored tensor and twin, how far they are apart.
+    twins: Mutex<BTreeMap<(u32, u32), Drift>>,
     failed: Mutex<Option<Error>>,
 }
 
@@ -328,8 +328,7 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .parts
         .iter()
         .flat_map(|p| &p.sources)
-        .flat_map(|&s| [Some(s), plan.stored[s as usize].twin])
-        .flatten()
+        .flat_map(|&s| std::iter::once(s).chain(plan.stored[s as usize].twins.iter().copied()))
         .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();
     blobs.sort_unstable();
@@ -343,7 +342,7 @@ impl Run<'_> {
             let Some(slot) = self.outputs.get(*output as usize) else { continue };
             // Another budget cuts other tiles; and comparisons of copies are not journalled.
             let alone = |p: &crate::plan::Part| {
-                p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twin.is_none()
+                p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty()
             };
             let comparable = self.tiles[*output as usize] == tile.size
                 && self.plan.outputs[*output as usize].parts.iter().all(alone);
@@ -409,8 +408,8 @@ impl Run<'_> {
             drop(progress);
             if !seen.twins.is_empty() {
                 let mut all = lock(&self.twins);
-                for (stored, drift) in &seen.twins {
-                    all.entry(*stored).or_default().merge(drift);
+                for (pair, drift) in &seen.twins {
+                    all.entry(*pair).or_default().merge(drift);
                 }
             }
         }
@@ -526,8 +525,8 @@ impl Run<'_> {
                 }
             }
         }
-        for (&stored, drift) in lock(&self.twins).iter().filter(|(_, d)| d.differing > 0) {
-            self.find(self.twin_finding(stored, drift));
+        for (&pair, drift) in lock(&self.twins).iter().filter(|(_, d)| d.differing > 0) {
+            self.find(self.twin_finding(pair, drift));
         }
         let mut findings = std::mem::take(&mut *lock(&self.findings));
         findings.extend(shards::copies(self.plan, &self.sources)?);
@@ -538,9 +537,8 @@ impl Run<'_> {
     }
 
     /// A parameter and its master that are not the same tensor. The finding names the master's file.
-    fn twin_finding(&self, stored: u32, drift: &Drift) -> Finding {
+    fn twin_finding(&self, (stored, twin): (u32, u32), drift: &Drift) -> Finding {
         let tensor = &self.plan.stored[stored as usize];
-        let twin = tensor.twin.expect("compared with it");
         let other = &self.plan.stored[twin as usize];
         let (master, parameter) =
             if other.dtype.size() > tensor.dtype.size() { (twin, stored) } else { (stored, twin) };
@@ -549,12 +547,10 @@ impl Run<'_> {
             codes::MASTERS_DIFFER,
             format!("the fp32 master rounded to {narrow} is not the parameter"),
         )
-        .expected("0 elements that differ", format!(
-            "{} of {} elements differ by up to {:e}",
-            drift.differing,
-            crate::tensor::element_count(&tensor.shape).unwrap_or(0),
-            drift.largest
-        ))
+        .expected(
+            format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),
+            format!("{} that differ, by up to {:e}", drift.differing, drift.largest),
+        )
         .help("one of the two is stale: --weights params takes the parameters, `fastshard masters --repair OUT` rebuilds the masters from them; if the parameters are the damaged ones, restore their file");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))

@@ -134,10 +134,10 @@ pub struct StoredTensor {
     /// Tensor-parallel rank, if the rule divides the tensor (or sums it) over ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
-    /// The same tensor in another precision (a parameter and its fp32 master): the wider of the two,
+    /// The same tensor in another precision (a parameter and its fp32 masters): the wider of the two,
     /// rounded, must be the narrower one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub twin: Option<u32>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub twins: Vec<u32>,
 }
 
 impl StoredTensor {

@@ -83,7 +83,7 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
             rule: 0,
             index: Vec::new(),
             shard: None,
-            twin: None,
+            twins: Vec::new(),
         }));
     }
     plan.outputs = plan.identity_outputs();

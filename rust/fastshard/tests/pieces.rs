@@ -299,7 +299,7 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         rule: i as u32,
         index: Vec::new(),
         shard: None,
-        twin: None,
+        twins: Vec::new(),
     });
     let mut plan = Plan { sources: files, blobs, stored: stored.collect(), ..Plan::default() };
     let mut want = Vec::new();

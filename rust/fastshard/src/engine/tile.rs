@@ -87,8 +87,8 @@ pub struct Seen {
     pub drift: Vec<(usize, Drift)>,
     /// Parts whose values must be zero and are not, with the fact they hang on.
     pub undecided: Vec<(usize, String)>,
-    /// Stored tensors that were compared with their twins; `source` is unused.
-    pub twins: Vec<(u32, Drift)>,
+    /// Stored tensors and twins that were compared; `source` is unused.
+    pub twins: Vec<((u32, u32), Drift)>,
 }
 
 /// Whether stored tensors are compared with their twins while they are read.
@@ -135,7 +135,7 @@ pub fn make(
         let plain = part.sources.len() == 1
             && part.ops.is_empty()
             && first.dtype == output.dtype
-            && (first.twin.is_none() || twins == Twins::Leave)
+            && (first.twins.is_empty() || twins == Twins::Leave)
             && !matches!(part.combine, Combine::Zero(_));
         if plain {
             let mut found = Vec::new();
@@ -190,17 +190,18 @@ fn combine(
     read(0, &mut work.dense[..bytes], &mut work.span)?;
     if twins == Twins::Compare {
         for (s, &index) in part.sources.iter().enumerate() {
-            let Some(twin) = stored[s].twin else { continue };
-            let twin = &plan.stored[twin as usize];
-            let wide = n * twin.dtype.size();
-            work.twin.resize(work.twin.len().max(wide), 0);
-            let mut into = Into { bytes: &mut work.twin[..wide], base: 0, strides: &strides };
-            sources.read(twin, &part.axes, &part.src_base, sub, &mut into, &mut work.span)?;
-            if s > 0 {
-                read(s, &mut work.other[..bytes], &mut work.span)?;
+            for &other in &stored[s].twins {
+                let twin = &plan.stored[other as usize];
+                let wide = n * twin.dtype.size();
+                work.twin.resize(work.twin.len().max(wide), 0);
+                let mut into = Into { bytes: &mut work.twin[..wide], base: 0, strides: &strides };
+                sources.read(twin, &part.axes, &part.src_base, sub, &mut into, &mut work.span)?;
+                if s > 0 {
+                    read(s, &mut work.other[..bytes], &mut work.span)?;
+                }
+                let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
+                seen.twins.push(((index, other), twin_drift(from, own, twin.dtype, &work.twin[..wide])));
             }
-            let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
-            seen.twins.push((index, twin_drift(from, own, twin.dtype, &work.twin[..wide])));
         }
     }
 

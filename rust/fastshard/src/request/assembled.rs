@@ -73,11 +73,11 @@ impl Gathered {
         for unit in &side.units {
             all.unit(catalog, unit);
         }
-        let mut by_name: HashMap<(String, BTreeMap<String, u64>), u32> = HashMap::new();
+        // Name -> tensors of the files: (unit, index in `stored`).
+        let mut by_name: HashMap<String, Vec<(u32, u32)>> = HashMap::new();
         if side.assembled.iter().any(|group| group.slot.is_none()) {
             for (stored, seen) in all.passes[0].tensors.iter().zip(&all.passes[0].seen) {
-                let coords = all.units[seen.unit as usize].coords.clone();
-                by_name.insert((seen.name.clone(), coords), *stored);
+                by_name.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
             }
         }
         let mut replaced = std::collections::HashSet::new();
@@ -99,15 +99,24 @@ impl Gathered {
                 let seen = Stored { name, shape, dtype, unit };
                 match &group.slot {
                     None => {
-                        let other = by_name.get(&(seen.name.clone(), group.coords.clone())).copied();
-                        if let Some(other) = other.filter(|&o| all.stored[o as usize].shape == seen.shape) {
-                            let (keeps, twin) =
-                                if side.prefer_assembled { (index, other) } else { (other, index) };
-                            all.stored[keeps as usize].twin = Some(twin);
-                            if !side.prefer_assembled {
-                                continue;
+                        // A layer file says nothing of the stage that the partition comes from.
+                        let on_rank = |unit: u32| {
+                            let coords = &all.units[unit as usize].coords;
+                            coords.iter().all(|(d, r)| group.coords.get(d) == Some(r))
+                        };
+                        let others = by_name.get(&seen.name).into_iter().flatten();
+                        let twins: Vec<u32> = others
+                            .filter(|(u, o)| on_rank(*u) && all.stored[*o as usize].shape == seen.shape)
+                            .map(|(_, o)| *o)
+                            .collect();
+                        if side.prefer_assembled {
+                            replaced.extend(twins.iter().copied());
+                            all.stored[index as usize].twins = twins;
+                        } else if !twins.is_empty() {
+                            for twin in twins {
+                                all.stored[twin as usize].twins.push(index);
                             }
-                            replaced.insert(other);
+                            continue;
                         }
                         all.passes[0].add(seen, index);
                     }
@@ -255,7 +264,7 @@ fn stored(
         rule: 0,
         index: Vec::new(),
         shard: None,
-        twin: None,
+        twins: Vec::new(),
     }
 }
 

@@ -1,0 +1,355 @@
+"""DeepSpeed checkpoints: ``latest``, ``global_stepN/``, model files, layer files and ZeRO partitions.
+
+GPT-NeoX writes the same files with layer names of its own; that dialect is in :mod:`.gpt_neox`.
+source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runtime/pipe/module.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding
+from . import hf_config, zero
+from .base import Contents, Found, Options, Source, Unit, missing
+from .gpt_neox import GptNeox
+from .hf import config_of
+
+#: A pipe topology without a model axis leaves out ``-model_TT``.
+_LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
+_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_STEP = re.compile(r"^(?:global_step)?(\d+)$")
+_MOE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_")
+
+#: Step name -> the (root, folder) pairs that hold files of it; node-local parts may lie at any depth.
+Steps = dict[str, list[tuple[int, str]]]
+
+
+def steps_of(listing: Listing) -> Steps:
+    """Folders that hold model files or partitions, by the step they are named for."""
+    places: dict[tuple[int, str], None] = {}
+    for file in listing.files:
+        if any(pattern.match(file.name) for pattern in (_LAYER, _RANK, _ZERO3, _OPTIM)):
+            places[file.root, file.folder] = None
+    steps: Steps = {}
+    for root, folder in places:
+        name = folder.rsplit("/", 1)[-1] or listing.roots[root].resolve().name
+        steps.setdefault(name, []).append((root, folder))
+    return steps
+
+
+def number_of(step: str) -> int:
+    """The number in a step's name; -1 if there is none."""
+    match = _STEP.match(step)
+    return int(match[1]) if match else -1
+
+
+def choose_step(
+    listing: Listing, steps: Steps, wanted: str | None, tracker_names: tuple[str, ...] = ("latest",)
+) -> str:
+    """The step asked for, else the one that the tracker file names, else the newest.
+
+    Raises:
+        FastshardError: ``FS105`` if the tracker names a step that is not there, ``FS501`` if the
+            step asked for is not there.
+    """
+    have = ", ".join(sorted(steps, key=lambda n: (number_of(n), n))) or "none"
+    if wanted is not None:
+        for name in steps:
+            if name == wanted or (number_of(name) == number_of(wanted) and number_of(name) >= 0):
+                return name
+        raise FastshardError.of(
+            "FS501",
+            f"there is no step {wanted}",
+            expected=f"one of {have}",
+            help="choose one of these with --step",
+        )
+    trackers = (f for f in listing.files if f.name in tracker_names)
+    for tracker in sorted(trackers, key=lambda f: f.path.count("/")):
+        named = listing.read_text(tracker, limit=4096).strip()
+        if named in steps:
+            return named
+        raise FastshardError.of(
+            "FS105",
+            "the tracker file names a step that is not there",
+            file=tracker.path,
+            expected=f"one of {have}",
+            got=repr(named),
+            help=f"copy {named} from where it was saved, or choose a step that is there with --step",
+        )
+    return max(steps, key=lambda name: (number_of(name), name))
+
+
+@dataclass
+class Files:
+    """The files of one step, each list sorted by its numbers; several roots may hold the same one."""
+
+    #: (pipeline layer, tp rank, file)
+    layers: list[tuple[int, int, File]] = field(default_factory=list)
+    #: (model-parallel rank, file)
+    ranks: list[tuple[int, File]] = field(default_factory=list)
+    #: ZeRO-3: (data-parallel rank, model-parallel rank, file)
+    sliced: list[tuple[int, int, File]] = field(default_factory=list)
+    #: (data-parallel rank, model-parallel rank, file)
+    optim: list[tuple[int, int, File]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inside: list[File]) -> Files:
+        """Sorts files by what their names say.
+
+        Raises:
+            FastshardError: ``FS514`` for mixtures of experts.
+        """
+        files = cls()
+        for file in inside:
+            if _MOE.match(file.name):
+                raise FastshardError.of(
+                    "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
+                )
+            if match := _LAYER.match(file.name):
+                files.layers.append((int(match[1]), int(match[2] or 0), file))
+            elif match := _RANK.match(file.name):
+                files.ranks.append((int(match[1]), file))
+            elif match := _ZERO3.match(file.name):
+                files.sliced.append((int(match[1]), int(match[2]), file))
+            elif match := _OPTIM.match(file.name):
+                files.optim.append((int(match[1]), int(match[2]), file))
+        files.layers.sort(key=lambda t: (t[0], t[1], t[2].root))
+        files.ranks.sort(key=lambda t: (t[0], t[1].root))
+        files.sliced.sort(key=lambda t: (t[1], t[0], t[2].root))
+        files.optim.sort(key=lambda t: (t[1], t[0], t[2].root))
+        return files
+
+
+class DeepSpeed:
+    """Checkpoints of ``engine.save_checkpoint``, ZeRO stages 0 to 3 and pipelines."""
+
+    name = "deepspeed"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
+        if listing.single:
+            return None
+        steps = steps_of(listing)
+        if not steps and not any(f.name == "latest" for f in listing.files):
+            return None
+        step = choose_step(listing, steps, options.step)
+        places = steps[step]
+        files = Files.of([f for f in listing.files if (f.root, f.folder) in places])
+        # ZeRO-3 has a model file per data-parallel rank: the first one of each model-parallel rank says
+        # what the others say too, and holds the buffers.
+        first = {mp: file for _, mp, file in reversed(files.sliced)}
+        ranks = files.ranks or [(mp, first[mp]) for mp in sorted(first)]
+        others = [t for t in files.sliced if files.ranks or t[2] is not first[t[1]]]
+        layer_files = [file for _, _, file in files.layers]
+        # The rank files come first: their arguments say what else must be there.
+        order = [file for _, file in ranks] + layer_files
+        order += [file for _, _, file in others] + [file for _, _, file in files.optim]
+        index = {id(file): i for i, file in enumerate(order)}
+        notes: dict[str, Any] = {
+            "folder": places[0][1],
+            "places": places,
+            "pipeline": bool(files.layers),
+            "ranks": [rank for rank, _ in ranks],
+            "layers": [(layer, tp) for layer, tp, _ in files.layers],
+            "widths": _widths(files.layers),
+            "sliced": [(dp, mp, index[id(file)]) for dp, mp, file in files.sliced],
+            "optim": [(dp, mp, index[id(file)]) for dp, mp, file in files.optim],
+        }
+        return Found(self, "DeepSpeed", order, step=step, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
+        states = [_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
+        _refuse(found, states)
+        if _is_neox(found, contents, states):
+            found.framework = "GPT-NeoX"
+            source = GptNeox().declare(found, listing, contents, options)
+            name_of = _pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
+        else:
+            source, name_of = _plain(found, listing, contents, states, options)
+        if found.notes["sliced"]:
+            # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
+            for unit in source.units:
+                buffers = states[unit.file].get("buffer_names") if unit.file < len(states) else None
+                unit.only = [str(name) for name in buffers or []]
+        zero.attach(source, found, contents, states, name_of)
+        return source
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
+    """Digits of the layer and rank numbers in the file names; 0 if there is no rank."""
+    for _, _, file in layers:
+        if match := _LAYER.match(file.name):
+            return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
+    return 2, 2
+
+
+def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
+    """Layouts that are not read, by name."""
+    for i, state in enumerate(states):
+        config = _dict(state.get("ds_config"))
+        zero_config = _dict(config.get("zero_optimization"))
+        size = _dict(config.get("tensor_parallel")).get("autotp_size")
+        mics = zero_config.get("mics_shard_size")
+        what = None
+        if isinstance(size, int) and size > 1:
+            what = f"DeepSpeed automatic tensor parallelism (autotp_size {size})"
+        elif isinstance(mics, int) and mics > 0:
+            what = f"DeepSpeed MiCS (mics_shard_size {mics})"
+        elif state.get("num_experts") not in (None, [], [0], 0) or state.get("moe") is True:
+            what = "a mixture-of-experts checkpoint of DeepSpeed"
+        if what:
+            raise FastshardError.of("FS514", f"{what}: not read", file=found.files[i].path)
+
+
+def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
+    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    for state in states:
+        args = _dict(state.get("args"))
+        args = _dict(args.get("state")) if "__class__" in args else args
+        if "padded_vocab_size" in args or "model_parallel_size" in args:
+            return True
+        if any(str(name).startswith("sequential.") for name in _dict(state.get("module"))):
+            return True
+    first = len(found.notes["ranks"])
+    layers = range(first, first + len(found.notes["layers"]))
+    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in _dict(contents(i)))
+
+
+def _sequential_name(name: str) -> str:
+    return name.removeprefix("sequential.")
+
+
+def _pipeline_names(found: Found, contents: Contents) -> zero.Naming:
+    """``tied_modules.KEY.rest`` lies in the first layer file that holds ``rest``."""
+    first = len(found.notes["ranks"])
+    holders: dict[str, int] = {}
+    for i, (layer, _) in enumerate(found.notes["layers"]):
+        for name in _dict(contents(first + i)):
+            holders.setdefault(str(name), layer)
+
+    def name_of(name: str) -> str:
+        if not name.startswith("tied_modules."):
+            return name
+        rest = name.split(".", 2)[-1]
+        return f"{holders[rest]}.{rest}" if rest in holders else name
+
+    return name_of
+
+
+def _plain(
+    found: Found, listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
+) -> tuple[Source, zero.Naming]:
+    """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
+    notes = found.notes
+    source = Source(framework=found.framework, units=[], step=found.step, pass_unknown=True)
+    source.provable = any(state.get("param_shapes") for state in states)
+    keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
+    source.values = {k: states[0][k] for k in keys if states and k in states[0]}
+    degrees = _dict(states[0].get("checkpoint_parallel_dimensions")) if states else {}
+    tp = degrees.get("tp_degree") if isinstance(degrees.get("tp_degree"), int) else None
+    if tp is None:
+        tp = (
+            max((t for _, t in notes["layers"]), default=0) + 1
+            if notes["pipeline"]
+            else len(set(notes["ranks"]))
+        )
+    if tp > 1 and options.layout is None:
+        raise FastshardError.of(
+            "FS514",
+            "tensor-parallel shards of a model whose layout is not known",
+            file=found.files[0].path,
+            expected="GPT-NeoX's layer names, or one tensor-parallel rank",
+            got=f"tp {tp}",
+            help="describe how its tensors are divided in a layout of your own (--layout FILE.toml)",
+        )
+    source.degrees = {"tp": tp} if tp > 1 else {}
+    if options.vocab_size:
+        source.vocab_size = options.vocab_size
+    if notes["pipeline"]:
+        first = len(notes["ranks"])
+        for i, (layer, rank) in enumerate(notes["layers"]):
+            source.units.append(
+                Unit(
+                    file=first + i,
+                    prefix=f"{layer}.",
+                    coords={"tp": rank} if tp > 1 else {},
+                    rank=f"tp {rank}",
+                )
+            )
+        _all_ranks(found, states, source.findings)
+        return source, _pipeline_names(found, contents)
+    for i, rank in enumerate(notes["ranks"]):
+        source.units.append(
+            Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
+        )
+        if not notes["sliced"] and states[i] and not _dict(states[i].get("module")):
+            source.findings.append(
+                Finding.of(
+                    "FS101",
+                    "the rank file holds no tensors, and no layer file is there",
+                    file=found.files[i].path,
+                    expected="layer_LL-model_TT-model_states.pt beside it",
+                    got="none",
+                    help="copy the layer files of this step from the nodes that wrote them",
+                )
+            )
+    _all_ranks(found, states, source.findings)
+    config, path = config_of(listing, notes["folder"], options)
+    if config is None and "/" in f"/{notes['folder']}":
+        # The Hugging Face Trainer keeps config.json beside the step's folder.
+        config, path = config_of(listing, notes["folder"].rpartition("/")[0], options)
+    layout = hf_config.layout_of(config) if config else None
+    names = {str(name) for state in states for name in _dict(state.get("module"))}
+    if config and layout and names & {"model.embed_tokens.weight", "gpt_neox.embed_in.weight"}:
+        source.config, source.hf_names = config, True
+        source.layout, source.family = layout, layout.removeprefix("hf.")
+        source.axes, source.facts = hf_config.axes_and_facts(config, path)
+        if options.vocab_size:
+            source.axes.pop("V", None)
+    return source, str
+
+
+def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+    """Model-parallel ranks must all be there and of one step."""
+    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    for key in ("iteration", "global_steps"):
+        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
+        for i, value in seen:
+            if value != seen[0][1]:
+                findings.append(
+                    Finding.of(
+                        "FS107",
+                        f"{key} differs between ranks",
+                        file=found.files[i].path,
+                        rank=f"mp {ranks[i]}",
+                        expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                        got=str(value),
+                        help="take all files from one step",
+                    )
+                )
+    worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
+    for rank in sorted(set(range(worlds[0] if worlds else 0)) - set(ranks)):
+        pattern = (
+            "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
+            if found.notes["sliced"]
+            else "mp_rank_{:02d}_model_states.pt"
+        )
+        name = pattern.format(rank)
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"mp {rank}",
+                f"mp_world_size {worlds[0]} in the other rank files",
+                f"copy {name} from the node that ran model-parallel rank {rank}",
+            )
+        )

@@ -1,0 +1,144 @@
+"""What the ZeRO modules share: a model-parallel rank, flat vectors, and small readers of inert values."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import Finding
+from ..base import Assembled, Contents, Found, missing
+
+#: From the name in ``param_shapes`` to the layout's name.
+Naming = Callable[[str], str]
+
+#: (elements, file, tensor, first element): see :class:`..base.Assembled`.
+Range = tuple[int, int, int, int]
+
+#: A parameter: name, shape, and the ranges that tile it.
+Parts = tuple[str, list[int], list[Range]]
+
+#: Parameters of the masters, and of each optimizer slot.
+Named = tuple[list[Parts], dict[str, list[Parts]]]
+
+#: Steps are scalars.
+SCALAR_BYTES = 8
+
+
+@dataclass
+class Flat:
+    """One rank's flat vector: where it lies, and how many elements it has."""
+
+    file: int
+    tensor: int
+    numel: int
+
+
+@dataclass
+class Rank:
+    """What one optimizer file holds, group by group."""
+
+    dp: int
+    file: int
+    path: str
+    state: dict[str, Any]
+    masters: list[Flat] = field(default_factory=list)
+    #: slot -> one flat vector per group
+    slots: dict[str, list[Flat | None]] = field(default_factory=dict)
+    #: Optimizer steps, in the order of the groups.
+    steps: list[tuple[Flat | None, float | None]] = field(default_factory=list)
+
+
+@dataclass
+class Model:
+    """A model-parallel rank: its model file, and what messages need."""
+
+    found: Found
+    contents: Contents
+    state: dict[str, Any]
+    file: int
+    mp: int
+    coords: dict[str, int]
+    label: str
+    name_of: Naming
+    #: True to give tensors under the names of `param_shapes` too.
+    own_names: bool = False
+
+    @property
+    def path(self) -> str:
+        """Path of the model file."""
+        return self.found.files[self.file].path
+
+    def missing(self, dp: int, world: int, bf16: bool) -> Finding:
+        """The finding for an optimizer file that is not there."""
+        name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{dp}_mp_rank_{self.mp:02d}_optim_states.pt"
+        folder = self.found.notes["folder"]
+        return missing(
+            f"{folder}/{name}" if folder else name,
+            f"dp {dp}, {self.label}",
+            f"one of {world} partitions, by partition_count and dp_world_size",
+            f"copy {name} from the node that ran data-parallel rank {dp}"
+            " (to take the parameters without looking at the optimizer: --weights params)",
+        )
+
+    def shapes(self) -> list[dict[str, list[int]]] | None:
+        """Names and shapes per parameter group, in the order of the flat vector."""
+        groups = self.state.get("param_shapes")
+        if isinstance(groups, dict):
+            groups = [groups]
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            return None
+        for group in groups:
+            if not all(is_shape(shape) for shape in group.values()):
+                return None
+        return groups or None
+
+    def assembled(self, slot: str | None, tensors: list[Parts], file: int) -> Assembled:
+        """Tensors of this rank under the layout's names."""
+        named = [(self.name_of(name), shape, ranges) for name, shape, ranges in tensors]
+        return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of parameters, as the model file tells: {alias: owner}."""
+        shared = self.state.get("shared_params")
+        return {str(k): str(v) for k, v in shared.items()} if isinstance(shared, dict) else {}
+
+
+def is_shape(shape: Any) -> bool:
+    """True for a list of extents."""
+    return isinstance(shape, list) and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in shape)
+
+
+def tensor_index(value: Any) -> int | None:
+    """Index in its file of a tensor among inert values."""
+    index = value.get("__tensor__") if isinstance(value, dict) else None
+    return index if isinstance(index, int) else None
+
+
+def ints(value: Any) -> list[int] | None:
+    """The value, if it is a list of whole numbers."""
+    return value if isinstance(value, list) and all(isinstance(n, int) for n in value) else None
+
+
+def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
+    """The optimizer's state in an optimizer file; None if there is none or it cannot be read."""
+    content = contents(file)
+    state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    return state if isinstance(state, dict) else None
+
+
+def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
+    """(elements, partition, first element in it) of elements ``at..at + count``."""
+    for r, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        lo, hi = max(at, start), min(at + count, start + length)
+        if lo < hi:
+            yield hi - lo, r, lo - start
+
+
+def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | None:
+    """Value of a 0-d tensor."""
+    formats = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+    if dtype not in formats:
+        return None
+    return float(struct.unpack(formats[dtype], contents.bytes(file, tensor, SCALAR_BYTES))[0])

@@ -1,0 +1,163 @@
+"""Stages 1 and 2, and BF16_Optimizer: the parameters of a group one after another, cut into partitions.
+
+Groups are padded at the end to a multiple of 2 x world_size elements; DeepSpeed 0.19.8 may pad after
+each parameter too (``param_alignment_paddings``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .model import Flat, Named, Parts, Range, Rank, cut, ints
+from .partitions import Partitions
+
+
+def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
+    """Where each parameter lies in the ranks' partitions; None with findings if they do not fit together."""
+    order = partitions.order
+    for rank in order:
+        if len(rank.masters) != len(shapes):
+            partitions.problem(
+                "FS404", "number of parameter groups", rank.path, rank.dp,
+                f"{len(shapes)} as {partitions.model.path} says", str(len(rank.masters)),
+            )  # fmt: skip
+            return None
+    masters: list[Parts] = []
+    slots: dict[str, list[Parts]] = {}
+    for g, group in enumerate(shapes):
+        offsets, needed = _offsets(partitions, g, group)
+        lengths = [rank.masters[g].numel for rank in order]
+        if not (_mappings(partitions, g, group, offsets, lengths) and _tiles(partitions, g, lengths, needed)):
+            continue
+        starts = [sum(lengths[:r]) for r in range(len(order))]
+        for name, shape in group.items():
+            pieces = list(cut(offsets[name], math.prod(shape), starts, lengths))
+            masters.append((name, shape, _ranges(order, pieces, [rank.masters[g] for rank in order])))
+            for slot in order[0].slots:
+                vectors = [rank.slots[slot][g] if slot in rank.slots else None for rank in order]
+                if all(vectors[r] is not None for _, r, _ in pieces):
+                    slots.setdefault(slot, []).append((name, shape, _ranges(order, pieces, vectors)))
+    if any(f.severity == "error" for f in partitions.findings):
+        return None
+    return masters, slots
+
+
+def _ranges(
+    order: list[Rank], pieces: list[tuple[int, int, int]], vectors: Sequence[Flat | None]
+) -> list[Range]:
+    return [
+        (count, order[r].file, vector.tensor, first)
+        for count, r, first in pieces
+        if (vector := vectors[r]) is not None
+    ]
+
+
+def _offsets(partitions: Partitions, g: int, group: dict[str, list[int]]) -> tuple[dict[str, int], int]:
+    """Where each parameter begins in the group's flat vector, and where the last one ends."""
+    first = partitions.order[0]
+    paddings = first.state.get("param_alignment_paddings")
+    pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
+    if pads is not None and len(pads) != len(group):
+        partitions.problem(
+            "FS404", "param_alignment_paddings", first.path, first.dp,
+            f"{len(group)} as the group has parameters", str(len(pads)),
+        )  # fmt: skip
+    offsets, at, end = {}, 0, 0
+    for i, (name, shape) in enumerate(group.items()):
+        offsets[name] = at
+        end = at + math.prod(shape)
+        at = end + (pads[i] if pads is not None and i < len(pads) else 0)
+    return offsets, end
+
+
+def _tiles(partitions: Partitions, g: int, lengths: list[int], needed: int) -> bool:
+    """Partitions are equal in length but for tail padding, and hold the parameters exactly."""
+    order, largest = partitions.order, max(lengths)
+    # Tail padding is cut off at the last ranks; those before them are full.
+    full = max(r for r, length in enumerate(lengths) if length == largest)
+    for rank, length in zip(order[:full], lengths, strict=False):
+        if length != largest:
+            partitions.problem(
+                "FS404", f"elements of group {g} on this rank", rank.path, rank.dp, str(largest), str(length)
+            )  # fmt: skip
+            return False
+    total = sum(lengths)
+    groups = [ints(rank.state.get("group_paddings")) or [] for rank in order]
+    padding = max((p[g] for p in groups if g < len(p)), default=0)
+    # DeepSpeed pads groups to 2 x world_size elements.
+    most = needed + max(2 * len(order), padding)
+    if not needed <= total <= most:
+        partitions.problem(
+            "FS404", f"elements of group {g} over all ranks", order[-1].path, None,
+            f"{needed} to {most}, the parameters of {partitions.model.path} and padding", str(total),
+            "the partitions belong to another model or step, or a rank's file is a copy of another",
+        )  # fmt: skip
+    return needed <= total <= most
+
+
+def _mappings(
+    partitions: Partitions,
+    g: int,
+    group: dict[str, list[int]],
+    offsets: dict[str, int],
+    lengths: list[int],
+) -> bool:
+    """Each rank's own account of what it holds must be what its place gives it."""
+    order, largest, before = partitions.order, max(lengths), len(partitions.findings)
+    expected: list[dict[str, tuple[int, int]]] = []
+    for r in range(len(order)):
+        lo, hi = r * largest, r * largest + lengths[r]
+        held = {}
+        for name, shape in group.items():
+            a, b = max(offsets[name], lo), min(offsets[name] + math.prod(shape), hi)
+            if a < b:
+                held[name] = (a - lo, b - a)
+        expected.append(held)
+    for r, rank in enumerate(order):
+        mappings = rank.state.get("param_slice_mappings")
+        if not isinstance(mappings, list) or g >= len(mappings) or not isinstance(mappings[g], dict):
+            continue
+        told = {
+            name: place for name, value in mappings[g].items() if (place := _address(value)) and place[1] > 0
+        }
+        if told == expected[r]:
+            continue
+        twin = next((o.dp for s, o in enumerate(order) if s != r and _alike(told, expected[s])), None)
+        wrong = next((n for n in [*told, *expected[r]] if told.get(n) != expected[r].get(n)), "")
+        if twin is not None:
+            partitions.problem(
+                "FS303", f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
+                rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"those of rank {twin}",
+                "copy the right file from the node that ran this rank",
+            )  # fmt: skip
+        else:
+            partitions.problem(
+                "FS404", f"param_slice_mappings do not tile the flat vector: {wrong}", rank.path, rank.dp,
+                _told(expected[r].get(wrong)), _told(told.get(wrong)),
+            )  # fmt: skip
+    return len(partitions.findings) == before
+
+
+def _address(value: Any) -> tuple[int, int] | None:
+    """(start, numel) of an inert ``fragment_address``."""
+    state = value.get("state") if isinstance(value, dict) else None
+    if (
+        isinstance(state, dict)
+        and isinstance(state.get("start"), int)
+        and isinstance(state.get("numel"), int)
+    ):
+        return state["start"], state["numel"]
+    args = value.get("args") if isinstance(value, dict) else None
+    if isinstance(args, list) and len(args) == 2 and all(isinstance(n, int) for n in args):
+        return args[1], args[0]
+    return None
+
+
+def _alike(told: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> bool:
+    return bool(told) and told == other
+
+
+def _told(place: tuple[int, int] | None) -> str:
+    return "not on this rank" if place is None else f"{place[1]} elements from {place[0]}"

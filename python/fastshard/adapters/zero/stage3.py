@@ -1,0 +1,121 @@
+"""Stage 3: every parameter is cut into one part per data-parallel rank, the last one padded.
+
+A rank's parts lie one after another in its flat groups, at an offset common to all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...errors import Finding
+from ..base import Assembled, missing
+from .model import Flat, Model, Named, Parts, Range, cut, is_shape, tensor_index
+from .partitions import Partitions
+
+
+def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
+    """Where each parameter's parts lie; None with a finding if the partitions do not hold them."""
+    order, model = partitions.order, partitions.model
+    world = len(order)
+    parameters = {name: shape for group in shapes for name, shape in group.items()}
+    needed = sum(-(-math.prod(shape) // world) for shape in parameters.values())
+    starts: list[tuple[list[int], list[int]]] = []
+    for rank in order:
+        sizes = [flat.numel for flat in rank.masters]
+        starts.append(([sum(sizes[:i]) for i in range(len(sizes))], sizes))
+        if sum(sizes) != needed:
+            partitions.problem(
+                "FS404", "elements in fp32_flat_groups", rank.path, rank.dp,
+                f"{needed}, one of {world} parts of each parameter of {model.path}", str(sum(sizes)),
+                "the partition belongs to another model, step or number of ranks",
+            )  # fmt: skip
+            return None
+
+    def ranges(vectors: list[list[Flat | None]], at: int, count: int) -> list[Range] | None:
+        part = -(-count // world)
+        out: list[Range] = []
+        for r in range(world):
+            held = min(part, count - r * part)
+            for length, k, first in cut(at, held, *starts[r]) if held > 0 else ():
+                vector = vectors[r][k]
+                if vector is None:
+                    return None
+                out.append((length, order[r].file, vector.tensor, first))
+        return out
+
+    masters: list[Parts] = []
+    slots: dict[str, list[Parts]] = {}
+    at = 0
+    for name, shape in parameters.items():
+        count = math.prod(shape)
+        masters.append((name, shape, ranges([list(rank.masters) for rank in order], at, count) or []))
+        for slot in order[0].slots:
+            empty: list[Flat | None] = [None] * len(order[0].masters)
+            found = ranges([rank.slots.get(slot, empty) for rank in order], at, count)
+            if found is not None:
+                slots.setdefault(slot, []).append((name, shape, found))
+        at += -(-count // world)
+    return masters, slots
+
+
+def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
+    """Frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
+    shapes = model.state.get("frozen_param_shapes")
+    if not isinstance(shapes, dict) or not shapes:
+        return []
+    files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
+    tensors: list[Parts] = []
+    for name, shape in shapes.items():
+        if not is_shape(shape):
+            continue
+        count, world = math.prod(shape), len(files)
+        part = -(-count // world)
+        ranges: list[Range] = []
+        for r, dp in enumerate(sorted(files)):
+            content = model.contents(files[dp])
+            fragments = content.get("frozen_param_fragments") if isinstance(content, dict) else None
+            index = tensor_index(fragments.get(name)) if isinstance(fragments, dict) else None
+            if index is not None and r * part < count:
+                ranges.append((min(part, count - r * part), files[dp], index, 0))
+        tensors.append((name, shape, ranges))
+    assembled = model.assembled(None, tensors, model.file)
+    assembled.frozen = True
+    return [assembled]
+
+
+def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Finding]:
+    """ZeRO-3 model files: one per data-parallel rank, all of one step."""
+    findings = []
+    files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
+    world = model.state.get("dp_world_size")
+    folder = model.found.notes["folder"]
+    for dp in range(world if isinstance(world, int) and 0 < world <= 1 << 20 else 0):
+        if dp not in files:
+            name = f"zero_pp_rank_{dp}_mp_rank_{model.mp:02d}_model_states.pt"
+            findings.append(
+                missing(
+                    f"{folder}/{name}" if folder else name,
+                    f"dp {dp}, {model.label}",
+                    f"dp_world_size {world} in {model.path}",
+                    f"copy {name} from the node that ran data-parallel rank {dp}",
+                )
+            )
+    for dp, file in sorted(files.items()):
+        content = model.contents(file)
+        for key in ("global_steps", "param_shapes", "dp_world_size"):
+            if isinstance(content, dict) and content.get(key) != model.state.get(key):
+                code = "FS107" if key == "global_steps" else "FS110"
+                findings.append(
+                    Finding.of(
+                        code,
+                        f"{key} differs between ranks",
+                        file=model.found.files[file].path,
+                        rank=f"dp {dp}, {model.label}",
+                        expected=f"that of {model.path}"
+                        if key == "param_shapes"
+                        else str(model.state.get(key)),
+                        got="others" if key == "param_shapes" else str(content.get(key)),
+                        help="take all files from one step",
+                    )
+                )
+    return findings
