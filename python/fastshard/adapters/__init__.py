@@ -12,11 +12,12 @@ from .deepspeed import DeepSpeed
 from .hf import HuggingFace
 from .others import refuse_by_name
 from .tp_safetensors import TpSafetensors
+from .universal import Universal
 
 __all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [DeepSpeed(), TpSafetensors(), HuggingFace()]
+ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), TpSafetensors(), HuggingFace()]
 
 
 def detect(listing: Listing, options: Options) -> Found:

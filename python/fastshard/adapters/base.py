@@ -96,8 +96,8 @@ class Assembled:
 
     def to_dict(self) -> dict[str, Any]:
         """The form that the core takes."""
-        about = ("frozen", "masters_only")
-        return {k: v for k, v in vars(self).items() if k not in about and v is not None}
+        kept = {k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v is not None}
+        return kept | ({"alone": True} if self.frozen else {})
 
 
 @dataclass

@@ -29,6 +29,9 @@ pub struct AssembledSide {
     /// What of a parameter they are, e.g. `exp_avg`; absent for its values.
     #[serde(default)]
     pub slot: Option<String>,
+    /// True for tensors that no file need hold besides (frozen parameters).
+    #[serde(default)]
+    pub alone: bool,
     /// The tensors.
     pub tensors: Vec<AssembledTensor>,
 }
@@ -116,6 +119,13 @@ impl Gathered {
                             for twin in twins {
                                 all.stored[twin as usize].twins.push(index);
                             }
+                            continue;
+                        } else if !group.alone {
+                            let mut finding = Finding::new(codes::MISSING_TENSOR, "the optimizer holds this parameter, no model file does")
+                                .tensor(&seen.name)
+                                .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the masters");
+                            finding.rank = group.rank.clone();
+                            all.findings.push(finding);
                             continue;
                         }
                         all.passes[0].add(seen, index);
