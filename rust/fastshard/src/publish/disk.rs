@@ -49,6 +49,20 @@ pub(super) fn create_dir(path: &Path) -> io::Result<()> {
     fs::create_dir(path)
 }
 
+/// Creates the directories of `path` below `root` that are not there yet.
+pub(super) fn create_dirs(root: &Path, path: &Path) -> io::Result<()> {
+    let below = path.strip_prefix(root).map_err(io::Error::other)?;
+    let mut at = root.to_path_buf();
+    for part in below.parent().unwrap_or(below).components() {
+        at.push(part);
+        match create_dir(&at) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// Opens for reading and writing, creates if absent (mode by umask), keeps what is there.
 pub(super) fn open(path: &Path) -> io::Result<File> {
     gate("open", path, || {})?;
@@ -67,6 +81,12 @@ pub(super) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> i
         let _ = file.write_all_at(&bytes[..bytes.len() / 2], offset);
     })?;
     file.write_all_at(bytes, offset)
+}
+
+/// Fills `bytes` from `offset`.
+pub(super) fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+    gate("read", path, || {})?;
+    file.read_exact_at(bytes, offset)
 }
 
 /// Streams `source` to the end of `file`; the number of bytes copied.

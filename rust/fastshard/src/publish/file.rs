@@ -69,6 +69,11 @@ impl OutFile {
         disk::write_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot write")
     }
 
+    /// Reads back what was written at `offset`.
+    pub fn read_at(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        disk::read_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot read back")
+    }
+
     /// Asks the system to start writing a range of `len` bytes out, without waiting for it. The
     /// range leaves the page cache where it is clean. For ranges of many MiB: each call costs.
     pub fn start_writeback(&self, offset: u64, len: u64) {

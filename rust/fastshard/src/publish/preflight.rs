@@ -109,9 +109,13 @@ fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
 
 /// Bytes on disk and number of the files that an earlier run left.
 fn staged(data: &Path) -> (u64, u64) {
-    let entries = std::fs::read_dir(data).into_iter().flatten().flatten();
-    let files = entries.filter_map(|e| e.metadata().ok()).filter(|m| m.is_file());
-    files.fold((0, 0), |(bytes, n), m| (bytes + m.blocks() * 512, n + 1))
+    let mut sum = (0, 0);
+    for entry in std::fs::read_dir(data).into_iter().flatten().flatten() {
+        let Ok(meta) = entry.metadata() else { continue };
+        let below = if meta.is_dir() { staged(&entry.path()) } else { (meta.blocks() * 512, 0) };
+        sum = (sum.0 + below.0, sum.1 + below.1 + 1);
+    }
+    sum
 }
 
 fn open_files(needed: u64) -> Result<()> {

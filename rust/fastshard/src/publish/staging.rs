@@ -152,7 +152,7 @@ impl Staging {
 
     /// Opens or creates the data file `name` with exactly `size` bytes.
     ///
-    /// Errors: `UNSAFE_PATH` unless `name` is a plain file name; `NO_SPACE`; what the system says.
+    /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; what the system says.
     pub fn file(&self, name: &str, size: u64, space: Space) -> Result<OutFile> {
         OutFile::open(self.target(name)?, size, space, self.options.fsync)
     }
@@ -208,13 +208,17 @@ impl Staging {
         if self.sealed() {
             return Err(sealed(&self.place.folder));
         }
-        if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
+        // Plain parts only: a part that a system reads in another way has no place in a result.
+        let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0']);
+        if !name.split('/').all(plain) {
             return Err(Finding::new(codes::UNSAFE_PATH, "name of a result file")
                 .file(&self.place.out)
-                .expected("a plain file name", name)
+                .expected("a relative path without `..`", name)
                 .into());
         }
-        Ok(self.path().join(name))
+        let (data, path) = (self.path(), self.path().join(name));
+        disk::create_dirs(&data, &path).at(&path, "cannot create the folders of")?;
+        Ok(path)
     }
 }
 

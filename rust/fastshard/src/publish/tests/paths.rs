@@ -140,7 +140,7 @@ fn modes_follow_the_umask_or_the_replaced_directory() {
 fn files_of_fixed_size_and_plain_names() {
     let s = Setting::new();
     let staging = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
-    for name in ["", ".", "..", "a/b", "/etc/x", "a\0b"] {
+    for name in ["", ".", "..", "a/../b", "a//b", "a/", "./a", "/etc/x", "a\0b", "a\\b", "../a"] {
         assert_eq!(refusal(staging.file(name, 1, Space::Sparse)), [codes::UNSAFE_PATH], "{name:?}");
         assert_eq!(refusal(staging.write(name, b"")), [codes::UNSAFE_PATH], "{name:?}");
     }
