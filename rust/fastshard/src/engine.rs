@@ -46,6 +46,14 @@ pub trait Sink: Sync {
     fn done(&self, _output: usize, _tile: &TileDone) -> Result<()> {
         Ok(())
     }
+
+    /// Takes note of a tile that an earlier run has done and that is not made again.
+    fn kept(&self, _output: usize, _tile: &TileDone) {}
+
+    /// True if the tiles of an output are to come with their CRC32.
+    fn checksummed(&self, _output: usize) -> bool {
+        false
+    }
 }
 
 /// A tile that is gathered, hashed and written.
@@ -59,6 +67,8 @@ pub struct TileDone {
     pub value: ChainingValue,
     /// NaN or infinite elements in it.
     pub non_finite: u64,
+    /// CRC32 of its bytes, where the sink wants it.
+    pub crc32: Option<u32>,
 }
 
 /// A sink that keeps nothing: for verifying.
@@ -350,6 +360,7 @@ impl Run<'_> {
             if let (true, Some(value @ None)) = (comparable, progress.values.get_mut(tile.index as usize)) {
                 *value = Some(tile.value);
                 progress.non_finite += tile.non_finite;
+                self.sink.kept(*output as usize, tile);
             }
         }
     }
@@ -396,8 +407,9 @@ impl Run<'_> {
             let bytes = &work.tile[..(end - start) as usize];
             let value = hash::tile_value(bytes, tile, size, total);
             let non_finite = kernel::count_non_finite(output.dtype, bytes);
+            let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
             self.sink.write(index, start, bytes)?;
-            self.sink.done(index, &TileDone { index: tile, size, value, non_finite })?;
+            self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
             let mut progress = lock(&self.outputs[index]);
             progress.values[tile as usize] = Some(value);
             progress.non_finite += non_finite;

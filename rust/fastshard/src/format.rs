@@ -50,6 +50,28 @@ pub struct FileTensor {
     pub offset: u64,
 }
 
+/// What a file to be written holds besides the bytes that come later.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Frame {
+    /// Bytes that are known: (offset, bytes), by rising offset.
+    pub pieces: Vec<(u64, Vec<u8>)>,
+    /// Ranges that are filled later and whose checksum the file names, by rising offset.
+    pub members: Vec<Member>,
+    /// Bytes of the file.
+    pub size: u64,
+}
+
+/// A range of a file whose CRC32 is written into the file once its last byte is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Offset of its first byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Where its CRC32 goes, four bytes each, little-endian.
+    pub crc_at: Vec<u64>,
+}
+
 /// What a reader found in one file.
 #[derive(Debug)]
 pub struct ParsedFile {

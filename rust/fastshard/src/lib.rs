@@ -8,6 +8,7 @@ pub mod codes;
 pub mod compose;
 pub mod engine;
 pub mod error;
+pub mod files;
 pub mod format;
 pub mod hash;
 pub mod kernel;

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::boxes::Spread;
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::format::pickle::writer::Tree;
 use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
 
@@ -264,9 +265,17 @@ pub struct Output {
     pub file: u32,
     /// Offset of its first byte in that file.
     pub offset: u64,
+    /// Name in that file, where it is another one (keys joined by dots).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
 }
 
 impl Output {
+    /// Name in its file.
+    pub fn key(&self) -> &str {
+        self.key.as_deref().unwrap_or(&self.name)
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> u64 {
         element_count(&self.shape).unwrap_or(0)
@@ -289,15 +298,35 @@ pub struct PadRegion {
     pub src_base: Vec<u64>,
 }
 
+/// What an output file is besides the bytes of its outputs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Form {
+    /// A header, then the tensors one after another.
+    #[default]
+    Safetensors,
+    /// A file as `torch.save` writes it, that holds this value.
+    TorchZip(Tree),
+}
+
+impl Form {
+    fn is_safetensors(&self) -> bool {
+        *self == Form::Safetensors
+    }
+}
+
 /// An output file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutFile {
-    /// File name, relative to the result.
+    /// Path, relative to the result, with `/` between its parts.
     pub name: String,
-    /// Bytes before the data: length prefix and padded header.
+    /// Bytes before the data of the first tensor.
     pub header_len: u64,
     /// Bytes in all.
     pub size: u64,
+    /// What it is besides.
+    #[serde(default, skip_serializing_if = "Form::is_safetensors")]
+    pub form: Form,
 }
 
 /// The plan.
@@ -359,6 +388,17 @@ impl Plan {
         let mut sink = Digesting(blake3::Hasher::new());
         serde_json::to_writer(&mut sink, self).expect("a plan is plain data");
         sink.0.finalize().to_hex().to_string()
+    }
+
+    /// The outputs of each file, by their position in [`Plan::outputs`].
+    pub fn by_file(&self) -> Vec<Vec<usize>> {
+        let mut files = vec![Vec::new(); self.files.len()];
+        for (i, output) in self.outputs.iter().enumerate() {
+            if let Some(file) = files.get_mut(output.file as usize) {
+                file.push(i);
+            }
+        }
+        files
     }
 
     /// Bytes of all output files.
@@ -459,6 +499,7 @@ impl Plan {
                     fill: Fill::None,
                     file: 0,
                     offset: 0,
+                    key: None,
                 }
             })
             .collect()

@@ -10,11 +10,11 @@ use crate::catalog::Catalog;
 use crate::codes;
 use crate::compose::{self, Replicas, Source, Target};
 use crate::error::{Finding, Result, Severity};
-use crate::format::safetensors;
+use crate::files::{self, FileSide};
 use crate::layout::bind::Known;
 use crate::layout::resolve::{self, generic_entry, Outside, Placement, Registry, Unknown};
 use crate::layout::table::Table;
-use crate::plan::{OutFile, Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
+use crate::plan::{Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
 
 pub use assembled::{AssembledSide, AssembledTensor, Range};
@@ -135,6 +135,10 @@ pub struct TargetSide {
     /// Multiple to which the vocabulary is padded.
     #[serde(default)]
     pub pad_multiple: Option<u64>,
+    /// Files of the result, where the framework prescribes them; by default outputs fill safetensors
+    /// files in their order.
+    #[serde(default)]
+    pub files: Vec<FileSide>,
 }
 
 /// A plan and all that was found while making it. With an error among the findings the plan is
@@ -273,7 +277,15 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     findings.extend(made.findings);
     let (rules, axes) = (made.rules, made.axes);
 
-    let (outputs, files) = pack(made.outputs, request.max_shard_size);
+    let prescribed = request.target.as_ref().map_or(&[][..], |t| &t.files);
+    let broken = findings.iter().any(|f| f.severity == Severity::Error);
+    let (outputs, files) = if prescribed.is_empty() || broken {
+        files::pack(made.outputs, request.max_shard_size)
+    } else {
+        let (outputs, files, found) = files::place(made.outputs, prescribed);
+        findings.extend(found);
+        (outputs, files)
+    };
     let mut plan = Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
@@ -392,65 +404,4 @@ fn casts(
 
 fn widens(from: Dtype, to: Dtype) -> bool {
     matches!((from, to), (Dtype::F16 | Dtype::Bf16, Dtype::F32 | Dtype::F64) | (Dtype::F32, Dtype::F64))
-}
-
-/// Names compared with their numbers as numbers, so that layer 10 follows layer 9.
-fn natural(name: &str) -> Vec<(String, u64)> {
-    let mut out = Vec::new();
-    let mut rest = name;
-    while !rest.is_empty() {
-        let text = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
-        let digits = rest[text..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| text + n);
-        out.push((rest[..text].to_string(), rest[text..digits].parse().unwrap_or(u64::MAX)));
-        rest = &rest[digits..];
-    }
-    out
-}
-
-/// Distributes outputs over files and lays them out in each.
-fn pack(outputs: Vec<(BTreeMap<String, u64>, Output)>, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>) {
-    let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
-    for (coords, output) in outputs {
-        units.entry(coords).or_default().push(output);
-    }
-    let sharded = units.len() > 1;
-    let (mut all, mut files) = (Vec::new(), Vec::new());
-    for (rank, (_, mut outputs)) in units.into_iter().enumerate() {
-        outputs.sort_by_cached_key(|o| natural(&o.name));
-        let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
-        let mut bytes = 0;
-        for output in outputs {
-            let n = output.nbytes();
-            let last = groups.last_mut().expect("never empty");
-            // A rank's tensors stay in one file: that is what the next tool reads.
-            if !sharded && !last.is_empty() && bytes + n > max_bytes {
-                groups.push(vec![output]);
-                bytes = n;
-            } else {
-                last.push(output);
-                bytes += n;
-            }
-        }
-        let count = groups.len();
-        for (i, mut group) in groups.into_iter().enumerate() {
-            // Whole pages first, so that as many tensors as can be lie on page boundaries.
-            group.sort_by_key(|o| o.nbytes() % 4096 != 0);
-            let name = match (sharded, count) {
-                (true, _) => format!("tp_rank_{rank:02}.safetensors"),
-                (false, 1) => "model.safetensors".to_string(),
-                (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
-            };
-            let header = safetensors::header(group.iter().map(|o| (o.name.as_str(), o.dtype, &o.shape[..])))
-                .len() as u64;
-            let mut at = header;
-            for mut output in group {
-                output.file = files.len() as u32;
-                output.offset = at;
-                at += output.nbytes();
-                all.push(output);
-            }
-            files.push(OutFile { name, header_len: header, size: at });
-        }
-    }
-    (all, files)
 }

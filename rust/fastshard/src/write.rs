@@ -1,21 +1,24 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
 use crate::engine::{self, Control, Report, Sink, TileDone};
 use crate::error::{Error, Finding, Result, Severity};
-use crate::format::safetensors;
-use crate::hash;
+use crate::files;
+use crate::format::{torch_zip, Frame};
+use crate::hash::{self, Segments};
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
-use crate::plan::{Output, Plan};
+use crate::plan::{Form, Output, Plan};
 use crate::publish::{self, Needs, OutFile, Space, Staging};
 use crate::storage::SourceFile;
 
 /// Bytes written between two records of what is done.
 const JOURNAL_EVERY: u64 = 256 << 20;
+/// Bytes read back at a time, for a checksum over what an earlier run has written.
+const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
 const WRITEBACK_EVERY: u64 = 32 << 20;
 
@@ -53,6 +56,10 @@ struct StagedSink<'a> {
     /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
     flushing: Mutex<()>,
     written: Vec<Mutex<u64>>,
+    /// The member of its file that an output lies in, where that file names its checksum.
+    member_of: Vec<Option<usize>>,
+    /// Checksums of what is written so far, by file and member.
+    sums: Vec<Vec<Mutex<Segments>>>,
     fsync: bool,
 }
 
@@ -66,6 +73,7 @@ fn record(output: usize, tile: &TileDone) -> Vec<u8> {
     bytes.extend(tile.size.to_le_bytes());
     bytes.extend(tile.value);
     bytes.extend(tile.non_finite.to_le_bytes());
+    bytes.extend(tile.crc32.iter().flat_map(|crc| crc.to_le_bytes()));
     bytes
 }
 
@@ -74,8 +82,12 @@ fn parse_record(bytes: &[u8]) -> Option<(u32, TileDone)> {
     let index = u64::from_le_bytes(bytes.get(4..12)?.try_into().ok()?);
     let size = u64::from_le_bytes(bytes.get(12..20)?.try_into().ok()?);
     let value = bytes.get(20..52)?.try_into().ok()?;
-    let non_finite = u64::from_le_bytes(bytes.get(52..)?.try_into().ok()?);
-    Some((output, TileDone { index, size, value, non_finite }))
+    let non_finite = u64::from_le_bytes(bytes.get(52..60)?.try_into().ok()?);
+    let crc32 = match &bytes[60..] {
+        [] => None,
+        crc => Some(u32::from_le_bytes(crc.try_into().ok()?)),
+    };
+    Some((output, TileDone { index, size, value, non_finite, crc32 }))
 }
 
 impl StagedSink<'_> {
@@ -92,6 +104,45 @@ impl StagedSink<'_> {
         }
         records.iter().try_for_each(|record| self.staging.journal().append(record))?;
         self.staging.journal().sync()
+    }
+
+    /// Takes the checksum of a tile into that of its member.
+    fn sum(&self, output: usize, tile: &TileDone) {
+        let about = &self.outputs[output];
+        if let (Some(member), Some(crc)) = (self.member_of[output], tile.crc32) {
+            let start = tile.index * tile.size;
+            let len = tile.size.min(about.nbytes() - start);
+            let mut sums = lock(&self.sums[about.file as usize][member]);
+            sums.add(about.offset + start, len, crc);
+            sums.join(about.offset + start);
+        }
+    }
+
+    /// Writes the checksums of all members into their files. What no tile of this run or of the
+    /// journal covers is read back.
+    fn finish(&self, frames: &[Frame], control: &Control) -> Result<()> {
+        for ((frame, file), sums) in frames.iter().zip(&self.files).zip(&self.sums) {
+            for (member, sums) in frame.members.iter().zip(sums) {
+                let (lo, hi) = (member.offset, member.offset + member.len);
+                let mut sums = lock(sums);
+                for (start, end) in sums.gaps(lo, hi) {
+                    let mut at = start;
+                    while at < end {
+                        if control.cancel.load(std::sync::atomic::Ordering::Relaxed) {
+                            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+                        }
+                        let mut bytes = vec![0; CHUNK.min(end - at) as usize];
+                        file.read_at(at, &mut bytes)?;
+                        sums.add(at, bytes.len() as u64, hash::crc32(&bytes));
+                        sums.join(at);
+                        at += bytes.len() as u64;
+                    }
+                }
+                let crc = sums.crc(lo, hi).expect("no gap is left");
+                member.crc_at.iter().try_for_each(|&at| file.write_all_at(at, &crc.to_le_bytes()))?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -114,6 +165,7 @@ impl Sink for StagedSink<'_> {
     }
 
     fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
+        self.sum(output, tile);
         let mut pending = lock(&self.pending);
         pending.records.push(record(output, tile));
         pending.files.insert(self.outputs[output].file);
@@ -123,6 +175,14 @@ impl Sink for StagedSink<'_> {
         }
         drop(pending);
         self.flush()
+    }
+
+    fn kept(&self, output: usize, tile: &TileDone) {
+        self.sum(output, tile);
+    }
+
+    fn checksummed(&self, output: usize) -> bool {
+        self.member_of[output].is_some()
     }
 }
 
@@ -148,7 +208,7 @@ pub fn write(
     let manifest_estimate = 4096 + 400 * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
     let needs = Needs {
         bytes: if options.sparse { 0 } else { plan.bytes() + copied + manifest_estimate },
-        files: (plan.files.len() + plan.texts.len() + options.copies.len() + 2) as u64,
+        files: (plan.files.len() + plan.texts.len() + folders(plan) + options.copies.len() + 2) as u64,
         open_files: (files.len() + plan.files.len() + 64) as u64,
     };
     publish::preflight(out, roots, &run, &needs, &options.publish)?;
@@ -199,18 +259,62 @@ pub fn write(
     }
 }
 
+/// Number of folders of the result.
+fn folders(plan: &Plan) -> usize {
+    let names = plan.files.iter().map(|f| &f.name).chain(plan.texts.keys());
+    let folders: BTreeSet<&str> =
+        names.flat_map(|name| name.match_indices('/').map(|(end, _)| &name[..end])).collect();
+    folders.len()
+}
+
+/// Top-level names that appear after all others; the last one is where readers start.
 fn last_names(plan: &Plan) -> Vec<&str> {
     let mut last = vec![MANIFEST_NAME];
-    if plan.texts.contains_key(INDEX_NAME) || plan.files.len() > 1 {
+    if plan.texts.contains_key(TRACKER_NAME) {
+        last.push(TRACKER_NAME);
+    } else if has_index(plan) {
         last.push(INDEX_NAME);
     } else if let Some(file) = plan.files.first() {
-        last.push(&file.name);
+        last.extend(file.name.split('/').next());
     }
     last
 }
 
+/// Name of the text that names the step to be loaded (DeepSpeed).
+const TRACKER_NAME: &str = "latest";
 /// Name of the index that names each tensor's file.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
+
+/// True for safetensors files that share the tensors of one model.
+fn has_index(plan: &Plan) -> bool {
+    plan.files.len() > 1 && plan.files.iter().all(|f| f.form == Form::Safetensors)
+}
+
+/// What stands around the outputs of each file.
+fn frames(plan: &Plan, by_file: &[Vec<usize>]) -> Result<Vec<Frame>> {
+    let frame = |(file, inside): (&crate::plan::OutFile, &Vec<usize>)| {
+        let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
+        let (frame, offsets) = files::frame(file, &outputs)?;
+        if frame.size != file.size || outputs.iter().zip(&offsets).any(|(o, at)| o.offset != *at) {
+            return Err(Finding::new(codes::BAD_VALUE, "the plan does not fit the file's format")
+                .file(&file.name)
+                .into());
+        }
+        Ok(frame)
+    };
+    plan.files.iter().zip(by_file).map(frame).collect()
+}
+
+/// The member of its file that each output lies in.
+fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
+    let member = |output: &Output| {
+        let members = &frames[output.file as usize].members;
+        let (lo, hi) = (output.offset, output.offset + output.nbytes());
+        let at = members.partition_point(|m| m.offset <= lo).checked_sub(1)?;
+        (hi > lo && hi <= members[at].offset + members[at].len).then_some(at)
+    };
+    plan.outputs.iter().map(member).collect()
+}
 
 fn fill(
     plan: &Plan,
@@ -224,14 +328,10 @@ fn fill(
     let outs: Result<Vec<OutFile>> =
         plan.files.iter().map(|f| staging.file(&f.name, f.size, space)).collect();
     let outs = outs?;
-    let headers: Vec<Vec<u8>> = (0..plan.files.len())
-        .map(|f| {
-            let inside = plan.outputs.iter().filter(|o| o.file as usize == f);
-            safetensors::header(inside.map(|o| (o.name.as_str(), o.dtype, &o.shape[..])))
-        })
-        .collect();
-    for (file, header) in outs.iter().zip(&headers) {
-        file.write_all_at(0, header)?;
+    let by_file = plan.by_file();
+    let frames = frames(plan, &by_file)?;
+    for (file, frame) in outs.iter().zip(&frames) {
+        frame.pieces.iter().try_for_each(|(at, bytes)| file.write_all_at(*at, bytes))?;
     }
     let finished = staging
         .journal()
@@ -245,6 +345,8 @@ fn fill(
     let sink = StagedSink {
         outputs: &plan.outputs,
         written: outs.iter().map(|_| Mutex::new(0)).collect(),
+        member_of: members_of(plan, &frames),
+        sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),
         files: outs,
         staging,
         pending: Mutex::default(),
@@ -257,7 +359,9 @@ fn fill(
         scratch_dir: staging.folder().to_path_buf(),
         finished,
     };
-    let report = match engine::execute(plan, files, &sink, &engine_options, control) {
+    let done = engine::execute(plan, files, &sink, &engine_options, control)
+        .and_then(|report| sink.finish(&frames, control).map(|()| report));
+    let report = match done {
         Ok(report) => report,
         Err(error) => {
             if error.is_interrupt() {
@@ -275,10 +379,20 @@ fn fill(
     for (name, path) in &options.copies {
         staging.copy_in(name, path)?;
     }
-    if plan.files.len() > 1 {
+    if has_index(plan) {
         staging.write(INDEX_NAME, &index(plan))?;
     }
-    let manifest = manifest(plan, run, &report, &headers, options);
+    let mut manifest = manifest(plan, run, &report, options);
+    for (((file, inside), frame), out) in plan.files.iter().zip(&by_file).zip(&frames).zip(&sink.files) {
+        let identity = match &file.form {
+            Form::Safetensors => {
+                let header = blake3::hash(&frame.pieces[0].1[8..]);
+                file_identity(header.as_bytes(), inside.iter().map(|&i| &report.outputs[i].hash))
+            }
+            Form::TorchZip(_) => read_back(plan, inside, &report, out)?,
+        };
+        manifest.files.push(ManifestFile { name: file.name.clone(), size: file.size, identity });
+    }
     staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
     Ok((manifest, report.findings))
 }
@@ -291,7 +405,7 @@ fn index(plan: &Plan) -> Vec<u8> {
     serde_json::to_vec_pretty(&json).expect("plain data")
 }
 
-fn manifest(plan: &Plan, run: &str, report: &Report, headers: &[Vec<u8>], options: &Options) -> Manifest {
+fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manifest {
     let mut manifest = Manifest::new(&plan.target);
     manifest.plan = run.into();
     manifest.sources = plan.sources.clone();
@@ -305,7 +419,7 @@ fn manifest(plan: &Plan, run: &str, report: &Report, headers: &[Vec<u8>], option
         .iter()
         .zip(&report.outputs)
         .map(|(o, r)| ManifestTensor {
-            name: o.name.clone(),
+            name: o.key().to_string(),
             dtype: o.dtype,
             shape: o.shape.clone(),
             file: plan.files[o.file as usize].name.clone(),
@@ -313,25 +427,38 @@ fn manifest(plan: &Plan, run: &str, report: &Report, headers: &[Vec<u8>], option
             blake3: hash::hex(&r.hash),
         })
         .collect();
-    manifest.files = plan
-        .files
-        .iter()
-        .zip(headers)
-        .enumerate()
-        .map(|(f, (file, header))| {
-            let hashes = plan
-                .outputs
-                .iter()
-                .zip(&report.outputs)
-                .filter(|(o, _)| o.file as usize == f)
-                .map(|(_, r)| &r.hash);
-            let header = blake3::hash(&header[8..]);
-            ManifestFile {
-                name: file.name.clone(),
-                size: file.size,
-                identity: file_identity(header.as_bytes(), hashes),
-            }
-        })
-        .collect();
     manifest
+}
+
+/// Identity of a torch file, from what a reader finds in it; so it is also known to be readable.
+fn read_back(plan: &Plan, inside: &[usize], report: &Report, out: &OutFile) -> Result<String> {
+    let parsed = torch_zip::parse(&SourceFile::open(out.path())?)?;
+    let by_key: HashMap<&str, usize> = inside.iter().map(|&i| (plan.outputs[i].key(), i)).collect();
+    let mut hashes = Vec::with_capacity(inside.len());
+    for tensor in &parsed.tensors {
+        let key = tensor.path.join(".");
+        let place = parsed.blobs[tensor.blob as usize].offset + tensor.offset;
+        // A second name of a tensor has no output of its own.
+        if let Some(&i) = by_key.get(key.as_str()) {
+            let want = &plan.outputs[i];
+            if (tensor.dtype, &tensor.shape, place) != (want.dtype, &want.shape, want.offset) {
+                return Err(Finding::new(codes::IO, "the file just written reads back otherwise")
+                    .file(out.path())
+                    .tensor(key)
+                    .expected(
+                        format!("{} {:?} at {}", want.dtype, want.shape, want.offset),
+                        format!("{} {:?} at {place}", tensor.dtype, tensor.shape),
+                    )
+                    .into());
+            }
+            hashes.push(&report.outputs[i].hash);
+        }
+    }
+    if hashes.len() != inside.len() {
+        return Err(Finding::new(codes::IO, "tensors of the file just written")
+            .file(out.path())
+            .expected(inside.len(), hashes.len())
+            .into());
+    }
+    Ok(file_identity(&parsed.header_digest, hashes.into_iter()))
 }

@@ -276,6 +276,7 @@ fn output(dice: &mut Dice, stored: u32, dense: &Dense) -> (Output, Vec<u8>) {
         fill: Fill::None,
         file: 0,
         offset: 0,
+        key: None,
     };
     (output, bytes)
 }

@@ -132,7 +132,7 @@ impl<'a> Builder<'a> {
                 fill = Fill::NegativeZero;
             }
         }
-        Ok(Output { name, dtype, shape, parts, fill, file: 0, offset: 0 })
+        Ok(Output { name, dtype, shape, parts, fill, file: 0, offset: 0, key: None })
     }
 
     /// Finds what covers one wanted box, each element once.

@@ -18,6 +18,7 @@ use crate::value::{Node, Value, Values};
 
 mod calls;
 mod opcodes;
+pub mod writer;
 
 /// Hard limits of the machine; a stream beyond one of them is refused.
 #[derive(Debug, Clone, Copy)]

@@ -14,6 +14,7 @@ use crate::storage::SourceFile;
 
 mod members;
 mod tensors;
+pub(crate) mod writer;
 
 use members::{Archive, Member};
 

@@ -1,0 +1,224 @@
+//! Output files: which outputs go into which, and what stands around their bytes.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use serde::Deserialize;
+
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::format::pickle::writer::{pickle, Stored, Tree};
+use crate::format::torch_zip::writer as torch_zip;
+use crate::format::{safetensors, Frame};
+use crate::plan::{Form, OutFile, Output};
+
+/// Outputs with their ranks.
+pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
+
+/// A file that the target prescribes.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileSide {
+    /// Path, relative to the result.
+    pub name: String,
+    /// Rank per parallel dimension; what is not named is rank 0.
+    #[serde(default)]
+    pub coords: BTreeMap<String, u64>,
+    /// What it holds; tensors by the names of the target's layout.
+    pub content: Content,
+}
+
+/// What a prescribed file holds.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Content {
+    /// (name in the file, tensor), in this order.
+    Safetensors(Vec<(String, String)>),
+    /// A value as `torch.save` would be given it.
+    TorchZip(Tree),
+}
+
+impl Content {
+    /// (name in the file, tensor), in the file's order; a tensor may have several names.
+    fn tensors(&self) -> Vec<(String, &str)> {
+        match self {
+            Content::Safetensors(names) => names.iter().map(|(k, n)| (k.clone(), n.as_str())).collect(),
+            Content::TorchZip(tree) => {
+                tree.tensors().into_iter().map(|(path, name)| (path.join("."), name)).collect()
+            }
+        }
+    }
+
+    fn form(&self) -> Form {
+        match self {
+            Content::Safetensors(_) => Form::Safetensors,
+            Content::TorchZip(tree) => Form::TorchZip(tree.clone()),
+        }
+    }
+}
+
+/// Puts outputs into the files that the target prescribes: each output into exactly one.
+pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>, Vec<Finding>) {
+    let mut findings = Vec::new();
+    let mut by_name: HashMap<(String, BTreeMap<String, u64>), Output> = HashMap::new();
+    let mut dimensions = BTreeSet::new();
+    let order: Vec<_> = outputs.iter().map(|(coords, o)| (o.name.clone(), coords.clone())).collect();
+    for (coords, output) in outputs {
+        dimensions.extend(coords.keys().cloned());
+        by_name.insert((output.name.clone(), coords), output);
+    }
+    let mut placed = BTreeSet::new();
+    let mut names = BTreeSet::new();
+    let (mut all, mut files) = (Vec::new(), Vec::new());
+    for side in sides {
+        if !names.insert(&side.name) {
+            findings.push(Finding::new(codes::OVERLAP, "the target names this file twice").file(&side.name));
+            continue;
+        }
+        let coords: BTreeMap<String, u64> =
+            dimensions.iter().map(|d| (d.clone(), side.coords.get(d).copied().unwrap_or(0))).collect();
+        let mut inside: Vec<Output> = Vec::new();
+        for (key, name) in side.content.tensors() {
+            let place = (name.to_string(), coords.clone());
+            match by_name.remove(&place) {
+                Some(output) => {
+                    placed.insert(place);
+                    inside.push(Output { key: (key != name).then_some(key), ..output });
+                }
+                // A second name of a tensor in the same file: one storage, as tied weights are saved.
+                None if inside.iter().any(|o| o.name == name) => {}
+                None => {
+                    let (code, what) = match placed.contains(&place) {
+                        true => (codes::OVERLAP, "two files of the result name it"),
+                        false => (codes::MISSING_TENSOR, "a file of the result names it, nothing makes it"),
+                    };
+                    findings.push(Finding::new(code, what).file(&side.name).tensor(name));
+                }
+            }
+        }
+        let form = side.content.form();
+        if findings.is_empty() {
+            match laid_out(side.name.clone(), form, &mut inside, files.len() as u32) {
+                Ok(file) => files.push(file),
+                Err(error) => {
+                    findings.extend(error.into_findings().into_iter().map(|f| f.file(&side.name)));
+                }
+            }
+        }
+        all.extend(inside);
+    }
+    for place in order {
+        if let Some(output) = by_name.remove(&place) {
+            findings.push(
+                Finding::new(codes::UNKNOWN_TENSOR, "no file of the result has a place for it")
+                    .tensor(&output.name),
+            );
+        }
+    }
+    (all, files, findings)
+}
+
+/// Sets the outputs' offsets; the file with its size.
+fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Result<OutFile> {
+    let mut file = OutFile { name, header_len: 0, size: 0, form };
+    let (frame, offsets) = frame(&file, &outputs.iter().collect::<Vec<_>>())?;
+    for (output, offset) in outputs.iter_mut().zip(&offsets) {
+        (output.file, output.offset) = (index, *offset);
+    }
+    file.size = frame.size;
+    file.header_len = offsets.first().copied().unwrap_or(frame.size);
+    Ok(file)
+}
+
+/// What stands in a file around its outputs, and the offset of each output.
+///
+/// # Errors
+/// Outputs that the file's format cannot hold.
+pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
+    match &file.form {
+        Form::Safetensors => {
+            let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
+            let mut at = header.len() as u64;
+            let mut offsets = Vec::with_capacity(outputs.len());
+            for output in outputs {
+                offsets.push(at);
+                at += output.nbytes();
+            }
+            Ok((Frame { pieces: vec![(0, header)], members: Vec::new(), size: at }, offsets))
+        }
+        Form::TorchZip(tree) => {
+            let keys: HashMap<&str, usize> =
+                outputs.iter().enumerate().map(|(i, o)| (o.name.as_str(), i)).collect();
+            let bytes = pickle(tree, &|name| {
+                let &i = keys.get(name)?;
+                Some(Stored { dtype: outputs[i].dtype, shape: &outputs[i].shape, key: i as u32 })
+            })?;
+            let lens: Vec<u64> = outputs.iter().map(|o| o.nbytes()).collect();
+            let frame = torch_zip::layout(stem(&file.name), torch_zip::records(bytes, &lens));
+            let offsets = frame.members.iter().map(|m| m.offset).collect();
+            Ok((frame, offsets))
+        }
+    }
+}
+
+/// The file's name without folders and ending: what torch calls the archive.
+fn stem(path: &str) -> &str {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    match name.rsplit_once('.') {
+        Some((stem, _)) if !stem.is_empty() => stem,
+        _ => name,
+    }
+}
+
+/// Names compared with their numbers as numbers, so that layer 10 follows layer 9.
+fn natural(name: &str) -> Vec<(String, u64)> {
+    let mut out = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let text = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let digits = rest[text..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| text + n);
+        out.push((rest[..text].to_string(), rest[text..digits].parse().unwrap_or(u64::MAX)));
+        rest = &rest[digits..];
+    }
+    out
+}
+
+/// Distributes outputs over safetensors files and lays them out in each.
+pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>) {
+    let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
+    for (coords, output) in outputs {
+        units.entry(coords).or_default().push(output);
+    }
+    let sharded = units.len() > 1;
+    let (mut all, mut files) = (Vec::new(), Vec::new());
+    for (rank, (_, mut outputs)) in units.into_iter().enumerate() {
+        outputs.sort_by_cached_key(|o| natural(&o.name));
+        let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
+        let mut bytes = 0;
+        for output in outputs {
+            let n = output.nbytes();
+            let last = groups.last_mut().expect("never empty");
+            // A rank's tensors stay in one file: that is what the next tool reads.
+            if !sharded && !last.is_empty() && bytes + n > max_bytes {
+                groups.push(vec![output]);
+                bytes = n;
+            } else {
+                last.push(output);
+                bytes += n;
+            }
+        }
+        let count = groups.len();
+        for (i, mut group) in groups.into_iter().enumerate() {
+            // Whole pages first, so that as many tensors as can be lie on page boundaries.
+            group.sort_by_key(|o| o.nbytes() % 4096 != 0);
+            let name = match (sharded, count) {
+                (true, _) => format!("tp_rank_{rank:02}.safetensors"),
+                (false, 1) => "model.safetensors".to_string(),
+                (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+            };
+            let file = laid_out(name, Form::Safetensors, &mut group, files.len() as u32);
+            files.push(file.expect("safetensors files hold any output"));
+            all.extend(group);
+        }
+    }
+    (all, files)
+}
