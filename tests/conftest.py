@@ -11,7 +11,7 @@ from helpers import FIXTURES
 #: Cases of `broken/` that name a checkpoint this version reads.
 BROKEN = ("neox_", "tp4_", "hf_embed_is_rank0_slice", "latest_points_nowhere")
 #: fixture argument -> (folder, prefix of the names)
-KINDS = {"neox": ("gpt_neox", "neox_"), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_")}
+KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

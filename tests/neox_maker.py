@@ -6,7 +6,7 @@ fastshard is used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,15 @@ import yaml
 Shard = dict[str, torch.Tensor]
 
 #: Tensors that each rank holds a copy of, whatever the residual.
-REPLICATED = ("layernorm.weight", "layernorm.bias", "norm.weight", "norm.bias")
+REPLICATED = (
+    "layernorm.weight", "layernorm.bias", "norm.weight", "norm.bias", "norm.scale", "layernorm.scale",
+    "layernorm.norm.weight", "layernorm.norm.bias", "norm.norm.weight", "norm.norm.bias",
+    "layer_norm_weight", "layer_norm_bias", "attention.proj.bias", "mlp.fc2_bias",
+)  # fmt: skip
 ROW_BIAS = ("attention.dense.bias", "mlp.linear2.bias")
-ROW_WEIGHT = ("attention.dense.weight", "mlp.linear2.weight")
+ROW_WEIGHT = (
+    "attention.dense.weight", "attention.proj.weight", "mlp.linear2.weight", "mlp.fc2_weight", "mlp.w2.weight",
+)  # fmt: skip
 
 
 @dataclass
@@ -37,6 +43,33 @@ class Spec:
     rotary_pct: float = 0.25
     seed: int = 1
     zero_row_bias: bool = False
+    #: layernorm, rmsnorm, te_layernorm or te_rmsnorm
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    #: None as in configs without num_kv_heads
+    kv_heads: int | None = None
+    biases: bool = True
+    te_mha: bool = False
+    te_mlp: bool = False
+    #: te_columnparallel and te_rowparallel
+    te_linear: bool = False
+    #: The unused post_attention_layernorm of GPT-NeoX before #1355.
+    stale_norm: bool = False
+    #: w1, w2, w3 instead of linear1 and linear2
+    split_gate: bool = False
+    #: What Transformer Engine's modules hold as `_extra_state`.
+    extra_state: Any = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first projection of the MLP is two."""
+        return self.split_gate or self.activation in ("swiglu", "geglu", "reglu")
+
+    @property
+    def gqa(self) -> bool:
+        """Whether there are fewer key/value heads than heads."""
+        return self.kv_heads not in (None, self.heads)
 
     @property
     def padded(self) -> int:
@@ -48,9 +81,10 @@ class Spec:
         """The training config; NeoX mixes '-' and '_' in its keys."""
         return {
             "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": self.heads,
-            "max-position-embeddings": 64, "seq-length": 64, "model-parallel-size": self.tp, "norm": "layernorm",
+            "max-position-embeddings": 64, "seq-length": 64, "model-parallel-size": self.tp, "norm": self.norm,
             "pos-emb": "rotary", "rotary_pct": self.rotary_pct, "gpt_j_residual": self.residual,
-            "no-weight-tying": not self.tied, "make_vocab_size_divisible_by": 128, "activation": "gelu",
+            "no-weight-tying": not self.tied, "make_vocab_size_divisible_by": 128, "activation": self.activation,
+            **({} if self.kv_heads is None else {"num_kv_heads": self.kv_heads}), **self.more,
         }  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
@@ -81,25 +115,64 @@ def make_shards(spec: Spec) -> list[Shard]:
         for shard in shards:
             shard[name] = value.clone()
 
-    each("0.word_embeddings.weight", spec.padded // t, h)
-    for layer in range(2, spec.layers + 2):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            same(f"{layer}.{norm}.weight", h, around=1.0)
-            same(f"{layer}.{norm}.bias", h)
-        each(f"{layer}.attention.query_key_value.weight", 3 * h // t, h)
-        each(f"{layer}.attention.query_key_value.bias", 3 * h // t)
-        each(f"{layer}.attention.dense.weight", h, h // t)
-        each(f"{layer}.mlp.linear1.weight", f // t, h)
-        each(f"{layer}.mlp.linear1.bias", f // t)
-        each(f"{layer}.mlp.linear2.weight", h, f // t)
-        for name in ROW_BIAS:
-            if spec.zero_row_bias:
+    def norm(prefix: str, weight: str = "", bias: str = "") -> None:
+        names = {"layernorm": (".weight", ".bias"), "rmsnorm": (".scale", ""),
+                 "te_layernorm": (".norm.weight", ".norm.bias"), "te_rmsnorm": (".norm.weight", "")}  # fmt: skip
+        own_weight, own_bias = names[spec.norm]
+        same(f"{prefix}{weight or own_weight}", h, around=1.0)
+        if own_bias and (bias or not weight):
+            same(f"{prefix}{bias or own_bias}", h)
+
+    def linear(name: str, rows: int, columns: int, kind: str, te: bool, join: str = ".") -> None:
+        """A projection divided by rows ("column" parallel) or columns ("row" parallel)."""
+        column = kind == "column"
+        each(f"{name}{join}weight", *((rows // t, columns) if column else (rows, columns // t)))
+        if spec.biases and not spec.split_gate:
+            if column:
+                each(f"{name}{join}bias", rows // t)
+            elif spec.zero_row_bias:
                 for shard in shards:
-                    shard[f"{layer}.{name}"] = torch.zeros(h, dtype=spec.dtype)
+                    shard[f"{name}{join}bias"] = torch.zeros(h, dtype=spec.dtype)
             else:
-                (each if spec.residual else same)(f"{layer}.{name}", h)
-    same(f"{spec.layers + 3}.norm.weight", h, around=1.0)
-    same(f"{spec.layers + 3}.norm.bias", h)
+                (same if te or not spec.residual else each)(f"{name}{join}bias", rows)
+        if te and join == ".":
+            extra(name)
+
+    def extra(module: str) -> None:
+        for shard in shards:
+            shard[f"{module}._extra_state"] = spec.extra_state
+
+    each("0.word_embeddings.weight", spec.padded // t, h)
+    width = h // spec.heads
+    fused = (spec.heads + 2 * (spec.kv_heads or spec.heads)) * width
+    for layer in range(2, spec.layers + 2):
+        norm(f"{layer}.input_layernorm")
+        qkv, out = ("qkv", "proj") if spec.te_mha else ("query_key_value", "dense")
+        te = spec.te_mha or spec.te_linear
+        linear(f"{layer}.attention.{qkv}", fused, h, "column", te)
+        linear(f"{layer}.attention.{out}", h, h, "row", te)
+        if spec.te_mha:
+            extra(f"{layer}.attention.core_attention")
+        inner = 2 * f if spec.gated else f
+        if spec.te_mlp:
+            norm(f"{layer}.mlp", ".layer_norm_weight", ".layer_norm_bias")
+            linear(f"{layer}.mlp.fc1", inner, h, "column", True, "_")
+            linear(f"{layer}.mlp.fc2", h, f, "row", True, "_")
+            extra(f"{layer}.mlp")
+        else:
+            norm(f"{layer}.post_attention_layernorm")
+            if spec.split_gate:
+                linear(f"{layer}.mlp.w1", f, h, "column", False)
+                linear(f"{layer}.mlp.w3", f, h, "column", False)
+                linear(f"{layer}.mlp.w2", h, f, "row", False)
+            else:
+                linear(f"{layer}.mlp.linear1", inner, h, "column", spec.te_linear)
+                linear(f"{layer}.mlp.linear2", h, f, "row", spec.te_linear)
+        if spec.stale_norm:
+            for shard in shards:
+                shard[f"{layer}.post_attention_layernorm.weight"] = torch.ones(h, dtype=spec.dtype)
+                shard[f"{layer}.post_attention_layernorm.bias"] = torch.zeros(h, dtype=spec.dtype)
+    norm(f"{spec.layers + 3}.norm")
     if not spec.tied:
         each(f"{spec.layers + 4}.final_linear.weight", spec.padded // t, h, scale=0.1)
     return shards
@@ -132,12 +205,16 @@ def write(root: Path, spec: Spec, shards: list[Shard] | None = None, *, pipeline
     return root
 
 
-def merge(shards: list[Shard], *, residual: bool) -> dict[str, torch.Tensor]:
+def merge(shards: list[Shard], *, residual: bool, spec: Spec | None = None) -> dict[str, torch.Tensor]:
     """What a run with tp 1 would hold: sums in float32 in rank order, rounded once."""
+    spec = spec or Spec()
+    width = spec.hidden // spec.heads
     merged = {}
     for name, first in shards[0].items():
+        if "_extra_state" in name or (spec.te_mlp and "post_attention_layernorm" in name):
+            continue
         pieces = [shard[name] for shard in shards]
-        if name.endswith(ROW_BIAS) and residual:
+        if name.endswith(ROW_BIAS) and residual and not spec.te_linear:
             total = pieces[0].float()
             for piece in pieces[1:]:
                 total = total + piece.float()
@@ -145,6 +222,14 @@ def merge(shards: list[Shard], *, residual: bool) -> dict[str, torch.Tensor]:
         elif name.endswith((*REPLICATED, *ROW_BIAS)):
             assert all(torch.equal(piece, first) for piece in pieces)
             merged[name] = first
+        elif "attention.query_key_value" in name and spec.gqa:
+            # [q_r; k_r; v_r] on each rank
+            kv = (spec.kv_heads or 0) * width // len(shards)
+            split = [piece.split([first.shape[0] - 2 * kv, kv, kv]) for piece in pieces]
+            merged[name] = torch.cat([part for parts in zip(*split, strict=True) for part in parts])
+        elif ("mlp.linear1" in name or "mlp.fc1" in name) and spec.gated:
+            halves = [piece.chunk(2) for piece in pieces]
+            merged[name] = torch.cat([part for parts in zip(*halves, strict=True) for part in parts])
         else:
             merged[name] = torch.cat(pieces, dim=1 if name.endswith(ROW_WEIGHT) else 0)
     return merged

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..discover import Listing
 from ..errors import FastshardError, Finding
-from . import neox_config
+from . import neox_config, neox_features
 from .base import Found, Options, Source, Unit, Values, missing
 
 _STEP = re.compile(r"^(?:global_step)?(\d+)$")
@@ -44,10 +44,6 @@ class GptNeox:
         source.config = model.to_dict()
         source.facts, source.axes = model.facts, dict(model.axes)
         source.provable = model.layers is not None and model.tp is not None
-        if model.llama:
-            source.layout, source.family = "gpt_neox.llama", "llama"
-        else:
-            source.layout, source.family = "gpt_neox.neox", "gpt_neox"
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")
         source.values = {k: states[0][k] for k in keys if states and k in states[0]}
         if notes["pipeline"]:
@@ -55,6 +51,7 @@ class GptNeox:
             _rank_files(found, states, source.findings)
         else:
             self._sequential(found, model, source, states)
+        neox_features.apply(found, source, model, values)
         if options.vocab_size:
             source.vocab_size = options.vocab_size
         return source

@@ -56,7 +56,7 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
     # transformers: tie_word_embeddings defaults to False for these three model types.
     facts = {"tied": bool(config.get("tie_word_embeddings", False))}
     if config.get("model_type") == "gpt_neox":
-        axes["h"] = heads
+        axes["g"] = heads
         # transformers: configuration_gpt_neox.py, attention_bias = True
         facts["attention_bias"] = bool(config.get("attention_bias", True))
     else:

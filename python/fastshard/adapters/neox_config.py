@@ -15,8 +15,6 @@ from ..discover import Listing
 from ..errors import FastshardError, Finding
 from .base import Options
 
-_GATED = {"swiglu", "geglu", "reglu", "bilinear", "glu"}
-
 
 def read(
     listing: Listing, places: list[tuple[int, str]], options: Options, findings: list[Finding]
@@ -73,7 +71,9 @@ class Model:
 
     layers: int | None = None
     tp: int | None = None
-    llama: bool = False
+    heads: int | None = None
+    kv_heads: int | None = None
+    path: str | None = None
     axes: dict[str, int] = field(default_factory=dict)
     facts: dict[str, bool] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -108,18 +108,13 @@ class Model:
                 )
             return inside if inside is not None else outside
 
-        model = cls(layers=number("num_layers"), tp=number("model_parallel_size"), config={**config})
+        model = cls(
+            layers=number("num_layers"), tp=number("model_parallel_size"), config={**config}, path=path
+        )
         hidden, heads = number("hidden_size"), number("num_attention_heads")
         padded = args.get("padded_vocab_size")
+        model.heads, model.kv_heads = heads, number("num_kv_heads")
         axes = {"L": model.layers, "H": hidden, "P": padded if isinstance(padded, int) else None}
-        model.llama = (
-            str(config.get("mlp_type", "")) == "llama" or str(config.get("activation", "")) in _GATED
-        )
-        if model.llama or config.get("num_kv_heads"):
-            groups = number("num_kv_heads") or heads
-            axes |= {"g": groups, "r": heads // groups if heads and groups else None}
-        else:
-            axes["h"] = heads
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
         model.axes = {k: v for k, v in axes.items() if v}
