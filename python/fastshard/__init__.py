@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint, open
 from .convert import convert, merge, plan
 from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
 from .manifests import Manifest
+from .masters import MastersReport, masters, repair_masters
 from .planning import Plan
 from .tensor import Tensor
 from .verify import Difference, diff, manifest, verify
@@ -29,6 +30,7 @@ __all__ = [
     "Finding",
     "IncompleteError",
     "Manifest",
+    "MastersReport",
     "Plan",
     "ProblemError",
     "Tensor",
@@ -37,9 +39,11 @@ __all__ = [
     "diff",
     "layouts",
     "manifest",
+    "masters",
     "merge",
     "open",
     "plan",
+    "repair_masters",
     "verify",
 ]
 

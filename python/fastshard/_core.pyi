@@ -50,6 +50,10 @@ class Catalog:
         """Names of a file's tensors, keys joined by dots."""
     def plan(self, request: str) -> Plan:
         """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
+    def compare(self, request: str) -> Plan:
+        """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
+    def repair(self, request: str, repair: str) -> Plan:
+        """Plans masters rebuilt from parameters in the optimizer files' own layout."""
     def inventory(self, options: str, progress: _Progress = None) -> str:
         """Hashes what is there: JSON with manifest and findings."""
     def against(

@@ -76,7 +76,7 @@ def open(
         source.pass_unknown = False
     findings += source.findings
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
-    return Checkpoint(listing, Opened(source, catalog, findings), readable)
+    return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
 
 
 def _positive(value: int | None, name: str) -> int | None:
@@ -166,7 +166,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
     """
 
     def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
-        self._listing = listing
+        #: All files below the roots, by name.
+        self.listing = listing
         #: What planning needs of the checkpoint.
         self.opened = opened
         self._files = files
@@ -195,7 +196,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def roots(self) -> list[Path]:
         """Directories that the checkpoint was opened from."""
-        return list(self._listing.roots)
+        return list(self.listing.roots)
 
     @property
     def files(self) -> list[dict[str, Any]]:

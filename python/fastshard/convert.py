@@ -145,7 +145,7 @@ def convert(
             "fsync": fsync,
             "copies": companions(checkpoint, made, tokenizer),
             "values": made.source.values,
-            "apart": checkpoint._listing.given(),
+            "apart": checkpoint.listing.given(),
         })  # fmt: skip
         try:
             outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing")))

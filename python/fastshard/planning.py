@@ -14,6 +14,7 @@ from typing import Any
 from . import _core, layouts
 from .adapters import hf_target
 from .adapters.base import Source
+from .discover import File
 from .errors import FastshardError, Finding, from_core
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
@@ -60,6 +61,8 @@ class Opened:
     source: Source
     catalog: _core.Catalog
     findings: list[Finding]
+    #: Files in the catalog's order.
+    files: list[File]
 
 
 class Plan:

@@ -101,6 +101,18 @@ class Assembled:
 
 
 @dataclass
+class StateFile:
+    """A file that holds masters and optimizer state, by tensors in it."""
+
+    file: int
+    masters: list[int]
+    #: Moments and steps.
+    state: list[int]
+    #: Steps that are numbers in the pickle and cannot be set to zero in place.
+    counted: bool = False
+
+
+@dataclass
 class Found:
     """Files that an adapter recognised by their names."""
 
@@ -154,6 +166,8 @@ class Source:
     masters: bool = False
     #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
     optimizer_findings: list[Finding] = field(default_factory=list)
+    #: Files that hold masters.
+    state_files: list[StateFile] = field(default_factory=list)
     #: Files that hold nothing but optimizer state.
     optimizer_files: set[str] = field(default_factory=set)
     #: Optimizer steps by file.

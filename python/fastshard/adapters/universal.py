@@ -110,6 +110,7 @@ class Universal:
                     )
                 )
         _steps_agree(found, steps, source)
+        source.steps = steps
         if steps:
             source.values["optimizer"] = {"step": max(max(s) for s in steps.values())}
         source.params_stored = bool(stored)

@@ -16,6 +16,8 @@ from ..checkpoint import open as open_checkpoint
 from ..convert import convert as convert_checkpoint
 from ..errors import CODES, FastshardError, Finding
 from ..manifests import MANIFEST_NAME, run_options
+from ..masters import masters as compare_masters
+from ..masters import repair_masters
 from ..planning import Plan, default_threads, make_plan
 from ..verify import diff as diff_checkpoints
 from ..verify import manifest as make_manifest
@@ -250,6 +252,48 @@ def manifest(a: argparse.Namespace) -> Outcome:
     return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
 
 
+def masters(a: argparse.Namespace) -> Outcome:
+    """Masters against parameters, and their repair."""
+    if a.repair is None:
+        if a.drop_optimizer:
+            raise FastshardError.of("FS515", "--drop-optimizer goes with --repair OUT")
+        report = compare_masters(a.ckpt, memory=a.memory, progress=_progress(a), **_opening(a))
+        verdict = (
+            "every fp32 master rounds to its parameter"
+            if report.ok
+            else f"{len(report.differing)} masters are not their parameters"
+            if report.differing
+            else "not proven, see the findings"
+        )
+        steps = ", ".join(f"{step:g}" for step in report.steps) or "not told"
+        text = (
+            f"{', '.join(map(str, a.ckpt))}: {verdict}; {report.compared} tensors, {report.elements:,} elements"
+            f" compared; optimizer step {steps}"
+        )
+        if report.differing:
+            text += f"\n\n{report.advice}"
+        document = {
+            "ok": report.ok,
+            "compared": report.compared,
+            "elements": report.elements,
+            "differing": report.differing,
+            "steps": report.steps,
+        }
+        return Result(text, document), report.findings
+    manifest = repair_masters(
+        a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
+        fsync=a.fsync == "full", progress=_progress(a), **_opening(a),
+    )  # fmt: skip
+    count = len(manifest.document["tensors"])
+    what = (
+        "the optimizer left out; load it with load_module_only=True"
+        if a.drop_optimizer
+        else f"{count} tensors rebuilt: masters made from the parameters, moments and step set to zero; load it as usual"
+    )
+    document = {"out": str(a.repair), "tensors": count, "files": manifest.document["files"]}
+    return Result(f"{a.repair}: {what}", document), manifest.findings
+
+
 def explain(a: argparse.Namespace) -> Outcome:
     """What a code means."""
     if a.code is None:
@@ -274,5 +318,5 @@ def explain(a: argparse.Namespace) -> Outcome:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
     "inspect": inspect, "merge": merge, "convert": convert, "plan": plan, "verify": verify, "diff": diff,
-    "manifest": manifest, "explain": explain,
+    "manifest": manifest, "masters": masters, "explain": explain,
 }  # fmt: skip

@@ -63,13 +63,13 @@ def _finish(
             document: dict[str, Any] = {"command": arguments.command, "exit_code": code}
             document |= result.document if result else {}
             if result and arguments.command != "explain":
-                document["not_proven"] = not_proven(findings)
+                document["not_proven"] = not_proven(findings, arguments.command)
             document["findings"] = [f.to_dict() for f in findings]
             render.print_json(document)
         elif result and result.text:
             print(render.printable(result.text, keep="\n"))
             if arguments.command != "explain":
-                print(f"not proven: {not_proven(findings)}")
+                print(f"not proven: {not_proven(findings, arguments.command)}")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,13 +79,19 @@ def _finish(
         )
         if code:
             what = {1: "problems found", 2: "could not run", 3: "incomplete"}[code]
-            published = "; nothing was published" if arguments.command in ("merge", "convert") else ""
+            published = (
+                "; nothing was published"
+                if arguments.command in ("merge", "convert") or getattr(arguments, "repair", None)
+                else ""
+            )
             print(f"fastshard: {what}{published}", file=sys.stderr)
     return code
 
 
-def not_proven(findings: list[Finding]) -> str:
+def not_proven(findings: list[Finding], command: str) -> str:
     """The one line that every result ends with."""
+    if command == "masters":
+        return "that the parameters are right: where the two differ, the files do not say which side is stale"
     unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
     if unprovable:
         return f"{unprovable.message}; {unprovable.help}"
@@ -97,7 +103,7 @@ def _interrupted(arguments: argparse.Namespace, as_json: bool) -> int:
         "FS510",
         "stopped by the user",
         help="nothing was published; the same command with --resume continues"
-        if arguments.command in ("merge", "convert")
+        if arguments.command in ("merge", "convert") or getattr(arguments, "repair", None)
         else None,
     )
     return _finish(arguments, None, [finding], 2, as_json)

@@ -161,6 +161,27 @@ def build() -> argparse.ArgumentParser:
     _opening(diff)
     _common(diff)
 
+    masters = add(
+        "masters",
+        "fp32 masters against 16-bit parameters; rebuild the masters for a finetune",
+        """\
+        Checks that every fp32 master of the optimizer rounds to its 16-bit parameter. With --repair the
+        parameters are taken to be right: OUT is the same checkpoint with masters made from them, and
+        moments and step zero.""",
+    )
+    _source(masters)
+    group = masters.add_argument_group("repair")
+    group.add_argument("--repair", metavar="OUT", help="write a copy whose masters are the parameters")
+    group.add_argument(
+        "--drop-optimizer",
+        action="store_true",
+        help="with --repair: leave the optimizer out, for load_module_only=True",
+    )
+    group.add_argument("--resume", action="store_true", help="continue an interrupted repair")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    _common(masters)
+
     manifest = add("manifest", "hash what is there, so that later damage shows")
     _source(manifest)
     manifest.add_argument("-o", "--output", metavar="FILE", help="default: fastshard.manifest.json in CKPT")

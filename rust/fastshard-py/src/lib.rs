@@ -99,6 +99,33 @@ struct Catalog {
     inner: Arc<CoreCatalog>,
 }
 
+impl Catalog {
+    /// A plan with the open files that it reads.
+    fn with_files(&self, planned: fastshard::request::Planned) -> Plan {
+        // The plan's sources are the catalog's files in the order in which units named them.
+        let files = planned
+            .plan
+            .sources
+            .iter()
+            .filter_map(|s| {
+                self.inner
+                    .files
+                    .iter()
+                    .flatten()
+                    .find(|f| f.path == s.path && f.root == s.root)
+                    .map(|f| f.source.clone())
+            })
+            .collect();
+        Plan {
+            plan: Arc::new(planned.plan),
+            findings: planned.findings,
+            files,
+            roots: self.inner.roots.clone(),
+            hashed: Mutex::default(),
+        }
+    }
+}
+
 #[pymethods]
 impl Catalog {
     #[new]
@@ -172,27 +199,22 @@ impl Catalog {
         let request: Request = serde_json::from_str(request).map_err(json_error)?;
         let catalog = Arc::clone(&self.inner);
         let planned = py.detach(move || fastshard::request::plan(&catalog, &request)).map_err(raise)?;
-        // The plan's sources are the catalog's files in the order in which units named them.
-        let files = planned
-            .plan
-            .sources
-            .iter()
-            .filter_map(|s| {
-                self.inner
-                    .files
-                    .iter()
-                    .flatten()
-                    .find(|f| f.path == s.path && f.root == s.root)
-                    .map(|f| f.source.clone())
-            })
-            .collect();
-        Ok(Plan {
-            plan: Arc::new(planned.plan),
-            findings: planned.findings,
-            files,
-            roots: self.inner.roots.clone(),
-            hashed: Mutex::default(),
-        })
+        Ok(self.with_files(planned))
+    }
+
+    fn compare(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
+        let request: Request = serde_json::from_str(request).map_err(json_error)?;
+        let catalog = Arc::clone(&self.inner);
+        Ok(self.with_files(py.detach(move || fastshard::repair::compare(&catalog, &request))))
+    }
+
+    fn repair(&self, py: Python<'_>, request: &str, repair: &str) -> PyResult<Plan> {
+        let request: Request = serde_json::from_str(request).map_err(json_error)?;
+        let repair: fastshard::repair::Repair = serde_json::from_str(repair).map_err(json_error)?;
+        let catalog = Arc::clone(&self.inner);
+        let planned =
+            py.detach(move || fastshard::repair::plan(&catalog, &request, &repair)).map_err(raise)?;
+        Ok(self.with_files(planned))
     }
 
     #[pyo3(signature = (options, progress=None))]

@@ -157,6 +157,9 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
             let offsets = frame.members.iter().map(|m| m.offset).collect();
             Ok((frame, offsets))
         }
+        Form::Overlay(_) => Err(Finding::new(codes::BAD_VALUE, "an overlay is laid out by its source")
+            .file(&file.name)
+            .into()),
     }
 }
 

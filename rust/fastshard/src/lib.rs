@@ -16,6 +16,7 @@ pub mod layout;
 pub mod manifest;
 pub mod plan;
 pub mod publish;
+pub mod repair;
 pub mod request;
 pub mod storage;
 pub mod tensor;

@@ -307,6 +307,9 @@ pub enum Form {
     Safetensors,
     /// A file as `torch.save` writes it, that holds this value.
     TorchZip(Tree),
+    /// A copy of this source file (index into [`Plan::sources`]), a torch zip, in which the outputs
+    /// replace bytes of storages.
+    Overlay(u32),
 }
 
 impl Form {

@@ -17,8 +17,9 @@ use crate::layout::table::Table;
 use crate::plan::{Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
 
+pub(crate) use assembled::Gathered;
+use assembled::Pass;
 pub use assembled::{AssembledSide, AssembledTensor, Range};
-use assembled::{Gathered, Pass};
 
 /// What an adapter declares of a checkpoint, and what is wanted of it.
 #[derive(Debug, Deserialize)]

@@ -8,7 +8,7 @@ use crate::codes;
 use crate::engine::{self, Control, Report, Sink, TileDone};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
-use crate::format::{torch_zip, Frame};
+use crate::format::{torch_zip, Frame, Member};
 use crate::hash::{self, Segments};
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
@@ -291,9 +291,12 @@ fn has_index(plan: &Plan) -> bool {
 }
 
 /// What stands around the outputs of each file.
-fn frames(plan: &Plan, by_file: &[Vec<usize>]) -> Result<Vec<Frame>> {
+fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> Result<Vec<Frame>> {
     let frame = |(file, inside): (&crate::plan::OutFile, &Vec<usize>)| {
         let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
+        if let Form::Overlay(source) = file.form {
+            return overlay(&sources[source as usize], &outputs);
+        }
         let (frame, offsets) = files::frame(file, &outputs)?;
         if frame.size != file.size || outputs.iter().zip(&offsets).any(|(o, at)| o.offset != *at) {
             return Err(Finding::new(codes::BAD_VALUE, "the plan does not fit the file's format")
@@ -303,6 +306,43 @@ fn frames(plan: &Plan, by_file: &[Vec<usize>]) -> Result<Vec<Frame>> {
         Ok(frame)
     };
     plan.files.iter().zip(by_file).map(frame).collect()
+}
+
+/// A copy of `source`: only the members that outputs lie in get another checksum.
+fn overlay(source: &SourceFile, outputs: &[&Output]) -> Result<Frame> {
+    let mut members = torch_zip::replaceable(source)?;
+    let within = |m: &Member, o: &Output| m.offset <= o.offset && o.offset + o.nbytes() <= m.offset + m.len;
+    if let Some(output) = outputs.iter().find(|o| !members.iter().any(|m| within(m, o))) {
+        return Err(Finding::new(codes::UNSUPPORTED, "its bytes cannot be replaced in place")
+            .file(source.path())
+            .tensor(output.key())
+            .help("the member is compressed: save the file again with torch.save")
+            .into());
+    }
+    members.retain(|m| outputs.iter().any(|o| within(m, o)));
+    Ok(Frame { pieces: Vec::new(), members, size: source.size() })
+}
+
+/// Copies what no output replaces from the source of an overlay.
+fn underlay(source: &SourceFile, outputs: &[&Output], out: &OutFile, control: &Control) -> Result<()> {
+    let mut taken: Vec<(u64, u64)> = outputs.iter().map(|o| (o.offset, o.offset + o.nbytes())).collect();
+    taken.push((source.size(), source.size()));
+    taken.sort_unstable();
+    let mut bytes = vec![0; CHUNK as usize];
+    let mut at = 0;
+    for (lo, hi) in taken {
+        while at < lo {
+            if control.cancel.load(std::sync::atomic::Ordering::Relaxed) {
+                return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+            }
+            let n = CHUNK.min(lo - at) as usize;
+            source.read_at(at, &mut bytes[..n])?;
+            out.write_all_at(at, &bytes[..n])?;
+            at += n as u64;
+        }
+        at = at.max(hi);
+    }
+    Ok(())
 }
 
 /// The member of its file that each output lies in.
@@ -329,9 +369,15 @@ fn fill(
         plan.files.iter().map(|f| staging.file(&f.name, f.size, space)).collect();
     let outs = outs?;
     let by_file = plan.by_file();
-    let frames = frames(plan, &by_file)?;
+    let frames = frames(plan, &by_file, files)?;
     for (file, frame) in outs.iter().zip(&frames) {
         frame.pieces.iter().try_for_each(|(at, bytes)| file.write_all_at(*at, bytes))?;
+    }
+    for ((about, inside), file) in plan.files.iter().zip(&by_file).zip(&outs) {
+        if let Form::Overlay(source) = about.form {
+            let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
+            underlay(&files[source as usize], &outputs, file, control)?;
+        }
     }
     let finished = staging
         .journal()
@@ -389,7 +435,7 @@ fn fill(
                 let header = blake3::hash(&frame.pieces[0].1[8..]);
                 file_identity(header.as_bytes(), inside.iter().map(|&i| &report.outputs[i].hash))
             }
-            Form::TorchZip(_) => read_back(plan, inside, &report, out)?,
+            Form::TorchZip(_) | Form::Overlay(_) => read_back(plan, inside, &report, out)?,
         };
         manifest.files.push(ManifestFile { name: file.name.clone(), size: file.size, identity });
     }

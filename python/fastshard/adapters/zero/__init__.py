@@ -55,12 +55,16 @@ def attach(
                 named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
                 if named is not None:
                     group.keep(named)
+                    source.state_files += group.state_files()
             source.assembled += group.assembled
             findings += group.findings
             source.steps |= group.steps
             source.values.setdefault("optimizer", group.values)
         elif stage0.whole_masters(model):
-            source.assembled += stage0.whole(model, findings)
+            whole = stage0.whole(model, findings)
+            source.assembled += whole
+            source.steps[i] = stage0.steps(model)
+            source.state_files += [stage0.state_file(model)] if whole else []
         elif is_stage3:
             findings.append(model.missing(0, 1, bf16=True))
         if is_stage3:

@@ -55,24 +55,23 @@ def _constant(crc: int, size: int) -> bool:
 
 def steps_agree(found: Found, source: Source) -> list[Finding]:
     """All ranks must have taken the same number of optimizer steps."""
-    findings = []
-    every = [(file, step) for file, steps in source.steps.items() for step in steps]
-    if not every:
-        return []
-    values = [step for _, step in every]
-    usual = max(set(values), key=values.count)
-    for file in sorted({file for file, step in every if step != usual}):
-        got = ", ".join(f"{step:g}" for step in sorted(set(source.steps[file])))
-        dp, mp, _ = next(t for t in found.notes["optim"] if t[2] == file)
-        findings.append(
-            Finding.of(
-                "FS107",
-                "optimizer step differs between ranks",
-                file=found.files[file].path,
-                rank=f"dp {dp}, mp {mp}",
-                expected=f"{usual:g} as on the other ranks",
-                got=got,
-                help="take all optimizer files from one step",
-            )
+    told = {file: tuple(sorted(set(steps))) for file, steps in source.steps.items() if steps}
+    usual = max(told.values(), key=list(told.values()).count, default=())
+    ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.notes["optim"]}
+    return [
+        Finding.of(
+            "FS107",
+            "optimizer step differs between ranks",
+            file=found.files[file].path,
+            rank=ranks.get(file),
+            expected=f"{_listed(usual)} as on the other ranks",
+            got=_listed(steps),
+            help="take all optimizer files from one step",
         )
-    return findings
+        for file, steps in sorted(told.items())
+        if steps != usual
+    ]
+
+
+def _listed(steps: tuple[float, ...]) -> str:
+    return ", ".join(f"{step:g}" for step in steps)

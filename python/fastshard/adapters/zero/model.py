@@ -142,3 +142,29 @@ def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | No
     if dtype not in formats:
         return None
     return float(struct.unpack(formats[dtype], contents.bytes(file, tensor, SCALAR_BYTES))[0])
+
+
+def tensors_below(value: Any) -> list[int]:
+    """Indices of all tensors among inert values, each once, in order."""
+    found: dict[int, None] = {}
+    stack = [value]
+    while stack:
+        at = stack.pop()
+        if (index := tensor_index(at)) is not None:
+            found[index] = None
+        elif isinstance(at, dict):
+            stack.extend(reversed(list(at.values())))
+        elif isinstance(at, list):
+            stack.extend(reversed(at))
+    return list(found)
+
+
+def counts_steps(base: Any) -> bool:
+    """True if an optimizer keeps its step as a number: per parameter, or per group as Apex does."""
+    if not isinstance(base, dict):
+        return False
+    states = base.get("state")
+    entries = [*states.values()] if isinstance(states, dict) else []
+    groups = base.get("param_groups")
+    entries += groups if isinstance(groups, list) else []
+    return any(isinstance(e, dict) and isinstance(e.get("step"), (int, float)) and e["step"] for e in entries)

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from ...errors import Finding
-from ..base import Assembled
-from .model import Flat, Model, Named, Rank, scalar, state_of, tensor_index
+from ..base import Assembled, StateFile
+from .model import Flat, Model, Named, Rank, counts_steps, scalar, state_of, tensor_index, tensors_below
 
 
 class Partitions:
@@ -194,6 +194,16 @@ class Partitions:
                 steps.append(number)
         if steps:
             self.steps[rank.file] = steps
+
+    def state_files(self) -> list[StateFile]:
+        """Masters, moments and steps of each rank."""
+        files = []
+        for rank in self.order:
+            base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
+            state = base.get("state") if isinstance(base, dict) else None
+            masters = [flat.tensor for flat in rank.masters]
+            files.append(StateFile(rank.file, masters, tensors_below(state), counts_steps(base)))
+        return files
 
     def keep(self, named: Named) -> None:
         """Takes what the stage made of the partitions, aliases included."""

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from ...errors import Finding
-from ..base import Assembled
-from .model import Model, Parts, tensor_index
+from ..base import Assembled, StateFile
+from .model import Model, Parts, counts_steps, scalar, tensor_index, tensors_below
 
 
 def whole_masters(model: Model) -> list[Any] | None:
@@ -74,6 +74,33 @@ def whole(model: Model, findings: list[Finding]) -> list[Assembled]:
     out += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
     found_slots = [model.assembled(slot, tensors_, model.file) for slot, tensors_ in slots.items()]
     return [model.assembled(None, out, model.file), *found_slots]
+
+
+def state_file(model: Model) -> StateFile:
+    """Masters, moments and steps in the model file."""
+    optimizer = model.state["optimizer"]
+    base = optimizer.get("optimizer_state_dict")
+    state = base.get("state") if isinstance(base, dict) else None
+    return StateFile(
+        model.file, tensors_below(optimizer.get("fp32_groups")), tensors_below(state), counts_steps(base)
+    )
+
+
+def steps(model: Model) -> list[float]:
+    """Optimizer steps, one per parameter."""
+    base = model.state["optimizer"].get("optimizer_state_dict")
+    states = base.get("state") if isinstance(base, dict) else None
+    tensors = model.contents.tensors(model.file)
+    found = []
+    for entry in states.values() if isinstance(states, dict) else ():
+        value = entry.get("step") if isinstance(entry, dict) else None
+        index = tensor_index(value)
+        step = value if isinstance(value, (int, float)) else None
+        if index is not None:
+            step = scalar(model.contents, model.file, index, tensors[index]["dtype"])
+        if step is not None:
+            found.append(float(step))
+    return found
 
 
 def _assign(names: list[tuple[str, list[int]]], groups: list[list[list[int]]]) -> list[list[str]] | None:

@@ -63,6 +63,12 @@ pub fn parse_range(file: &SourceFile, start: u64, len: u64) -> Result<ParsedFile
     tensors::assemble(file, &archive, &prefix, pickle, header_digest)
 }
 
+/// Members of a torch zip file whose content can be replaced by other bytes of the same length, by
+/// rising offset, and where their checksums stand.
+pub fn replaceable(file: &SourceFile) -> Result<Vec<super::Member>> {
+    Archive::read(file, 0, file.size())?.replaceable(file)
+}
+
 /// The refusal of a legacy (non-zip) torch file.
 pub fn legacy_refusal(file: &SourceFile) -> Error {
     Finding::new(

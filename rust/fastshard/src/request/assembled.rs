@@ -46,20 +46,20 @@ pub struct Range(pub u64, pub u32, pub u32, pub u64);
 
 /// All tensors of a request, in the order in which they were declared.
 #[derive(Default)]
-pub(super) struct Gathered {
-    pub(super) sources: Vec<PlanFile>,
-    pub(super) blobs: Vec<PlanBlob>,
-    pub(super) stored: Vec<StoredTensor>,
+pub(crate) struct Gathered {
+    pub(crate) sources: Vec<PlanFile>,
+    pub(crate) blobs: Vec<PlanBlob>,
+    pub(crate) stored: Vec<StoredTensor>,
     pub(super) units: Vec<Unit>,
     pub(super) passes: Vec<Pass>,
-    pub(super) findings: Vec<Finding>,
+    pub(crate) findings: Vec<Finding>,
     source_index: HashMap<u32, u32>,
     blob_index: HashMap<(u32, u32), u32>,
 }
 
 /// Tensors that are composed together: the weights, or one slot of the optimizer's state.
 #[derive(Default)]
-pub(super) struct Pass {
+pub(crate) struct Pass {
     /// Slot; none for the weights.
     pub(super) slot: Option<String>,
     /// The tensors as the rules see them.
@@ -71,7 +71,7 @@ pub(super) struct Pass {
 impl Gathered {
     /// Gathers what `side` declares. Where a file and the assembled tensors hold one tensor both, the
     /// side that is not preferred becomes the other's twin.
-    pub(super) fn new(catalog: &Catalog, side: &SourceSide) -> Gathered {
+    pub(crate) fn new(catalog: &Catalog, side: &SourceSide) -> Gathered {
         let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
         for unit in &side.units {
             all.unit(catalog, unit);
@@ -181,14 +181,16 @@ impl Gathered {
         }
     }
 
-    fn source(&mut self, index: u32, file: &CatalogFile) -> u32 {
+    /// The file's index among the plan's sources.
+    pub(crate) fn source(&mut self, index: u32, file: &CatalogFile) -> u32 {
         *self.source_index.entry(index).or_insert_with(|| {
             self.sources.push(file.plan_file());
             (self.sources.len() - 1) as u32
         })
     }
 
-    fn blob(&mut self, index: u32, file: &CatalogFile, blob: u32) -> u32 {
+    /// The blob's index among the plan's blobs.
+    pub(crate) fn blob(&mut self, index: u32, file: &CatalogFile, blob: u32) -> u32 {
         let source = self.source(index, file);
         *self.blob_index.entry((index, blob)).or_insert_with(|| {
             self.blobs.push(PlanBlob::of(source, &file.parsed.blobs[blob as usize]));

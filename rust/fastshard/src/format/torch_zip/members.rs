@@ -51,6 +51,8 @@ pub(super) struct Member {
     data: u64,
     /// Offset of the local header in the file.
     header: u64,
+    /// Offset of its header in the central directory in the file.
+    central: u64,
     deflated: bool,
 }
 
@@ -64,6 +66,22 @@ impl Member {
             deflated: self.deflated,
             member: Some(self.name.clone()),
         }
+    }
+
+    /// Where in the file the member's CRC32 stands: its two headers, and the descriptor after its data.
+    fn crc_at(&self, file: &SourceFile) -> Result<Vec<u64>> {
+        let mut places = vec![self.central + 16];
+        let fixed = file.read_vec(self.header, LOCAL)?;
+        // With a descriptor the local header may leave the field 0, and readers want it so.
+        if u32_at(&fixed, 14) != 0 || u16_at(&fixed, 6) & DESCRIPTOR == 0 {
+            places.push(self.header + 14);
+        }
+        if u16_at(&fixed, 6) & DESCRIPTOR != 0 {
+            let end = self.data + self.stored_len;
+            let signed = file.read_vec(end, 4)? == b"PK\x07\x08";
+            places.push(if signed { end + 4 } else { end });
+        }
+        Ok(places)
     }
 }
 
@@ -92,6 +110,14 @@ impl Archive {
         members
     }
 
+    /// Members whose content could be replaced in place, and where their checksums stand.
+    pub(super) fn replaceable(&self, file: &SourceFile) -> Result<Vec<crate::format::Member>> {
+        let stored = self.members.iter().filter(|m| !m.deflated);
+        stored
+            .map(|m| Ok(crate::format::Member { offset: m.data, len: m.len, crc_at: m.crc_at(file)? }))
+            .collect()
+    }
+
     /// Reads and validates the archive at bytes `start..start + len` of `file`.
     pub(super) fn read(file: &SourceFile, start: u64, len: u64) -> Result<Archive> {
         let in_file = start.checked_add(len).filter(|&end| end <= file.size());
@@ -115,7 +141,7 @@ impl Archive {
         }
 
         let mut members = Vec::with_capacity(zip.len());
-        for (index, name) in directory.names.into_iter().enumerate() {
+        for (index, (at, name)) in directory.names.into_iter().enumerate() {
             let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, &name, e))?;
             let unsupported = |what: String| -> Error {
                 Finding::new(codes::UNSUPPORTED, format!("{name}: {what}")).file(file.path()).into()
@@ -134,6 +160,7 @@ impl Archive {
                 stored_len: entry.compressed_size(),
                 data: 0,
                 header: start.saturating_add(entry.header_start()),
+                central: start + directory.start + at as u64,
                 deflated,
                 name,
             };
@@ -162,8 +189,8 @@ impl Archive {
 struct Directory {
     /// Offset from the start of the archive.
     start: u64,
-    /// Names of the members in the order of the directory.
-    names: Vec<String>,
+    /// Names of the members in the order of the directory, and where in it their headers begin.
+    names: Vec<(usize, String)>,
 }
 
 impl Directory {
@@ -248,7 +275,7 @@ impl Directory {
         }
         let text =
             |name: &[u8]| std::str::from_utf8(name).ok().filter(|n| !n.contains('\0')).map(str::to_string);
-        let names: Option<Vec<String>> = names.into_iter().map(text).collect();
+        let names: Option<Vec<_>> = names.into_iter().map(|(at, name)| Some((at, text(name)?))).collect();
         let names = names.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?;
         Ok(Directory { start: offset, names })
     }
@@ -256,13 +283,17 @@ impl Directory {
 
 /// Names in the headers of a central directory, `None` if something else is in it. Readers go by the
 /// number of headers or by the size, so a directory that fits only one of them hides members.
-fn names(mut directory: &[u8]) -> Option<Vec<&[u8]>> {
+fn names(directory: &[u8]) -> Option<Vec<(usize, &[u8])>> {
     let mut names = Vec::new();
-    while !directory.is_empty() {
+    let mut at = 0;
+    while at < directory.len() {
+        let directory = &directory[at..];
         let fixed = directory.get(..CENTRAL).filter(|header| header.starts_with(b"PK\x01\x02"))?;
         let [name, extra, comment] = [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
-        names.push(directory.get(CENTRAL..CENTRAL + name)?);
-        directory = directory.get(CENTRAL + name + extra + comment..)?;
+        names.push((at, directory.get(CENTRAL..CENTRAL + name)?));
+        let len = CENTRAL + name + extra + comment;
+        directory.get(len..)?;
+        at += len;
     }
     Some(names)
 }

@@ -1,0 +1,275 @@
+"""fp32 masters against parameters: compare, and rebuild the masters for a finetune."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _core
+from .adapters.base import Source as Declaration
+from .checkpoint import Checkpoint
+from .convert import Source, _opened
+from .discover import File, StrPath
+from .errors import FastshardError, Finding, from_core, raise_errors
+from .manifests import MANIFEST_NAME, Manifest, run_options
+from .progress import Progress, Report
+
+__all__ = ["MastersReport", "masters", "repair_masters"]
+
+#: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
+_LOADING = """\
+how to load the parameters for a finetune (DeepSpeed, bf16):
+  0.10.2 to 0.12.6    load_optimizer_states=False leaves the masters as they were initialised, and the first
+                      step overwrites the weights with them: load a repaired checkpoint as usual instead
+  0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
+  2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
+  any version         a repaired checkpoint loads as usual, with its optimizer starting afresh"""
+
+
+@dataclass(frozen=True)
+class MastersReport:
+    """What comparing masters with parameters showed."""
+
+    #: Parameters that were compared with their masters.
+    compared: int
+    #: Their elements.
+    elements: int
+    #: Names of parameters whose masters differ.
+    differing: list[str]
+    #: Optimizer steps as the ranks tell; more than one means mixed files.
+    steps: list[float]
+    findings: list[Finding] = field(default_factory=list)
+    #: Which way of loading is safe in which version.
+    advice: str = _LOADING
+
+    @property
+    def ok(self) -> bool:
+        """True if everything could be compared and nothing differs."""
+        return not any(f.severity == "error" for f in self.findings)
+
+
+def masters(
+    source: Source,
+    *,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Any,
+) -> MastersReport:
+    """Checks that every fp32 master, rounded to the parameter's dtype, is the parameter, bit by bit.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: ``FS402`` if the checkpoint holds no masters.
+    """
+    checkpoint = _opened(source, **opening)
+    declared = _with_masters(checkpoint)
+    findings = [*checkpoint.opened.findings, *declared.optimizer_findings]
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(_request(declared)))
+    outputs = plan.outputs()
+    if declared.params_stored:
+        findings += [Finding.from_dict(f) for f in json.loads(plan.findings())]
+    if not declared.params_stored:
+        findings.append(
+            Finding.of(
+                "FS402",
+                "not checkable: ZeRO-3 stores the parameters as fp32 masters only",
+                severity="error",
+                help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
+            )
+        )
+    elif not outputs and not any(f.severity == "error" for f in findings):
+        findings.append(Finding.of("FS402", "not checkable: no master could be compared", severity="error"))
+    try:
+        with Progress(progress) as bar:
+            checked = json.loads(plan.check(json.dumps(run_options(memory, threads)), bar.phase("comparing")))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    findings += [Finding.from_dict(f) for f in checked["findings"]]
+    differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
+    steps = sorted({step for each in declared.steps.values() for step in each})
+    elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
+    return MastersReport(len(outputs), elements, differing, steps, list(dict.fromkeys(findings)))
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _with_masters(checkpoint: Checkpoint) -> Declaration:
+    declared = checkpoint.opened.source
+    if not declared.masters:
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds no fp32 masters",
+            severity="error",
+            file=os.fspath(checkpoint.roots[0]),
+            help="name the directory that holds the optimizer files, or several node-local ones",
+        )
+    return declared
+
+
+def _request(declared: Declaration) -> str:
+    """Parameters with their masters as twins; no layout is put on them."""
+    side = declared.to_request()
+    return json.dumps({"source": {**side, "layout": None, "prefer_assembled": False}, "max_shard_size": 1})
+
+
+def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
+    try:
+        plan: _core.Plan = make()
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return plan
+
+
+def repair_masters(
+    source: Source,
+    out: StrPath,
+    *,
+    drop_optimizer: bool = False,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    progress: Report = False,
+    **opening: Any,
+) -> Manifest:
+    """Writes a copy of a checkpoint, in its own layout, whose masters are the parameters.
+
+    The parameters are taken to be right; the moments and the step become zero. Files stay the zip
+    archives they are, with payloads and checksums replaced: no object in them is pickled anew.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: destination directory.
+        drop_optimizer: leave the optimizer files out instead, for loading with
+            ``load_module_only=True``.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        resume: continue an interrupted run.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: ``FS402`` where there is no copy of the parameters to rebuild from, ``FS514`` for
+            an optimizer whose step cannot be set to zero in place, and whatever is wrong with the files.
+    """
+    checkpoint = _opened(source, **opening)
+    declared = _with_masters(checkpoint)
+    if not declared.params_stored:
+        raise FastshardError.of(
+            "FS402",
+            "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 masters only",
+            severity="error",
+        )
+    optimizer_files = declared.optimizer_files
+    opened = checkpoint.opened.findings
+    if drop_optimizer:
+        if any(s.file not in _indices(checkpoint, optimizer_files) for s in declared.state_files):
+            raise FastshardError.of(
+                "FS514",
+                "the optimizer's state lies in the model files (ZeRO stage 0)",
+                help="rebuild the masters instead (--repair without --drop-optimizer)",
+            )
+        raise_errors([f for f in opened if f.file not in optimizer_files])
+    else:
+        raise_errors([*opened, *declared.optimizer_findings])
+        _refuse_counted(checkpoint, declared)
+        if not declared.state_files:
+            raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
+    files, texts, copies = _files(checkpoint, declared, drop_optimizer)
+    repair = json.dumps({"files": files, "texts": texts})
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
+    findings = [Finding.from_dict(f) for f in json.loads(plan.findings())]
+    raise_errors(findings)
+    options = {
+        **run_options(memory, threads), "resume": resume, "overwrite": overwrite, "fsync": fsync, "copies": copies,
+        "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
+        "apart": checkpoint.listing.given(),
+    }  # fmt: skip
+    try:
+        with Progress(progress) as bar:
+            outcome = json.loads(plan.write(os.fspath(out), json.dumps(options), bar.phase("writing")))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    found = [Finding.from_dict(f) for f in outcome["findings"]]
+    manifest = Manifest(outcome["manifest"], [*findings, *found])
+    if not drop_optimizer:
+        raise_errors(masters(out, memory=memory, threads=threads).findings)
+    return manifest
+
+
+def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
+    return {i for i, file in enumerate(checkpoint.opened.files) if file.path in paths}
+
+
+def _refuse_counted(checkpoint: Checkpoint, declared: Declaration) -> None:
+    counted = next((s for s in declared.state_files if s.counted), None)
+    if counted is not None:
+        raise FastshardError.of(
+            "FS514",
+            "the optimizer keeps its step as a number in the pickle, which is not rewritten; zero moments with"
+            " that step would make the first updates too large",
+            file=checkpoint.opened.files[counted.file].path,
+            help="leave the optimizer's state out (--drop-optimizer) and load with load_module_only=True",
+        )
+
+
+def _files(
+    checkpoint: Checkpoint, declared: Declaration, drop_optimizer: bool
+) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]]]:
+    """Files of the result: those of the catalog, tracker texts, and plain copies."""
+    state = {s.file: s for s in declared.state_files}
+    files: list[dict[str, Any]] = []
+    taken: set[str] = {MANIFEST_NAME}
+    folders: set[tuple[int, str]] = set()
+    for i, file in enumerate(checkpoint.opened.files):
+        folders.add((file.root, file.folder))
+        if file.path in taken:
+            continue
+        taken.add(file.path)
+        if drop_optimizer and file.path in declared.optimizer_files:
+            continue
+        part = state.get(i)
+        masters_of = part.masters if part else []
+        zero = [t for t in part.state if t not in part.masters] if part else []
+        files.append({"file": i, "name": file.path, "masters": masters_of, "zero": zero})
+    texts: dict[str, str] = {}
+    copies: list[tuple[str, str]] = []
+    for other in checkpoint.listing.files:
+        if other.path in taken or (drop_optimizer and other.path in declared.optimizer_files):
+            continue
+        if _belongs(other, folders):
+            taken.add(other.path)
+            if other.name in ("latest", "latest_universal"):
+                texts[other.path] = checkpoint.listing.read_text(other)
+            else:
+                copies.append((other.path, os.fspath(checkpoint.roots[other.root] / other.path)))
+    return files, texts, copies
+
+
+def _belongs(file: File, folders: set[tuple[int, str]]) -> bool:
+    """True for files beside or below the step's files, and above them in the same branch."""
+
+    def below(inner: str, outer: str) -> bool:
+        return outer == "" or inner == outer or inner.startswith(outer + "/")
+
+    return any(
+        root == file.root and (below(file.folder, folder) or below(folder, file.folder))
+        for root, folder in folders
+    )

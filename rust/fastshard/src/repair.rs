@@ -1,0 +1,200 @@
+//! Rebuilds fp32 masters from the parameters, in the optimizer files' own layout.
+//!
+//! The files stay what they are: the original zip with the payloads of some storages, and their
+//! checksums, replaced. Nothing in a pickle is read but inertly, and nothing of it is written anew.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::Deserialize;
+
+use crate::catalog::Catalog;
+use crate::codes;
+use crate::error::{Finding, Result, Severity};
+use crate::plan::{
+    Combine, Fill, Form, OutFile, Output, Part, PartAxis, Pieces, Plan, StoredTensor, PLAN_VERSION,
+};
+use crate::request::{Gathered, Planned, Request};
+use crate::tensor::{c_strides, element_count, Dtype};
+
+/// What is to be rebuilt.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Repair {
+    /// Files with masters.
+    pub files: Vec<RepairFile>,
+    /// Small text files to write besides.
+    #[serde(default)]
+    pub texts: BTreeMap<String, String>,
+}
+
+/// A file to be rebuilt.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RepairFile {
+    /// Index in the catalog.
+    pub file: u32,
+    /// Path in the result.
+    pub name: String,
+    /// Tensors that hold masters: all their elements come from parameters, and padding is zero.
+    pub masters: Vec<u32>,
+    /// Tensors to be set to zero: moments and steps.
+    pub zero: Vec<u32>,
+}
+
+/// A range of a master's storage, in bytes, and where its values are.
+#[derive(Clone, Copy)]
+struct Source {
+    len: u64,
+    stored: u32,
+    first: u64,
+}
+
+/// Plans the repair of a checkpoint whose parameters and masters `request` declares.
+///
+/// # Errors
+/// A request that cannot be used. What is wrong with the checkpoint comes as findings.
+pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Planned> {
+    let mut all = Gathered::new(catalog, &request.source);
+    let mut findings = std::mem::take(&mut all.findings);
+    // Flat views of the parameters, as masters are laid out flat.
+    let mut values: HashMap<u32, BTreeMap<u64, Source>> = HashMap::new();
+    for index in 0..all.stored.len() {
+        let twins = std::mem::take(&mut all.stored[index].twins);
+        if twins.is_empty() {
+            continue;
+        }
+        let Some(flat) = flat(&all.stored[index]) else {
+            let tensor = &all.stored[index];
+            findings.push(
+                Finding::new(codes::UNSUPPORTED, "a parameter whose elements do not lie one after another")
+                    .tensor(&tensor.name)
+                    .help("save the checkpoint with contiguous parameters"),
+            );
+            continue;
+        };
+        let stored = all.stored.len() as u32;
+        all.stored.push(flat);
+        for master in twins {
+            let Pieces::Ranges(ranges) = &all.stored[master as usize].pieces else { continue };
+            for range in ranges {
+                let source = Source { len: range.len, stored, first: range.start };
+                // A tied parameter has one master under all its names.
+                values.entry(range.blob).or_default().entry(range.offset).or_insert(source);
+            }
+        }
+    }
+    let mut plan = Plan { version: PLAN_VERSION, target: "repair".into(), ..Plan::default() };
+    for side in &repair.files {
+        let Some(Some(file)) = catalog.files.get(side.file as usize) else { continue };
+        let source = all.source(side.file, file);
+        let wanted = side.masters.iter().map(|t| (*t, true)).chain(side.zero.iter().map(|t| (*t, false)));
+        let mut outputs = Vec::new();
+        for (number, is_master) in wanted {
+            let Some(tensor) = file.parsed.tensors.get(number as usize) else { continue };
+            let blob = all.blob(side.file, file, tensor.blob);
+            let shape = tensor.shape.clone();
+            let key = tensor.path.join(".");
+            let elements = element_count(&shape).unwrap_or(0);
+            if elements > 1 && tensor.strides != c_strides(&shape) {
+                findings.push(
+                    Finding::new(codes::UNSUPPORTED, "a view whose elements do not lie one after another")
+                        .file(catalog.label(file))
+                        .tensor(&key),
+                );
+                continue;
+            }
+            let parts = match values.get(&blob) {
+                Some(ranges) if is_master => parts(ranges, tensor.offset, elements, tensor.dtype),
+                _ => Vec::new(),
+            };
+            if is_master && parts.is_empty() && elements > 0 {
+                findings.push(
+                    Finding::new(codes::MISSING_TENSOR, "no stored parameter is the source of this master")
+                        .file(catalog.label(file))
+                        .tensor(&key)
+                        .help("the model file of this rank is missing, or holds other parameters"),
+                );
+                continue;
+            }
+            outputs.push(Output {
+                name: format!("{}: {key}", side.name),
+                key: Some(key),
+                dtype: tensor.dtype,
+                shape,
+                parts,
+                fill: Fill::Zero,
+                file: plan.files.len() as u32,
+                offset: file.parsed.blobs[tensor.blob as usize].offset + tensor.offset,
+            });
+        }
+        outputs.sort_by_key(|o| (o.offset, o.nbytes()));
+        for pair in outputs.windows(2) {
+            if pair[0].offset + pair[0].nbytes() > pair[1].offset && pair[0].nbytes() > 0 {
+                findings.push(
+                    Finding::new(codes::OVERLAP, "two tensors of the optimizer share their elements")
+                        .file(catalog.label(file))
+                        .tensor(pair[1].key())
+                        .expected("an element of its own", format!("those of {}", pair[0].key())),
+                );
+            }
+        }
+        let header_len = outputs.first().map_or(0, |o| o.offset);
+        plan.outputs.extend(outputs);
+        let size = file.source.size();
+        plan.files.push(OutFile { name: side.name.clone(), header_len, size, form: Form::Overlay(source) });
+    }
+    plan.rules = vec!["masters".into()];
+    (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
+    plan.texts = repair.texts.clone();
+    plan.topology = request.source.degrees.clone();
+    plan.roots = catalog.roots.iter().map(|r| r.display().to_string()).collect();
+    findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+    plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
+    Ok(Planned { plan, findings })
+}
+
+/// Plans the comparison of every parameter with its masters, whatever the model's layout is.
+pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
+    let all = Gathered::new(catalog, &request.source);
+    let mut plan = Plan {
+        version: PLAN_VERSION,
+        target: "masters".into(),
+        sources: all.sources,
+        blobs: all.blobs,
+        stored: all.stored,
+        twins_may_differ: request.source.twins_may_differ,
+        roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
+        ..Plan::default()
+    };
+    let compared: Vec<bool> = plan.stored.iter().map(|t| !t.twins.is_empty()).collect();
+    let outputs = plan.identity_outputs().into_iter().zip(compared);
+    plan.outputs = outputs.filter(|(_, twins)| *twins).map(|(output, _)| output).collect();
+    Planned { plan, findings: all.findings }
+}
+
+/// A parameter as one dimension, if its elements lie one after another.
+fn flat(tensor: &StoredTensor) -> Option<StoredTensor> {
+    let Pieces::View { blob, offset, strides } = &tensor.pieces else { return None };
+    let elements = element_count(&tensor.shape)?;
+    if elements > 1 && *strides != c_strides(&tensor.shape) {
+        return None;
+    }
+    let pieces = Pieces::View { blob: *blob, offset: *offset, strides: vec![1] };
+    Some(StoredTensor { shape: vec![elements], pieces, twins: Vec::new(), shard: None, ..tensor.clone() })
+}
+
+/// The parts of a flat master at byte `offset` of its storage.
+fn parts(ranges: &BTreeMap<u64, Source>, offset: u64, elements: u64, dtype: Dtype) -> Vec<Part> {
+    let item = dtype.size() as u64;
+    let within = ranges.range(offset..offset + elements * item);
+    within
+        .map(|(at, source)| Part {
+            axes: vec![PartAxis { n: source.len, dst: 1, dim: 0, step: 1 }],
+            dst_base: (at - offset) / item,
+            src_base: vec![source.first],
+            sources: vec![source.stored],
+            combine: Combine::Equal,
+            ops: Vec::new(),
+        })
+        .collect()
+}
