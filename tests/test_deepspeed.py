@@ -1,0 +1,301 @@
+"""DeepSpeed's own checkpoints: both copies of the weights, moments, universal form, masters and repair."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import re
+import sys
+import types
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+from helpers import FIXTURES, assert_refused, cli, copy, edit_pt, flip_payload, load_pt, read_result, sha256
+
+DEEPSPEED = FIXTURES / "deepspeed"
+ZERO1 = DEEPSPEED / "zero1_bf16_dp2"
+ZERO3 = DEEPSPEED / "zero3_bf16_dp2"
+STALE = FIXTURES / "stale_masters_zero1_bf16_dp2"
+STEP = "global_step4"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def own_name(name: str) -> str:
+    """Expected names of pipeline parameters carry the layer file: `layer_02.lin.weight` is `2.lin.weight`."""
+    return re.sub(r"^layer_0*(\d+)\.", r"\1.", name)
+
+
+def assert_tensors(out: Path, wanted: dict[str, Any], *, besides: set[str] = frozenset()) -> None:
+    have = read_result(out)
+    assert set(have) - besides == {own_name(name) for name in wanted}
+    for name, entry in wanted.items():
+        tensor = have[own_name(name)]
+        assert (list(tensor.shape), tensor.dtype) == (entry["shape"], DTYPES[entry["dtype"]]), name
+        assert sha256(tensor) == entry["sha256"], name
+
+
+def optim_file(dp: int) -> str:
+    return f"{STEP}/bf16_zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
+
+
+@contextlib.contextmanager
+def stub_classes() -> Iterator[None]:
+    """Stands in for the classes of DeepSpeed that its files name, so that torch can load and save them."""
+    stages = enum.IntEnum("ZeroStageEnum", {"disabled": 0, "one": 1, "two": 2, "three": 3})
+    classes = {
+        "deepspeed.runtime.fp16.loss_scaler": type("LossScaler", (), {}),
+        "deepspeed.utils.tensor_fragment": type("fragment_address", (), {}),
+        "deepspeed.runtime.zero.config": stages,
+    }
+    parents = {name.rsplit(".", n)[0] for name in classes for n in range(1, name.count(".") + 1)}
+    before = {name: sys.modules.get(name) for name in (*parents, *classes)}
+    for name in before:
+        sys.modules[name] = types.ModuleType(name)
+    for name, made in classes.items():
+        made.__module__ = name
+        setattr(sys.modules[name], made.__name__, made)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def test_masters_are_merged(deepspeed_fixture: Path, tmp_path: Path) -> None:
+    ran = cli("merge", deepspeed_fixture, tmp_path / "out", "--weights", "masters")
+    assert ran.code == 0, ran.out
+    assert ran.having("FS403", message="fp32 masters")
+    wanted = json.loads((deepspeed_fixture / "expected.json").read_text())["tensors"]
+    # A pipeline's tied tensor keeps the name of its layer file besides that of the optimizer.
+    assert_tensors(tmp_path / "out", wanted, besides={"0.word_embeddings.weight"})
+
+
+def test_parameters_are_merged(deepspeed_fixture: Path, tmp_path: Path) -> None:
+    wanted = json.loads((deepspeed_fixture / "expected.json").read_text())
+    ran = cli("merge", deepspeed_fixture, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    # ZeRO-3 has no second copy.
+    assert_tensors(tmp_path / "out", wanted.get("params_16bit", wanted["tensors"]))
+    assert ran.having("FS403", message="as stored" if "params_16bit" in wanted else "only copy")
+
+
+def test_verify_finds_nothing_wrong(deepspeed_fixture: Path) -> None:
+    ran = cli("verify", deepspeed_fixture)
+    assert (ran.code, ran.doc["ok"]) == (0, True), ran.out
+
+
+def test_masters_of_good_checkpoints_agree(deepspeed_fixture: Path) -> None:
+    ran = cli("masters", deepspeed_fixture)
+    if "zero3" in deepspeed_fixture.name:
+        assert ran.code == 2
+        assert ran.having("FS402", message="not checkable")
+    else:
+        wanted = json.loads((deepspeed_fixture / "expected.json").read_text())
+        assert (ran.code, ran.doc["differing"]) == (0, []), ran.out
+        assert ran.doc["compared"] >= len(wanted["master_rounded_differs_from_param_elements"])
+
+
+def test_universal_is_merged_with_its_moments(universal_fixture: Path, tmp_path: Path) -> None:
+    wanted = json.loads((universal_fixture / "expected.json").read_text())
+    ran = cli("merge", universal_fixture, tmp_path / "out", "--optimizer")
+    assert ran.code == 0, ran.out
+    assert_tensors(tmp_path / "out", wanted["tensors"] | wanted["optimizer"])
+
+
+def test_universal_without_a_parameter_is_incomplete(tmp_path: Path) -> None:
+    root = copy(FIXTURES / "universal/zero1_bf16_dp2", tmp_path / "ckpt")
+    (root / STEP / "zero/up.weight/fp32.pt").unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, file="zero/up.weight/fp32.pt")
+
+
+def test_moments_are_those_of_the_universal_form(tmp_path: Path) -> None:
+    ran = cli("merge", ZERO1, tmp_path / "out", "--optimizer")
+    assert ran.code == 0, ran.out
+    have = read_result(tmp_path / "out")
+    universal = json.loads((FIXTURES / "universal/zero1_bf16_dp2/expected.json").read_text())["optimizer"]
+    moments = {name: sha256(tensor) for name, tensor in have.items() if "exp_avg" in name}
+    assert moments == {name: entry["sha256"] for name, entry in universal.items()}
+
+
+def test_a_model_of_hugging_face_is_converted_by_its_config(tmp_path: Path) -> None:
+    ran = cli("convert", ZERO1, tmp_path / "out", "--to", "hf")
+    assert ran.code == 2
+    assert ran.having("FS514")
+
+
+# -- masters that are not the parameters -----------------------------------------------------------
+
+
+def test_stale_masters_are_refused_unless_a_side_is_named(tmp_path: Path) -> None:
+    assert_refused(STALE, tmp_path / "out", "FS401", tensor="embed.weight", file="optim_states")
+    assert_refused(STALE, tmp_path / "out", "FS401", options=("--weights", "masters"))
+    ran = cli("merge", STALE, tmp_path / "out", "--weights", "params")
+    assert ran.code == 0
+    assert ran.having("FS401", severity="warning", tensor="embed.weight")
+    module = load_pt(STALE / STEP / "mp_rank_00_model_states.pt")["module"]
+    have = read_result(tmp_path / "out")
+    assert {name: sha256(tensor) for name, tensor in module.items()} == {
+        n: sha256(t) for n, t in have.items()
+    }
+
+
+def test_masters_says_which_tensors_differ(tmp_path: Path) -> None:
+    ran = cli("masters", STALE)
+    assert ran.code == 1
+    assert {"embed.weight", "up.weight", "down.bias"} <= set(ran.doc["differing"])
+    assert "load_module_only" in cli("masters", STALE, json_output=False).out
+    with pytest.raises(fastshard.FastshardError):
+        fastshard.merge(STALE, tmp_path / "out", memory="2GiB")
+
+
+def test_one_stale_tensor_is_found(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["module"]["norm.weight"][3] += 1
+
+    edit_pt(root / STEP / "mp_rank_00_model_states.pt", change)
+    ran = cli("masters", root)
+    assert (ran.code, ran.doc["differing"]) == (1, ["norm.weight"])
+    assert ran.having("FS401", got="1 that differ")
+
+
+def test_repair_makes_masters_of_the_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "repaired"
+    before = cli("masters", STALE)
+    assert before.code == 1
+    ran = cli("masters", STALE, "--repair", out)
+    assert ran.code == 0, ran.out
+    assert cli("masters", out).code == 0
+    assert cli("verify", out).code == 0
+    module = load_pt(STALE / STEP / "mp_rank_00_model_states.pt")["module"]
+    assert cli("merge", out, tmp_path / "merged", "--weights", "masters").code == 0
+    for name, tensor in read_result(tmp_path / "merged").items():
+        frozen = name in ("frozen.weight", "steps_seen")
+        assert torch.equal(tensor, module[name] if frozen else module[name].float()), name
+    # The model file is the same, the optimizer's other values too, and every checksum holds.
+    model = Path(STEP) / "mp_rank_00_model_states.pt"
+    assert (out / model).read_bytes() == (STALE / model).read_bytes()
+    for file in out.rglob("*.pt"):
+        assert zipfile.ZipFile(file).testzip() is None, file
+    assert (out / "latest").read_text() == STEP
+
+
+def test_repair_sets_moments_and_steps_to_zero(deepspeed_fixture: Path, tmp_path: Path) -> None:
+    out = tmp_path / "repaired"
+    ran = cli("masters", deepspeed_fixture, "--repair", out)
+    if "zero3" in deepspeed_fixture.name:
+        assert ran.code == 2
+        assert ran.having("FS402")
+        assert not out.exists()
+        return
+    assert ran.code == 0, ran.out
+    again = cli("masters", out)
+    assert (again.code, again.doc["differing"]) == (0, [])
+    assert set(again.doc["steps"]) <= {0.0}
+    assert cli("merge", out, tmp_path / "state", "--optimizer").code == 0
+    moments = {n: t for n, t in read_result(tmp_path / "state").items() if ".exp_avg" in n}
+    assert all(not t.any() for t in moments.values())
+    params = json.loads((deepspeed_fixture / "expected.json").read_text())["params_16bit"]
+    assert cli("merge", out, tmp_path / "params").code == 0
+    assert_tensors(tmp_path / "params", params)
+
+
+def test_repair_can_leave_the_optimizer_out(tmp_path: Path) -> None:
+    out = tmp_path / "module_only"
+    ran = cli("masters", STALE, "--repair", out, "--drop-optimizer")
+    assert ran.code == 0, ran.out
+    assert sorted(p.name for p in (out / STEP).iterdir()) == ["mp_rank_00_model_states.pt"]
+    assert cli("merge", out, tmp_path / "merged").code == 0
+
+
+def test_repair_refuses_a_step_it_cannot_set(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["step"] = 4
+
+    with stub_classes():
+        for dp in range(2):
+            edit_pt(root / optim_file(dp), change)
+    ran = cli("masters", root, "--repair", tmp_path / "out")
+    assert (ran.code, not (tmp_path / "out").exists()) == (2, True)
+    assert ran.having("FS514", help="--drop-optimizer")
+
+
+def test_repair_reads_no_damaged_parameter(tmp_path: Path) -> None:
+    root = copy(STALE, tmp_path / "ckpt")
+    model = root / STEP / "mp_rank_00_model_states.pt"
+    flip_payload(model, load_pt(model)["module"]["up.weight"])
+    ran = cli("masters", root, "--repair", tmp_path / "out")
+    assert (ran.code, (tmp_path / "out").exists()) == (1, False)
+    assert ran.having("FS301", file="mp_rank_00_model_states.pt")
+
+
+# -- partitions that do not fit ---------------------------------------------------------------------
+
+
+def test_a_copied_partition_is_named(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+    (root / optim_file(1)).write_bytes((root / optim_file(0)).read_bytes())
+    for weights in ((), ("--weights", "masters")):
+        assert_refused(root, tmp_path / "out", "FS303", options=weights, rank="dp 1")
+
+
+def test_a_copied_partition_of_zero3_is_named(tmp_path: Path) -> None:
+    root = copy(ZERO3, tmp_path / "ckpt")
+    (root / optim_file(1)).write_bytes((root / optim_file(0)).read_bytes())
+    assert_refused(root, tmp_path / "out", "FS303", rank="dp 1", got="a copy")
+
+
+def test_a_missing_partition_is_named(tmp_path: Path) -> None:
+    root = copy(ZERO3, tmp_path / "ckpt")
+    (root / optim_file(0)).unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, file=optim_file(0), rank="dp 0")
+
+
+def test_parameters_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+    (root / optim_file(1)).unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, help="--weights params")
+    ran = cli("merge", root, tmp_path / "out", "--weights", "params")
+    assert ran.code == 0
+    assert ran.having("FS101", severity="warning", file=optim_file(1))
+
+
+def test_masters_cannot_be_taken_where_there_are_none(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+    for dp in range(2):
+        (root / optim_file(dp)).unlink()
+    assert_refused(root, tmp_path / "out", "FS402", exit=2, options=("--weights", "masters"))
+    assert cli("masters", root).code == 2
+    assert cli("merge", root, tmp_path / "out").code == 0
+
+
+def test_partitions_without_an_order_are_not_taken(tmp_path: Path) -> None:
+    root = copy(ZERO1, tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["param_shapes"] = None
+
+    edit_pt(root / STEP / "mp_rank_00_model_states.pt", change)
+    assert_refused(root, tmp_path / "out", "FS402", exit=2, options=("--weights", "masters"))
+
+
+def test_a_model_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    root = copy(ZERO3, tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["param_shapes"][0]["up.weight"] = torch.Size([41, 24])
+
+    for dp in range(2):
+        edit_pt(root / f"{STEP}/zero_pp_rank_{dp}_mp_rank_00_model_states.pt", change)
+    assert_refused(root, tmp_path / "out", "FS404", got="1464")
