@@ -48,6 +48,12 @@ class Catalog:
         """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
         """Names of a file's tensors, keys joined by dots."""
+    def packed(self, file: int, path: list[str]) -> str | None:
+        """JSON of an object that a file holds as bytes (a pickle inside a uint8 tensor or an io.BytesIO).
+
+        ``{"values", "tensors"}``; nothing is unpickled. None if nothing is there or in it. Raises CoreError
+        for one that is malformed or larger than 16 MiB.
+        """
     def plan(self, request: str) -> Plan:
         """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
     def compare(self, request: str) -> Plan:

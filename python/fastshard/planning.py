@@ -170,6 +170,8 @@ def make_plan(
     if broken:
         planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")]
     findings += planned
+    if dtype != "keep":
+        findings += _quantised(core, dtype)
     if not source.provable:
         findings.append(
             Finding.of(
@@ -237,6 +239,24 @@ def _weights(
         else "the fp32 masters, the only copy of the weights",
     }
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
+
+
+def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
+    """FP8 tensors would be kept as they are: their values need a scale that is stored elsewhere."""
+    stored = [(name, kind) for name, kind, *_ in core.outputs() if kind.startswith("F8_")]
+    if not stored:
+        return []
+    name, kind = stored[0]
+    return [
+        Finding.of(
+            "FS514",
+            f"{len(stored)} tensors stored in FP8: this version does not apply their scales",
+            tensor=name,
+            expected=f"floats that can be cast to {dtype}",
+            got=kind,
+            help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
+        )
+    ]
 
 
 def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:

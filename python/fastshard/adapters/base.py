@@ -21,7 +21,7 @@ class Contents:
 
     @cache  # noqa: B019 - lives as long as the opening of one checkpoint
     def __call__(self, file: int) -> Any:
-        """Values that are not tensors; None for a file that cannot be read."""
+        """Contents that are not tensors; None for a file that cannot be read."""
         return json.loads(self._catalog.values(file)) if self._readable[file] is not None else None
 
     @cache  # noqa: B019
@@ -41,8 +41,18 @@ class Contents:
         except _core.CoreError as error:
             raise from_core(error) from None
 
+    def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
+        """An object that the file holds as bytes, as plain data: ``values`` and ``tensors``.
 
-Values = Contents
+        Raises:
+            FastshardError: if it is malformed or too large.
+        """
+        try:
+            text = self._catalog.packed(file, path)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        packed: dict[str, Any] | None = None if text is None else json.loads(text)
+        return packed
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ class Source:
     step: str | None = None
     #: The model's config as found, for a target that needs one.
     config: dict[str, Any] | None = None
-    #: Values for the manifest.
+    #: Contents for the manifest.
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
@@ -206,7 +216,7 @@ class Adapter(Protocol):
     def detect(self, listing: Listing, options: Options) -> Found | None:
         """Files of a checkpoint of this framework, by names alone; None if there is none."""
 
-    def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """The declaration, from what the files' headers say."""
 
 

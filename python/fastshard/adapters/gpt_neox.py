@@ -11,7 +11,7 @@ from typing import Any
 from ..discover import Listing
 from ..errors import FastshardError, Finding
 from . import neox_config, neox_features
-from .base import Found, Options, Source, Unit, Values, missing
+from .base import Contents, Found, Options, Source, Unit, missing
 
 _STEP = re.compile(r"^(?:global_step)?(\d+)$")
 
@@ -28,7 +28,7 @@ def _number(name: str) -> int:
 class GptNeox:
     """The dialect of DeepSpeed checkpoints that GPT-NeoX writes: its layer names and arguments."""
 
-    def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         notes = found.notes
         ranks: list[int] = notes["ranks"]

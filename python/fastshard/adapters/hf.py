@@ -10,7 +10,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
-from .base import Found, Options, Source, Unit, Values, missing
+from .base import Contents, Found, Options, Source, Unit, missing
 
 #: (index, single file): safetensors first, as transformers prefers it.
 _FORMS = [
@@ -166,7 +166,7 @@ class HuggingFace:
             self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder}
         )
 
-    def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
         for i, file in enumerate(found.files):
             content = values(i)

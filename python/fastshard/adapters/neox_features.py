@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import FastshardError, Finding
-from .base import Found, Source, Unit, Values
+from . import fp8_state
+from .base import Contents, Found, Source, Unit
 from .neox_config import Model
 
 #: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
@@ -33,8 +34,10 @@ class Parts:
 
     #: name -> local shapes, by how often they occur
     shapes: dict[str, Counter[tuple[int, ...]]] = field(default_factory=dict)
-    #: states of Transformer Engine that are stored as objects, not as tensors: unit and full name
-    objects: list[tuple[Unit, str]] = field(default_factory=list)
+    #: Transformer Engine's states: unit, keys from the file's root, name, and whether it is a tensor
+    states: list[fp8_state.State] = field(default_factory=list)
+    #: tensors stored in FP8: unit, name, and the dtype or class
+    fp8: list[tuple[Unit, str, str]] = field(default_factory=list)
 
     def has(self, *names: str) -> bool:
         """True if one of the names occurs in some layer."""
@@ -52,7 +55,7 @@ class Parts:
         return None
 
 
-def read(units: list[Unit], values: Values) -> Parts:
+def read(units: list[Unit], values: Contents) -> Parts:
     """Names and shapes of all tensors of a source's units."""
     parts = Parts()
     for unit in units:
@@ -61,17 +64,28 @@ def read(units: list[Unit], values: Values) -> Parts:
             path = tensor["path"]
             if path[:depth] != unit.under:
                 continue
-            match = _NUMBERED.match(unit.prefix + ".".join(path[depth:]).removeprefix(unit.strip))
-            if match:
+            name = unit.prefix + ".".join(path[depth:]).removeprefix(unit.strip)
+            if match := _NUMBERED.match(name):
                 shapes = parts.shapes.setdefault(match[1], Counter())
                 shapes[tuple(tensor["shape"])] += 1
+            if str(tensor["dtype"]).startswith("F8_"):
+                parts.fp8.append((unit, name, tensor["dtype"]))
+            if name.endswith(_EXTRA):
+                parts.states.append((unit, path, name, True))
         content = values(unit.file)
         for key in unit.under:
             content = content.get(key) if isinstance(content, dict) else None
         if isinstance(content, dict):
             for key, value in content.items():
-                if key.endswith(_EXTRA) and not (isinstance(value, dict) and "__tensor__" in value):
-                    parts.objects.append((unit, unit.prefix + key.removeprefix(unit.strip)))
+                if not isinstance(value, dict) or "__tensor__" in value:
+                    continue
+                name = unit.prefix + key.removeprefix(unit.strip)
+                kind = str(value.get("__class__"))
+                if key.endswith(_EXTRA):
+                    parts.states.append((unit, [*unit.under, key], name, False))
+                elif kind.startswith("transformer_engine"):
+                    # A quantised tensor of TE's own class, as fp8_model_init makes.
+                    parts.fp8.append((unit, name, kind))
     return parts
 
 
@@ -116,7 +130,7 @@ def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
     return model.heads
 
 
-def apply(found: Found, source: Source, model: Model, values: Values) -> None:
+def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
     """Chooses the layout and its facts for a declared source, and records what it was trained with.
 
     Raises:
@@ -146,18 +160,35 @@ def apply(found: Found, source: Source, model: Model, values: Values) -> None:
         "gated": gated,
         "te_mha": te_mha,
         "te_mlp": te_mlp,
-        "te_dense": te_mha or parts.has("attention.dense._extra_state"),
-        "te_linear2": te_mlp or parts.has("mlp.linear2._extra_state"),
+        "te_dense": te_mha,
+        "te_linear2": te_mlp,
         "split_gate": parts.has("mlp.w1.weight", "mlp.w3.weight"),
         "scalenorm": norm == "scalenorm",
         "norms": norm != "non_parametric_layernorm",
         "reward": parts.has("rm_linear.weight"),
     }
-    for unit, name in parts.objects:
+    for unit, _, name, tensor in parts.states:
         facts["te_dense"] |= name.endswith("attention.dense._extra_state")
         facts["te_linear2"] |= name.endswith("mlp.linear2._extra_state")
+        if not tensor:
+            # Tensors are accounted for by the layout table.
+            source.findings.append(
+                Finding.of(
+                    "FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name
+                )
+            )
+    for unit, name, kind in parts.fp8:
         source.findings.append(
-            Finding.of("FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name)
+            Finding.of(
+                "FS514",
+                "a weight stored in FP8: this version does not apply its scale",
+                file=found.files[unit.file].path,
+                rank=unit.rank,
+                tensor=name,
+                expected="F32, BF16 or F16",
+                got=kind,
+                help="dequantise it where it was trained and save the checkpoint again",
+            )
         )
     source.facts |= facts
     residual = source.facts.get("gpt_j_residual")
@@ -183,6 +214,8 @@ def apply(found: Found, source: Source, model: Model, values: Values) -> None:
         "reward_head": facts["reward"],
         "legacy_names": parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
     }
+    if parts.states:
+        features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
     source.values["features"] = features
     if is_llama(features):
         source.layout, source.family = "gpt_neox.llama", "llama"

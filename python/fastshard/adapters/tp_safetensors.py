@@ -9,7 +9,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
-from .base import Found, Options, Source, Unit, Values, missing
+from .base import Contents, Found, Options, Source, Unit, missing
 from .hf import config_of, read_json
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
@@ -111,7 +111,7 @@ class TpSafetensors:
             )
         return None
 
-    def declare(self, found: Found, listing: Listing, values: Values, options: Options) -> Source:
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
         layout: dict[str, Any] | None = found.notes["layout"]
         path: str = found.notes["layout_path"]

@@ -94,6 +94,7 @@ def inspect(a: argparse.Namespace) -> Outcome:
         ("parameters", f"{summary['parameters']:,}"),
         ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in summary["dtypes"].items()) or "-"),
         ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items()) or "-"),
+        *_trained_with(document["metadata"].get("features")),
         ("complete", _verdict(plan)),
     ]
     text = table(rows, indent="")
@@ -108,6 +109,22 @@ def inspect(a: argparse.Namespace) -> Outcome:
             for name, dtype, shape, size, n in plan.outputs
         ]
     return Result(text, document), plan.findings
+
+
+def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """One row on what a model was trained with, where its adapter tells."""
+    if not features:
+        return []
+    words = [name for name, value in features.items() if value is True]
+    words += [
+        f"{name} {value}"
+        for name, value in features.items()
+        if isinstance(value, (str, int)) and value is not True and value is not False
+    ]
+    rows = [("features", ", ".join(words))]
+    if fp8 := features.get("fp8"):
+        rows.append(("fp8 state", ", ".join(f"{k} {v}" for k, v in fp8.items())))
+    return rows
 
 
 def _verdict(plan: Plan) -> str:

@@ -190,6 +190,15 @@ impl Catalog {
         Ok(pyo3::types::PyBytes::new(py, &bytes))
     }
 
+    /// An object that a file holds as bytes, read inertly.
+    fn packed(&self, py: Python<'_>, file: usize, path: Vec<String>) -> PyResult<Option<String>> {
+        let Some(Some(file)) = self.inner.files.get(file) else { return Ok(None) };
+        let packed = py
+            .detach(|| fastshard::format::packed::read(&file.source, &file.parsed, &path))
+            .map_err(raise)?;
+        packed.map(|packed| to_json(&packed.to_json())).transpose()
+    }
+
     fn names(&self, file: usize) -> Vec<String> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
         file.map_or_else(Vec::new, |f| f.parsed.tensors.iter().map(|t| t.path.join(".")).collect())

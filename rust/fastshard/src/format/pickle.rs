@@ -103,6 +103,24 @@ pub fn parse_bytes(bytes: &[u8], file: &Path) -> Result<Pickle> {
 
 /// Like [`parse_bytes`], under limits of the caller's.
 pub fn parse_within(bytes: &[u8], file: &Path, limits: &Limits) -> Result<Pickle> {
+    run(bytes, file, limits, false).map(|(pickle, _)| pickle)
+}
+
+/// Like [`parse_within`], for a stream that other bytes follow; with the length of the stream.
+pub fn parse_prefix(bytes: &[u8], file: &Path, limits: &Limits) -> Result<(Pickle, usize)> {
+    run(bytes, file, limits, true)
+}
+
+/// The function that makes a storage of bytes, in pickles that torch writes outside its own files.
+/// A tensor over its result is left a record: the stream holds the data of it.
+pub const NESTED_STORAGE: &str = "torch.storage._load_from_bytes";
+
+/// Element type of a storage class, e.g. `torch.FloatStorage`.
+pub fn storage_dtype(class: &str) -> Option<Dtype> {
+    calls::storage_dtype(class)?.ok()
+}
+
+fn run(bytes: &[u8], file: &Path, limits: &Limits, more: bool) -> Result<(Pickle, usize)> {
     let mut machine = Machine {
         bytes,
         at: 0,
@@ -124,7 +142,12 @@ pub fn parse_within(bytes: &[u8], file: &Path, limits: &Limits) -> Result<Pickle
     };
     machine.limit("bytes of the stream", bytes.len(), limits.stream)?;
     machine.run()?;
-    Ok(Pickle { values: machine.values, tensors: machine.tensors, storages: machine.storages })
+    let len = machine.at;
+    if !more && len != bytes.len() {
+        return Err(machine.refuse(format!("{} bytes follow the end", bytes.len() - len)));
+    }
+    let pickle = Pickle { values: machine.values, tensors: machine.tensors, storages: machine.storages };
+    Ok((pickle, len))
 }
 
 /// Values and references that a byte of the stream can make, with room for one copy by a call: the

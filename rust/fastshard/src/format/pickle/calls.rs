@@ -41,6 +41,12 @@ fn dtype(name: &str) -> std::result::Result<Dtype, String> {
     Dtype::from_torch(name).ok_or_else(|| format!("dtype torch.{} is not supported", shortened(name)))
 }
 
+/// Element type of a storage class, or the clause that refuses it; `None` for other classes.
+pub(super) fn storage_dtype(class: &str) -> Option<std::result::Result<Dtype, String>> {
+    let name = ["torch.storage.", "torch."].iter().find_map(|prefix| class.strip_prefix(prefix))?;
+    STORAGES.iter().find(|row| row.0 == name).map(|row| dtype(row.1))
+}
+
 impl Machine<'_> {
     /// REDUCE, NEWOBJ and their kin: pushes what `class(*args)` stands for.
     pub(super) fn call(&mut self, class: Node, args: Node) -> Result<()> {
@@ -65,6 +71,7 @@ impl Machine<'_> {
         let Some(name) = self.global(class) else { return Ok(None) };
         if let Some(name) = name.strip_prefix("torch._utils.") {
             return match name {
+                "_rebuild_tensor_v2" if self.over_bytes(args) => Ok(None),
                 "_rebuild_tensor" => self.tensor(args, 4..=4, None).map(Some),
                 "_rebuild_tensor_v2" => self.tensor(args, 6..=7, None).map(Some),
                 "_rebuild_tensor_v3" => self.tensor(args, 7..=8, Some(6)).map(Some),
@@ -109,6 +116,13 @@ impl Machine<'_> {
             Value::Tuple(items) => Some(items),
             _ => None,
         }
+    }
+
+    /// True for the arguments of a tensor whose storage is made of bytes in the stream itself.
+    fn over_bytes(&self, args: Node) -> bool {
+        let Some(&[storage, ..]) = self.tuple(args) else { return false };
+        matches!(self.values.get(storage), Value::Record { class, .. }
+            if self.global(*class) == Some(super::NESTED_STORAGE))
     }
 
     /// A new container with the elements of a list, tuple or set.
@@ -181,14 +195,10 @@ impl Machine<'_> {
         else {
             return Err(self.refuse("a storage with other attributes than torch writes"));
         };
-        let name = ["torch.storage.", "torch."].iter().find_map(|prefix| class.strip_prefix(prefix));
-        let row = name.and_then(|name| STORAGES.iter().find(|row| row.0 == name));
         let storage = Storage {
             class: class.clone(),
-            dtype: match row {
-                Some(row) => dtype(row.1),
-                None => Err(format!("storage class {} is not supported", shortened(class))),
-            },
+            dtype: storage_dtype(class)
+                .unwrap_or_else(|| Err(format!("storage class {} is not supported", shortened(class)))),
             key: key.clone(),
             location: location.clone(),
             numel: u64::try_from(numel).map_err(|_| self.refuse(format!("a storage of {numel} elements")))?,

@@ -99,9 +99,6 @@ impl Machine<'_> {
         if !self.stack.is_empty() || !self.marks.is_empty() {
             return Err(self.refuse("objects are left on the stack"));
         }
-        if self.at != self.bytes.len() {
-            return Err(self.refuse(format!("{} bytes follow the end", self.bytes.len() - self.at)));
-        }
         self.values.set_root(root);
         Ok(())
     }
