@@ -11,6 +11,8 @@ import pytest
 import torch
 import yaml
 from helpers import assert_refused, cli, edit_pt, read_result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from neox_maker import Spec, make_shards, merge, write
 from test_neox_logits import TOLERANCE, largest_difference
 from test_neox_parallel import edit_yaml, same_bits
@@ -179,7 +181,11 @@ def test_scale_norm_is_one_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes, key",
-    [({"activation": "swiglu"}, "activation"), ({"norm": "rmsnorm"}, "norm"), ({"num_kv_heads": 4}, "")],
+    [
+        ({"activation": "swiglu"}, "activation"),
+        ({"norm": "rmsnorm"}, "norm"),
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+    ],
 )
 def test_config_that_contradicts_the_names_is_refused(
     changes: dict[str, Any], key: str, tmp_path: Path
@@ -188,7 +194,8 @@ def test_config_that_contradicts_the_names_is_refused(
     edit_yaml(root, **changes)
     ran = cli("merge", root, tmp_path / "out")
     assert ran.code == 1 and not (tmp_path / "out").exists()
-    assert ran.having("FS215", message=f"config: {key}") if key else ran.errors
+    (said,) = ran.errors
+    assert (said["code"], said["message"]) == ("FS215", f"config: {key}")
 
 
 def test_key_value_heads_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
@@ -209,6 +216,47 @@ def test_features_go_to_the_manifest(tmp_path: Path) -> None:
         "te_mha": True, "te_layernorm_mlp": True, "gated": True, "gqa": True, "kv_heads": 4, "norm": "rmsnorm",
         "residual": "sequential",
     }  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    kv_heads=st.sampled_from([None, 4, 8]),
+    activation=st.sampled_from(["gelu", "swiglu", "geglu"]),
+    norm=st.sampled_from(["layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"]),
+    flags=st.tuples(*[st.booleans()] * 6),
+    pipeline=st.booleans(),
+)
+def test_any_combination_is_merged_or_refused(
+    tp: int,
+    kv_heads: int | None,
+    activation: str,
+    norm: str,
+    flags: tuple[bool, ...],
+    pipeline: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Every combination merges as a run with tp 1 would hold it; what is converted gives its logits."""
+    te_mha, te_mlp, te_linear, residual, biases, tied = flags
+    spec = Spec(
+        tp=tp, kv_heads=kv_heads, activation=activation, norm=norm, te_mha=te_mha, te_mlp=te_mlp, te_linear=te_linear,
+        residual=residual, biases=biases, tied=tied, rotary_pct=1.0, inner=96, layers=1,
+        more={"te_rowparallel": True} if te_linear else {},
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("any")
+    shards = make_shards(spec)
+    root = write(folder / "ckpt", spec, shards, pipeline=pipeline)
+    ran = cli("merge", root, folder / "out")
+    assert (ran.code, ran.errors) == (0, []), ran.out
+    same_bits(read_result(folder / "out"), merge(shards, residual=residual, spec=spec))
+    ran = cli("convert", root, folder / "hf", "--to", "hf")
+    if ran.code == 0:
+        assert largest_difference(root, folder / "hf", 600) < TOLERANCE
+    else:
+        assert ran.code == 2 and {f["code"] for f in ran.errors} == {"FS514"}
+        gated, rms = activation != "gelu", "rms" in norm
+        assert not (gated and rms and not residual), "a Llama"
+        assert not (not gated and not rms and not spec.gqa and biases), "a GPT-NeoX"
 
 
 # Transformer Engine: what gpt-neox#1353 lost is used once or said.

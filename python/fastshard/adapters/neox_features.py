@@ -116,18 +116,16 @@ def _gated(parts: Parts, activation: str | None) -> bool:
 
 
 def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
-    """Key/value heads: as stated, else by the rows of the fused projection; None where neither tells."""
-    if model.kv_heads is not None or model.heads is None:
-        return model.kv_heads or model.heads
-    qkv = parts.shape(*_QKV)
+    """Key/value heads by the rows of the fused projection, H + 2 K d; None where they do not tell."""
+    sizes = {shape for name in _QKV for shape in parts.shapes.get(name, ())}
     hidden, width = model.axes.get("H"), model.axes.get("d")
-    if not qkv or not hidden or not width:
-        return model.heads
-    rest = qkv[0] * tp - hidden
+    if len(sizes) != 1 or not hidden or not width or not model.heads:
+        return None
+    rest = sizes.pop()[0] * tp - hidden
     # What fits no whole number of heads is left to the check of shapes.
     if rest > 0 and rest % (2 * width) == 0 and model.heads % (rest // (2 * width)) == 0:
         return rest // (2 * width)
-    return model.heads
+    return None
 
 
 def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
@@ -140,16 +138,16 @@ def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
     config = model.config
     stated = config.get("activation")
     activation = str(stated) if stated is not None else None
-    kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1))
+    kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1)) or model.kv_heads or model.heads
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        raise FastshardError.of(
+            "FS211",
+            "config: num_attention_heads over num_kv_heads",
+            file=model.path,
+            expected=f"a multiple of {model.kv_heads}",
+            got=str(model.heads),
+        )
     if model.heads and kv_heads:
-        if model.heads % kv_heads:
-            raise FastshardError.of(
-                "FS211",
-                "config: num_attention_heads over num_kv_heads",
-                file=model.path,
-                expected=f"a multiple of {kv_heads}",
-                got=str(model.heads),
-            )
         source.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
     norm = norm_of(parts, config)
     te_mha = parts.has("attention.qkv.weight", "attention.proj.weight")
@@ -248,6 +246,17 @@ def _contradictions(
                 file=model.path,
                 expected=f"{'a gated' if gated else 'no gated'} one, as the rows of the MLP's first projection say",
                 got=activation,
+                help="give the config of this checkpoint with --config",
+            )
+        )
+    if model.kv_heads is not None and model.kv_heads != features["kv_heads"]:
+        findings.append(
+            Finding.of(
+                "FS215",
+                "config: num_kv_heads",
+                file=model.path,
+                expected=f"{features['kv_heads']}, as the rows of the fused projection say",
+                got=str(model.kv_heads),
                 help="give the config of this checkpoint with --config",
             )
         )
