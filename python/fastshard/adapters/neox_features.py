@@ -204,6 +204,7 @@ def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
         "gqa": facts["gqa"],
         "te_mha": te_mha,
         "te_layernorm_mlp": te_mlp,
+        "stale_norm": te_mlp and any(name.startswith("post_attention_layernorm.") for name in parts.shapes),
         "te_parallel_linear": bool(
             (facts["te_dense"] and not te_mha) or (facts["te_linear2"] and not te_mlp)
         ),
@@ -274,6 +275,15 @@ def _contradictions(
                 expected=f"{features['norm']}, as the names of its tensors say",
                 got=str(stated),
                 help="give the config of this checkpoint with --config",
+            )
+        )
+    if features["stale_norm"]:
+        findings.append(
+            Finding.of(
+                "FS212",
+                "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in all layers",
+                severity="warning",
+                help="GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
             )
         )
     tp = source.degrees.get("tp", 1)
