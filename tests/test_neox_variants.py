@@ -303,6 +303,17 @@ def test_eps_that_transformer_engine_did_not_use_is_said(tmp_path: Path) -> None
     assert ran.code == 0 and not ran.having("FS215")
 
 
+def test_numbers_of_the_yaml_may_be_text_but_must_be_numbers(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec(more={"layernorm_epsilon": "1e-3", "rotary_emb_base": "500"}))
+    assert cli("convert", root, tmp_path / "out", "--to", "hf").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["layer_norm_eps"], config["rotary_emb_base"]) == (1e-3, 500)
+    for key, value in (("layernorm_epsilon", "small"), ("rotary_emb_base", -1), ("rotary_pct", True)):
+        root = write(tmp_path / key, Spec(more={key: value}))
+        command = ("convert", "--to", "hf")
+        assert_refused(root, tmp_path / "out2", "FS211", exit=2, command=command, message=f"config: {key}")
+
+
 def test_one_norm_may_not_be_filled_twice(tmp_path: Path) -> None:
     """A table that takes the stale norm as well: the structure says no, not the values."""
     from fastshard import layouts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import Finding, error_for
+from ..errors import FastshardError, Finding, error_for
 from .base import Source
 
 #: GPT-NeoX activation -> transformers'. A gated one by what it applies to the gate.
@@ -78,9 +78,26 @@ def _common(source: Source, features: dict[str, Any]) -> list[_Reason]:
     if features["mlp_bias"] != features["mlp_out_bias"]:
         reasons.append(("MLP bias", "on all of its projections or on none", _some(features["mlp_bias"])))
     kinds = {kind for block in config.get("attention_config") or [] for kind in _kinds(block)}
-    if kinds - {"global", "flash"}:
+    # Flash and ring attention compute what global attention does.
+    if kinds - {"global", "flash", "ring"}:
         reasons.append(("attention_config", "global or flash", ", ".join(sorted(kinds))))
     return reasons
+
+
+def _number(config: dict[str, Any], key: str, default: float) -> float:
+    """A positive number of the config; YAML reads `1e-5` as text.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    value = config.get(key, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf") or isinstance(value, bool):
+        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=repr(value))
+    return number
 
 
 def _some(first: bool) -> str:
@@ -124,7 +141,7 @@ def _gpt_neox(source: Source, features: dict[str, Any]) -> list[_Reason]:
 def _llama(source: Source, features: dict[str, Any]) -> list[_Reason]:
     config = source.config or {}
     reasons = []
-    if float(config.get("rotary_pct", 1.0)) != 1.0:
+    if _number(config, "rotary_pct", 1.0) != 1.0:
         reasons.append(("rotary_pct", "1.0", str(config["rotary_pct"])))
     if config.get("sliding_window_width") and (features["attention_bias"] or features["mlp_bias"]):
         reasons.append(("sliding_window_width", "no biases, as in Mistral", "biases"))
@@ -162,12 +179,19 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         if config.get(key) is None:
             note(f"config: {key} is stated nowhere; GPT-NeoX's default {default!r} is written")
             return default
+        if isinstance(default, (int, float)):
+            number = _number(config, key, default)
+            return int(number) if number.is_integer() and isinstance(default, int) else number
         return config[key]
 
     activation = str(known("activation", "gelu"))
     norm = features["norm"]
     eps_key, eps_default = _EPS[norm]
-    eps = float(known(eps_key, eps_default))
+    eps = known(eps_key, eps_default)
+    if norm == "rmsnorm" and eps > 1e-7:
+        note(
+            f"config: GPT-NeoX's RMSNorm divides by rms + eps, Llama's by sqrt(rms^2 + eps); {eps_key} is written"
+        )
     if features["te_layernorm_mlp"] and eps != _TE_EPS[norm]:
         note(
             f"config: transformers has one eps for all norms; {eps_key} is written",
