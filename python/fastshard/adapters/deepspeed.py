@@ -168,6 +168,13 @@ class DeepSpeed:
         _refuse(found, states)
         if _is_neox(found, contents, states):
             found.framework = "GPT-NeoX"
+            if found.notes["sliced"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
+                    file=found.files[0].path,
+                    help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
+                )
             source = GptNeox().declare(found, listing, contents, options)
             name_of = _pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
         else:

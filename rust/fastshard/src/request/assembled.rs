@@ -105,7 +105,7 @@ impl Gathered {
                         // A layer file says nothing of the stage that the partition comes from.
                         let on_rank = |unit: u32| {
                             let coords = &all.units[unit as usize].coords;
-                            coords.iter().all(|(d, r)| group.coords.get(d) == Some(r))
+                            coords.iter().all(|(d, r)| group.coords.get(d).copied().unwrap_or(0) == *r)
                         };
                         let others = by_name.get(&seen.name).into_iter().flatten();
                         let twins: Vec<u32> = others
