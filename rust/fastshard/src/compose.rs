@@ -129,6 +129,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         let unit = Unit { coords: want.coords.clone(), ..Unit::default() };
         match lowering.boxes(registry, want.entry, &want.index, &unit, &extents) {
             Ok(boxes) => lowered.push((want, boxes)),
+            // An axis that only it has is bound by no tensor: the source has none of its kind.
+            Err(_) if table.entries[want.entry].optional => {}
             Err(message) => {
                 let entry = &table.entries[want.entry];
                 findings.push(

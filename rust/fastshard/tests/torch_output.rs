@@ -274,3 +274,20 @@ fn safetensors_files_can_be_prescribed() {
         manifest.tensors.iter().any(|t| t.name == "x.0") && manifest.tensors.iter().all(|t| t.name != "w.0")
     );
 }
+
+/// An axis that only an optional tensor has is bound by nothing where the source has none of its kind.
+#[test]
+fn optional_tensors_that_no_source_knows_are_left_out() {
+    let dir = temp();
+    write_ranks(dir.path(), &checkpoint());
+    let catalog = open(dir.path(), 1);
+    let with = |optional: &str| {
+        let entry = format!("[[tensor]]\nname = \"positions\"\nshape = \"[S, H]\"\n{optional}");
+        let mut request = request(1, files(1));
+        request["target"]["layout"] = json!(format!("{TABLE}{entry}"));
+        let planned = make_plan(&catalog, request).unwrap();
+        common::errors(&planned.findings).iter().map(|f| f.code).collect::<Vec<_>>()
+    };
+    assert_eq!(with("optional = true\n"), []);
+    assert_eq!(with(""), [codes::UNBOUND_AXIS]);
+}
