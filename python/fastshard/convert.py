@@ -55,6 +55,7 @@ def plan(
     pp: int = 1,
     weights: str | None = None,
     optimizer: bool = False,
+    make_vocab_size_divisible_by: int | None = None,
     **opening: Any,
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
@@ -73,6 +74,8 @@ def plan(
         weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
         optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times ``tp`` where
+            the target pads it; default the source's own, else 128.
         opening: as for :func:`fastshard.open`.
 
     Raises:
@@ -83,6 +86,7 @@ def plan(
     return make_plan(
         checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
         max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )  # fmt: skip
 
 
@@ -127,6 +131,7 @@ def convert(
     """
     names = (
         "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
+        "make_vocab_size_divisible_by",
     )  # fmt: skip
     planning = {k: options.pop(k) for k in names if k in options}
     expected = expected_by(expect)

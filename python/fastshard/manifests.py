@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,20 @@ ProgressCallback = Callable[[int, int], object] | None
 
 
 class Manifest(Mapping[str, Any]):
-    """What was written, from what, and what that does not prove. Maps tensor names to their entries."""
+    """What was written, from what, and what that does not prove. Maps tensor names to their entries.
+
+    A name that several files hold is that of one shard: it stands behind its file's, as ``FILE:NAME``.
+    """
 
     def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:
         #: The manifest as plain data, as in ``fastshard.manifest.json``.
         self.document = document
         #: Warnings and notes of the run.
         self.findings = findings
-        self._tensors = {t["name"]: t for t in document["tensors"]}
+        names = Counter(t["name"] for t in document["tensors"])
+        self._tensors = {
+            t["name"] if names[t["name"]] == 1 else f"{t['file']}:{t['name']}": t for t in document["tensors"]
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self._tensors[name]
@@ -153,11 +160,13 @@ def _files_of(path: Path) -> set[str]:
 
 def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback) -> list[Finding]:
     """Compares what a plan would write with the tensors of a manifest, by name and hash."""
-    wanted = {t["name"]: t for t in _read(path)["tensors"]}
     outcome = json.loads(plan.core.check(json.dumps(run), progress))
     hashes: dict[str, str] = outcome["hashes"]
     findings = [Finding.from_dict(f) for f in outcome["findings"]]
-    for name, tensor in wanted.items():
+    for tensor in _read(path)["tensors"]:
+        # A shard is known by its file and its name there.
+        name = f"{tensor.get('file')}:{tensor['name']}"
+        name = name if name in hashes else tensor["name"]
         if name not in hashes:
             findings.append(
                 Finding.of(

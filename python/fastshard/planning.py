@@ -14,13 +14,14 @@ from typing import Any
 from . import _core, layouts
 from .adapters import hf_target
 from .adapters.base import Source
+from .adapters.neox_target import NeoxTarget
 from .discover import File
 from .errors import FastshardError, Finding, from_core
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
-TARGETS = ("hf",)
+TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
 KNOWN_TARGETS = (
-    "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "megatron", "megatron:legacy", "megatron:torch_dist",
+    "megatron", "megatron:legacy", "megatron:torch_dist",
     "maxtext", "maxtext:scan", "maxtext:unscan", "tp-safetensors", "dcp", "orbax",
 )  # fmt: skip
 
@@ -123,6 +124,7 @@ def make_plan(
     pp: int = 1,
     weights: str | None = None,
     optimizer: bool = False,
+    make_vocab_size_divisible_by: int | None = None,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
     if dtype not in _DTYPES:
@@ -137,9 +139,20 @@ def make_plan(
         raise FastshardError.of(
             "FS515", "target", expected=" | ".join((*TARGETS, *KNOWN_TARGETS)), got=repr(to)
         )
-    if tp != 1 or pp != 1:
+    neox = to is not None and to.startswith("gpt_neox")
+    if neox and (list(include) or list(exclude)):
         raise FastshardError.of(
-            "FS514", "this version writes whole tensors only", expected="tp 1, pp 1", got=f"tp {tp}, pp {pp}"
+            "FS515",
+            "a GPT-NeoX checkpoint is written whole",
+            got="--include or --exclude",
+            help="narrow a merge or a conversion to hf instead",
+        )
+    if not neox and (tp != 1 or pp != 1):
+        raise FastshardError.of(
+            "FS514",
+            f"{f'a conversion to {to}' if to else 'a merge'} writes whole tensors only",
+            expected="tp 1, pp 1",
+            got=f"tp {tp}, pp {pp}",
         )
     source = opened.source
     if vocab_size is not None:
@@ -163,6 +176,12 @@ def make_plan(
     if to == "hf":
         layout, facts = hf_target.facts_of(source)
         request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
+    target = None
+    if to is not None and neox:
+        target = NeoxTarget.of(source, to, tp, pp, make_vocab_size_divisible_by)
+        if target.layout not in layouts.names():
+            raise FastshardError.of("FS514", f"this version does not write the layout {target.layout} yet")
+        request["target"] = target.request(layouts.get(target.layout))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
     core = _plan(opened.catalog, request)
@@ -180,14 +199,22 @@ def make_plan(
                 help="give --expect CONFIG (a config.json or the training config)",
             )
         )
-    if to == "hf" and not any(f.severity == "error" for f in findings):
+    if to is not None and not any(f.severity == "error" for f in findings):
         summary = json.loads(core.summary())
         dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
         main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
-        config, assumed = hf_target.config_json(source, summary["axes"], main)
-        findings += assumed
-        request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
+        if target is not None:
+            # What the files are called and hold follows from the tensors that there are.
+            names = dict.fromkeys(output[0] for output in core.outputs())
+            stored = [name for unit in source.units for name in opened.catalog.names(unit.file)]
+            files, texts, assumed = target.complete(summary["axes"], names, stored, main)
+            request["target"]["files"], request["texts"] = files, texts
+        else:
+            config, assumed = hf_target.config_json(source, summary["axes"], main)
+            request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
         core = _plan(opened.catalog, request)
+        findings += assumed
+        findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]
     return Plan(core, findings, source, to or "merge")
 
 

@@ -64,6 +64,10 @@ def _shape(a: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _degrees(a: argparse.Namespace) -> dict[str, Any]:
+    return {"tp": a.tp, "pp": a.pp, "make_vocab_size_divisible_by": a.make_vocab_size_divisible_by}
+
+
 def inspect(a: argparse.Namespace) -> Outcome:
     """Header-only description."""
     checkpoint = _open(a)
@@ -141,7 +145,7 @@ def _verdict(plan: Plan) -> str:
 def plan(a: argparse.Namespace) -> Outcome:
     """What would be written."""
     checkpoint = _open(a)
-    made = make_plan(checkpoint.opened, a.to, tp=a.tp, pp=a.pp, **_shape(a))
+    made = make_plan(checkpoint.opened, a.to, **_degrees(a), **_shape(a))
     summary = made.summary
     memory = run_options(a.memory, a.threads)["memory"]
     free = shutil.disk_usage(os.curdir).free
@@ -191,7 +195,7 @@ def plan(a: argparse.Namespace) -> Outcome:
 def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     shape = _shape(a)
     if to is not None:
-        shape |= {"tp": a.tp, "pp": a.pp}
+        shape |= _degrees(a)
     manifest = convert_checkpoint(
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, fsync=a.fsync == "full", progress=_progress(a), **shape, **_opening(a),

@@ -204,4 +204,9 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree of the result"
     )
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
+    )

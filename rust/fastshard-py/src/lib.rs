@@ -313,7 +313,7 @@ impl Plan {
             "outputs": plan.outputs.len(),
             "parameters": plan.outputs.iter().map(|o| o.elements()).sum::<u64>(),
             "bytes": plan.bytes(),
-            "files": plan.files,
+            "files": plan.files.iter().map(|f| json!({"name": f.name, "header_len": f.header_len, "size": f.size})).collect::<Vec<_>>(),
             "dtypes": dtypes,
             "topology": plan.topology,
             "axes": plan.axes,
@@ -417,7 +417,14 @@ impl Plan {
             .outputs
             .iter()
             .zip(&report.outputs)
-            .map(|(o, r)| (o.name.clone(), fastshard::hash::hex(&r.hash)))
+            .map(|(o, r)| {
+                // Shards of one tensor are told apart by their files.
+                let name = match &o.key {
+                    Some(key) => format!("{}:{key}", checked.files[o.file as usize].name),
+                    None => o.name.clone(),
+                };
+                (name, fastshard::hash::hex(&r.hash))
+            })
             .collect();
         to_json(&json!({"findings": report.findings, "hashes": hashes}))
     }

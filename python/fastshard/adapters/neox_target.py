@@ -1,0 +1,381 @@
+"""The GPT-NeoX target: files by pipeline layer or by rank, rank files with arguments, and the config.
+
+What is written is what `megatron/checkpointing.py` loads by way of DeepSpeed: no optimizer state and no
+random states, so the config says ``finetune``.
+source: gpt-neox megatron/checkpointing.py and neox_arguments/neox_args.py; DeepSpeed runtime/engine.py
+(`_save_checkpoint`) and runtime/pipe/module.py (`save_state_dict`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ..errors import FastshardError, Finding
+from ..trees import TensorOf, tree
+from . import hf_config
+from .base import Source
+
+#: gpt-neox neox_args.py, make_vocab_size_divisible_by
+DEFAULT_VOCAB_MULTIPLE = 128
+
+#: model family -> layout table
+_LAYOUTS = {"gpt_neox": "gpt_neox.neox", "llama": "gpt_neox.llama"}
+
+#: transformers activation -> GPT-NeoX's config. The tanh form is what bias_gelu_fusion computes.
+_TANH = {"activation": "gelu", "bias_gelu_fusion": True}
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu"}, "gelu_new": _TANH, "gelu_fast": _TANH, "gelu_pytorch_tanh": _TANH,
+    "relu": {"activation": "relu"}, "silu": {"activation": "silu"}, "swish": {"activation": "silu"},
+    "mish": {"activation": "mish"},
+}  # fmt: skip
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
+
+#: Keys of a training config that say how it ran and not what the model is; with the weights alone
+#: they would send a run looking for what is not there.
+_RUN_KEYS = ("load", "save", "iteration", "padded_vocab_size", "s3_path", "finetune")
+#: Modules of Transformer Engine: the tensors are written under GPT-NeoX's own names.
+_TE_KEYS = ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_format", "te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin", "te_fp8_mha")  # fmt: skip
+
+_PRECISION: dict[str, dict[str, Any]] = {
+    "bfloat16": {"precision": "bfloat16", "bf16": {"enabled": True}},
+    "float16": {"precision": "fp16", "fp16": {"enabled": True}},
+    "float32": {"precision": "fp32"},
+}
+
+_NORM = re.compile(
+    r"^(input_layernorm|post_attention_layernorm|norm)\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
+)
+#: Norm -> names of its weight and bias. source: gpt-neox megatron/model/norms.py
+_NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), "scalenorm": ("g", "bias")}
+
+
+@dataclass
+class NeoxTarget:
+    """A GPT-NeoX checkpoint to be made of a source."""
+
+    source: Source
+    name: str
+    pipeline: bool
+    tp: int
+    pp: int
+    multiple: int
+    layout: str
+    facts: dict[str, bool]
+
+    @classmethod
+    def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> NeoxTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: ``FS514`` for a model that GPT-NeoX does not have, ``FS209`` if a fact
+                that decides values is unknown, ``FS515`` for degrees that no run has.
+        """
+        pipeline = not to.endswith(":sequential")
+        for value, option in ((tp, "--tp"), (pp, "--pp"), (multiple, "--make-vocab-size-divisible-by")):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
+        if pp > 1 and not pipeline:
+            raise FastshardError.of(
+                "FS515",
+                "--pp: the sequential form has no pipeline stages",
+                expected="1",
+                got=str(pp),
+                help="take --to gpt_neox:pipeline",
+            )
+        layout = _LAYOUTS.get(source.family or "")
+        if layout is None:
+            raise FastshardError.of(
+                "FS514" if source.family or source.config else "FS209",
+                f"no GPT-NeoX layout for the family {source.family!r}"
+                if source.family
+                else "the model's config is not known",
+                help="give the model's config with --config",
+            )
+        config = source.config or {}
+        facts = dict(source.facts)
+        if source.hf_names:
+            # transformers configuration_gpt_neox.py: use_parallel_residual = True
+            parallel = config.get("use_parallel_residual", True)
+            axes, known = hf_config.axes_and_facts(config)
+            llama = source.family == "llama"
+            facts = {
+                "gpt_j_residual": bool(parallel) and not llama,
+                "tied": known["tied"],
+                "gqa": axes.get("r", 1) > 1,
+                "gated": llama,
+                "norms": True,
+                "scalenorm": False,
+                "reward": False,
+            }
+        if "gpt_j_residual" not in facts:
+            raise FastshardError.of(
+                "FS209",
+                "the model depends on `gpt_j_residual`, which nothing here states",
+                help="give the training config with --config (it must say gpt_j_residual: true or false)",
+            )
+        # Transformer Engine's modules and old names become GPT-NeoX's own of today.
+        facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
+        if multiple is None:
+            multiple = config.get("make_vocab_size_divisible_by") if not source.hf_names else None
+            if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+                multiple = DEFAULT_VOCAB_MULTIPLE
+        return cls(source, to, pipeline, tp, pp, multiple, layout, facts)
+
+    def request(self, table: str) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {
+            "name": self.name,
+            "layout": table,
+            "degrees": {"tp": self.tp},
+            "facts": self.facts,
+            "pad_multiple": self.multiple * self.tp,
+        }
+
+    def step(self) -> int:
+        """The step that is continued; 0 for models that come from elsewhere."""
+        iteration = self.source.values.get("iteration") if not self.source.hf_names else None
+        return iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0
+
+    def complete(
+        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
+    ) -> tuple[list[dict[str, Any]], dict[str, str], list[Finding]]:
+        """Files, texts and findings, once the plan has bound the axes.
+
+        Args:
+            axes: extents that the plan bound.
+            names: names of the target's tensors.
+            stored: names of the source's tensors, which tell how its norms are called.
+            dtype: torch name of the weights' dtype.
+        """
+        folder = f"global_step{self.step()}"
+        config, findings = self._config(axes, dtype)
+        multiple = self.multiple * self.tp
+        state = self._state(config, -(-axes["V"] // multiple) * multiple)
+        suffixes = _norm_names(config, stored)
+        by_layer: dict[int, list[str]] = {}
+        for name in sorted(names):
+            by_layer.setdefault(int(name.split(".", 1)[0]), []).append(name)
+        files: list[dict[str, Any]] = []
+
+        def add(name: str, rank: int, value: Any) -> None:
+            content = {"torch_zip": tree(value)}
+            files.append({"name": f"{folder}/{name}", "coords": {"tp": rank}, "content": content})
+
+        layers = sorted(by_layer)
+        for rank in range(self.tp):
+            for layer in layers if self.pipeline else ():
+                inside = OrderedDict(
+                    (_key(name, suffixes).partition(".")[2], TensorOf(name)) for name in by_layer[layer]
+                )
+                add(f"layer_{layer:02d}-model_{rank:02d}-model_states.pt", rank, inside)
+            if not self.pipeline:
+                module = OrderedDict(
+                    (f"sequential.{_key(name, suffixes)}", TensorOf(name))
+                    for layer in layers
+                    for name in by_layer[layer]
+                )
+                add(f"mp_rank_{rank:02d}_model_states.pt", rank, {"module": module, **state})
+        if self.pipeline:
+            # Rank files count stages and tensor-parallel ranks together, and hold no tensors.
+            for rank in range(self.tp * self.pp):
+                add(f"mp_rank_{rank:02d}_model_states.pt", 0, {"module": None, **state})
+        texts = {
+            "latest": folder,
+            f"{folder}/configs/fastshard.yml": yaml.safe_dump(config, sort_keys=True),
+        }
+        return files, texts, findings
+
+    def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
+        """What a rank file holds besides its module."""
+        step = self.step()
+        samples = self.source.values.get("global_samples")
+        dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
+        return {
+            "buffer_names": [], "optimizer": None, "param_shapes": None, "frozen_param_shapes": None,
+            "shared_params": None, "frozen_param_fragments": None, "lr_scheduler": None, "data_sampler": None,
+            "random_ltd": None, "skipped_steps": 0, "global_steps": step,
+            "global_samples": samples if isinstance(samples, int) else 0, "dp_world_size": 1,
+            "mp_world_size": self.tp * self.pp, **(dimensions if self.pipeline else {}), "ds_config": {},
+            "iteration": step,
+            # `iteration or total_iters` is what GPT-NeoX reads: 0 alone would be none.
+            "total_iters": step,
+            "args": {
+                "num_layers": config["num_layers"],
+                "hidden_size": config["hidden_size"],
+                "num_attention_heads": config["num_attention_heads"],
+                "max_position_embeddings": config["max_position_embeddings"],
+                "make_vocab_size_divisible_by": self.multiple,
+                "padded_vocab_size": padded,
+                "tokenizer_type": config["tokenizer_type"],
+                "model_parallel_size": self.tp,
+            },
+        }  # fmt: skip
+
+    def _config(self, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
+        """The training config."""
+        findings: list[Finding] = []
+        config = self._from_hf(axes) if self.source.hf_names else self._kept(axes, findings)
+        if self.source.hf_names and config["norm"] == "rmsnorm":
+            findings.append(
+                Finding.of(
+                    "FS109",
+                    "config: GPT-NeoX adds rms_norm_epsilon to the root mean square, transformers to the mean square",
+                    severity="note",
+                    file="configs/fastshard.yml",
+                    help="logits agree but for activations about as small as its root",
+                )
+            )
+        config |= {
+            "model_parallel_size": self.tp,
+            "pipe_parallel_size": self.pp if self.pipeline else 0,
+            "make_vocab_size_divisible_by": self.multiple,
+            "no_weight_tying": not self.facts.get("tied", False),
+            "gpt_j_residual": self.facts["gpt_j_residual"],
+            "finetune": True,
+        }
+        if dtype in _PRECISION:
+            if config.get("precision") != _PRECISION[dtype]["precision"]:
+                config = {k: v for k, v in config.items() if k not in ("bf16", "fp16")}
+            for key, value in _PRECISION[dtype].items():
+                config.setdefault(key, value)
+            config["precision"] = _PRECISION[dtype]["precision"]
+        return config, findings
+
+    def _kept(self, axes: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
+        """The source's own config; what the tensors say wins."""
+        config = {k: v for k, v in (self.source.config or {}).items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
+        for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
+            config[key] = axes[axis]
+        config["num_attention_heads"] = axes["g"] * axes["r"]
+        features = self.source.values.get("features", {})
+        if "norm" in features:
+            config["norm"] = features["norm"]
+        if features.get("gqa"):
+            config["num_kv_heads"] = axes["g"]
+        _inner_size(config, axes["F"], axes["H"], bool(features.get("gated")))
+        for key, default in (("max_position_embeddings", 2048), ("tokenizer_type", "GPT2BPETokenizer")):
+            if key not in config:
+                findings.append(
+                    Finding.of(
+                        "FS109",
+                        f"config: {key} is stated nowhere; {default!r} is written",
+                        severity="note",
+                        file="configs/fastshard.yml",
+                    )
+                )
+                config[key] = default
+        config.setdefault("seq_length", config["max_position_embeddings"])
+        return config
+
+    def _from_hf(self, axes: dict[str, int]) -> dict[str, Any]:
+        """The config of a transformers model in GPT-NeoX's words."""
+        config = self.source.config or {}
+        llama = self.source.family == "llama"
+        heads = axes["g"] * axes["r"]
+        if axes["d"] * heads != axes["H"]:
+            raise FastshardError.of(
+                "FS514",
+                "GPT-NeoX has no model whose heads do not make up the hidden size",
+                expected=f"head_dim {axes['H'] // heads}",
+                got=str(axes["d"]),
+            )
+        # transformers 4 has rope_theta and rope_scaling, 5 has both in rope_parameters.
+        rope = config.get("rope_parameters") or {}
+        for stated in (rope, config.get("rope_scaling") or {}):
+            kind = stated.get("rope_type", stated.get("type", "default"))
+            if kind != "default":
+                raise FastshardError.of(
+                    "FS514",
+                    "GPT-NeoX has no rotary embedding with this scaling",
+                    expected="default",
+                    got=str(kind),
+                )
+        positions = config.get("max_position_embeddings", 2048)
+        # transformers: configuration_gpt_neox.py has a quarter, Llama rotates all of a head.
+        share = rope.get("partial_rotary_factor", config.get("rotary_pct", 1.0 if llama else 0.25))
+        base = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000)))
+        out: dict[str, Any] = {
+            "num_layers": axes["L"],
+            "hidden_size": axes["H"],
+            "num_attention_heads": heads,
+            "seq_length": positions,
+            "max_position_embeddings": positions,
+            "pos_emb": "rotary",
+            "rotary_pct": share,
+            "rotary_emb_base": int(base),
+            "output_layer_parallelism": "column",
+            "tokenizer_type": "HFTokenizer",
+        }
+        activation = str(config.get("hidden_act", "silu" if llama else "gelu"))
+        if llama:
+            named = {"activation": _GATED[activation]} if activation in _GATED else None
+            biased = bool(config.get("attention_bias", False))
+            out |= {
+                "norm": "rmsnorm",
+                "rms_norm_epsilon": config.get("rms_norm_eps", 1e-6),
+                # A gated MLP takes two thirds of this for gate and up together.
+                "intermediate_size": 3 * axes["F"],
+                "mlp_multiple_of": 1,
+                "use_bias_in_norms": False,
+                "use_bias_in_attn_linear": biased,
+                "use_bias_in_mlp": bool(config.get("mlp_bias", False)),
+            }
+            if axes["r"] > 1:
+                out["num_kv_heads"] = axes["g"]
+            if config.get("sliding_window"):
+                out["sliding_window_width"] = config["sliding_window"]
+        else:
+            named = _ACTIVATIONS.get(activation)
+            out |= {
+                "norm": "layernorm",
+                "layernorm_epsilon": config.get("layer_norm_eps", 1e-5),
+                "intermediate_size": axes["F"],
+                "use_bias_in_norms": True,
+                "use_bias_in_attn_linear": bool(config.get("attention_bias", True)),
+                "use_bias_in_mlp": True,
+            }
+        if named is None:
+            raise FastshardError.of("FS514", "GPT-NeoX has no such activation", got=activation)
+        return out | named
+
+
+def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool) -> None:
+    """Makes a config say the size that the tensors have, as GPT-NeoX of today computes it.
+
+    source: gpt-neox megatron/model/transformer.py, ParallelMLP: two thirds for gated ones, rounded up
+    """
+    if gated:
+        # `mlp_type: llama` names the old modules (w1, w2, w3), whose activation is not called gated.
+        config.pop("mlp_type", None)
+        activation = str(config.get("activation", "silu"))
+        config["activation"] = _GATED.get(activation, activation)
+    stated, multiple = config.get("intermediate_size") or 4 * hidden, config.get("mlp_multiple_of") or 1
+    rows = int(stated * 2 / 3) if gated else stated
+    if -(-rows // multiple) * multiple != (2 if gated else 1) * inner:
+        config |= {"intermediate_size": 3 * inner if gated else inner, "mlp_multiple_of": 1}
+
+
+def _norm_names(config: dict[str, Any], stored: Iterable[str]) -> tuple[str, str]:
+    """Names of a norm's weight and bias: the source's own, else those of the kind of norm."""
+    for name in stored:
+        match = _NORM.match(re.sub(r"^(module\.)?(sequential\.)?(\d+\.)?", "", name))
+        if match and match[1] != "post_attention_layernorm" and not match[2].endswith(("bias", "offset")):
+            bias = {"scale": "offset", "norm.weight": "norm.bias"}.get(match[2], "bias")
+            return match[2], bias
+    kind = str(config.get("norm", "layernorm")).removeprefix("te_")
+    return _NORM_NAMES.get(kind, _NORM_NAMES["layernorm"])
+
+
+def _key(name: str, suffixes: tuple[str, str]) -> str:
+    """A tensor's name with its norm's own words."""
+    layer, _, rest = name.partition(".")
+    match = _NORM.match(rest)
+    if match is None:
+        return name
+    return f"{layer}.{match[1]}.{suffixes[match[2].endswith(('bias', 'offset'))]}"

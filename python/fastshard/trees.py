@@ -1,0 +1,40 @@
+"""Values of prescribed torch files, in the form that the core pickles."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+
+class TensorOf(str):
+    """Stands for the tensor of this name in the target's layout."""
+
+    __slots__ = ()
+
+
+def tree(value: Any) -> Any:
+    """The core's form of a plain value with :class:`TensorOf` leaves.
+
+    Raises:
+        TypeError: for a value that a torch file of ours cannot hold.
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, TensorOf):
+        return {"tensor": str(value)}
+    if isinstance(value, bool):
+        return {"bool": value}
+    if isinstance(value, int):
+        return {"int": value}
+    if isinstance(value, float):
+        return {"float": repr(value)}
+    if isinstance(value, str):
+        return {"str": value}
+    if isinstance(value, bytes):
+        return {"bytes": list(value)}
+    if isinstance(value, dict):
+        kind = "ordered" if isinstance(value, OrderedDict) else "dict"
+        return {kind: [[tree(k), tree(v)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [tree(v) for v in value]}
+    raise TypeError(f"a {type(value).__name__} in a torch file")

@@ -1,0 +1,374 @@
+"""Writing GPT-NeoX checkpoints: against torch's own reader, the files of real runs, and logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+import yaml
+from fastshard.trees import TensorOf, tree
+from helpers import (
+    FIXTURES,
+    HF,
+    NEOX,
+    NEOX_SEQ,
+    STEP,
+    assert_refused,
+    cli,
+    copy,
+    flip_payload,
+    layer_file,
+    load_pt,
+    rank_file,
+    read_result,
+    spawn,
+)
+from neox_maker import ROW_BIAS, Spec, write
+from test_neox_logits import TOLERANCE, largest_difference
+from test_neox_parallel import same_bits
+from test_neox_variants import VARIANTS, variant
+
+STANDARD = FIXTURES / "gpt_neox/neox_pp_tp2_stdres"
+FORMS = [("gpt_neox", 1), ("gpt_neox:pipeline", 2), ("gpt_neox:sequential", 1)]
+
+
+def torch_files(out: Path) -> list[Path]:
+    return sorted(out.glob("global_step*/*.pt"))
+
+
+def check_files(out: Path) -> dict[str, Any]:
+    """Every file as torch and zip readers of other hands see it."""
+    contents = {}
+    for path in torch_files(out):
+        contents[path.name] = torch.load(path, weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+            assert {i.compress_type for i in archive.infolist()} == {zipfile.ZIP_STORED}
+            raw = path.read_bytes()
+            for info in archive.infolist():
+                name_len, extra_len = (
+                    int.from_bytes(raw[info.header_offset + at :][:2], "little") for at in (26, 28)
+                )
+                assert (info.header_offset + 30 + name_len + extra_len) % 64 == 0, info.filename
+            names = [i.filename.removeprefix(f"{path.stem}/") for i in archive.infolist()]
+        # The order and number of members are those of torch's own writer.
+        again = out.parent / path.name
+        torch.save(contents[path.name], again)
+        with zipfile.ZipFile(again) as archive:
+            assert [n.removeprefix(f"{path.stem}/") for n in archive.namelist()] == names
+        again.unlink()
+    return contents
+
+
+def tensors_of(out: Path, rank: int) -> dict[str, torch.Tensor]:
+    """Tensors of a rank by `LL.name`, of either form."""
+    found: dict[str, torch.Tensor] = {}
+    for path in torch_files(out):
+        content = load_pt(path)
+        if path.name == rank_file(rank) and content["module"] is not None:
+            found |= {k.removeprefix("sequential."): v for k, v in content["module"].items()}
+        elif f"-model_{rank:02d}-" in path.name:
+            layer = int(path.name.split("_")[1].split("-")[0])
+            found |= {f"{layer}.{k}": v for k, v in content.items()}
+    return found
+
+
+def to_hf(source: Path, out: Path, *options: object) -> dict[str, torch.Tensor]:
+    ran = cli("convert", source, out, "--to", "hf", *options)
+    assert (ran.code, ran.errors) == (0, []), ran.out
+    return read_result(out)
+
+
+def to_neox(source: Path, out: Path, to: str = "gpt_neox", *options: object) -> None:
+    ran = cli("convert", source, out, "--to", to, *options)
+    assert (ran.code, ran.errors) == (0, []), ran.out
+
+
+@pytest.mark.parametrize("to, pp", FORMS, ids=["pipeline", "pp2", "sequential"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_there_and_back_keeps_every_bit(
+    neox_fixture: Path, tp: int, to: str, pp: int, tmp_path: Path
+) -> None:
+    mean = ("--replicas", "mean") if "diverged" in neox_fixture.name else ()
+    want = to_hf(neox_fixture, tmp_path / "hf", "--vocab-size", 509, *mean)
+    options = (to, "--tp", tp, "--pp", pp)
+    if tp == 4 and "gqa" in neox_fixture.name:
+        command = ("convert", "--to", *options)
+        ran = assert_refused(tmp_path / "hf", tmp_path / "neox", "FS204", exit=2, command=command)
+        assert "1, 2" in ran.having("FS204")[0]["expected"]
+        return
+    to_neox(tmp_path / "hf", tmp_path / "neox", *options)
+    check_files(tmp_path / "neox")
+    verified = cli("verify", tmp_path / "neox")
+    assert (verified.code, [f for f in verified.findings if f["severity"] != "note"]) == (0, [])
+    same_bits(to_hf(tmp_path / "neox", tmp_path / "back", "--vocab-size", 509), want)
+    config, back = (json.loads((tmp_path / p / "config.json").read_text()) for p in ("hf", "back"))
+    assert back == config
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_gives_the_logits_of_its_source(name: str, tp: int, tmp_path: Path) -> None:
+    """From the run's own files, and by way of Hugging Face: a tensor-parallel forward of what was written."""
+    root = write(tmp_path / "ckpt", variant(name, tp=2))
+    want = to_hf(root, tmp_path / "hf", "--vocab-size", 600)
+    for source, out, to in (
+        (root, "resharded", "gpt_neox:sequential"),
+        (tmp_path / "hf", "from_hf", "gpt_neox"),
+    ):
+        to_neox(source, tmp_path / out, to, "--tp", tp)
+        assert largest_difference(tmp_path / out, tmp_path / "hf", 600) < TOLERANCE
+        same_bits(to_hf(tmp_path / out, tmp_path / f"{out}_back", "--vocab-size", 600), want)
+        shutil.rmtree(tmp_path / f"{out}_back")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_llama_of_transformers_there_and_back(tp: int, tmp_path: Path) -> None:
+    want, vocab = read_result(HF), json.loads((HF / "config.json").read_text())["vocab_size"]
+    to_neox(HF, tmp_path / "neox", "gpt_neox", "--tp", tp)
+    # GPT-NeoX adds eps to the root mean square, transformers to the mean square: 2e-4 here, by the forward.
+    assert largest_difference(tmp_path / "neox", HF, vocab) < 10 * TOLERANCE
+    same_bits(to_hf(tmp_path / "neox", tmp_path / "back", "--vocab-size", vocab), want)
+
+
+@pytest.mark.parametrize("fixture", [NEOX, STANDARD, NEOX_SEQ], ids=lambda p: p.name)
+def test_tp2_is_what_the_run_had_written(fixture: Path, tmp_path: Path) -> None:
+    """Tensor for tensor; row biases of the GPT-J residual are terms of which only the sum is known."""
+    to_hf(fixture, tmp_path / "hf")
+    form = "sequential" if fixture == NEOX_SEQ else "pipeline"
+    partial = "stdres" not in fixture.name
+    for source, out in ((tmp_path / "hf", "from_hf"), (fixture, "from_neox")):
+        to_neox(source, tmp_path / out, f"gpt_neox:{form}", "--tp", 2)
+        for rank in range(2):
+            have, want = tensors_of(tmp_path / out, rank), tensors_of(fixture, rank)
+            if partial:
+                for name in [n for n in want if n.endswith(ROW_BIAS)]:
+                    del want[name]
+                    term = have.pop(name)
+                    if rank:
+                        assert torch.equal(term, torch.zeros_like(term)) and torch.signbit(term).all()
+            same_bits(have, want)
+        original = {p.relative_to(fixture) for p in fixture.rglob("*.pt")}
+        step = STEP if out == "from_neox" else "global_step0"
+        written = {p.relative_to(tmp_path / out) for p in (tmp_path / out).rglob("*.pt")}
+        assert written == {Path(step) / p.name for p in original}
+
+
+def test_resharding_keeps_what_the_run_said(tmp_path: Path) -> None:
+    to_neox(NEOX, tmp_path / "tp4", "gpt_neox", "--tp", 4, "--pp", 2)
+    assert (tmp_path / "tp4/latest").read_bytes() == STEP.encode()
+    before = yaml.safe_load((NEOX / STEP / "configs/config.yml").read_text())
+    after = yaml.safe_load((tmp_path / "tp4" / STEP / "configs/fastshard.yml").read_text())
+    changed = {"model_parallel_size": 4, "pipe_parallel_size": 2, "finetune": True}
+    assert after == before | changed
+    was, states = load_pt(NEOX / STEP / rank_file(0)), check_files(tmp_path / "tp4")
+    for rank in range(8):
+        state = states[rank_file(rank)]
+        assert state["args"] == was["args"] | {"model_parallel_size": 4}
+        assert (state["iteration"], state["global_steps"], state["global_samples"]) == (4, 4, 64)
+        assert state["mp_world_size"] == 8 and state["module"] is None
+        assert state["checkpoint_parallel_dimensions"] == {"pp_degree": 2, "tp_degree": 4}
+    assert rank_file(8) not in states
+    to_neox(tmp_path / "tp4", tmp_path / "tp2", "gpt_neox", "--tp", 2)
+    same_bits(to_hf(tmp_path / "tp2", tmp_path / "a"), to_hf(NEOX, tmp_path / "b"))
+
+
+def test_rank_files_hold_what_deepspeed_and_gpt_neox_look_for(tmp_path: Path) -> None:
+    to_hf(NEOX, tmp_path / "hf")
+    to_neox(tmp_path / "hf", tmp_path / "neox", "gpt_neox:sequential", "--tp", 2)
+    state = check_files(tmp_path / "neox")[rank_file(1)]
+    real = load_pt(NEOX_SEQ / STEP / rank_file(1))
+    assert isinstance(state["module"], OrderedDict)
+    assert state["module"].keys() == real["module"].keys()
+    # What a run of its own would have made anew: random states, and the versions of what ran.
+    missing = {k for k in real if not k.endswith(("rng_state", "rng_tracker_states"))} - state.keys()
+    assert missing == {"ds_version", "sparse_tensor_module_names"}
+    assert state["args"] == real["args"]
+    # GPT-NeoX reads `iteration or total_iters`.
+    assert (state["iteration"], state["total_iters"]) == (0, 0)
+    assert "checkpoint_parallel_dimensions" not in state
+    config = yaml.safe_load((tmp_path / "neox/global_step0/configs/fastshard.yml").read_text())
+    stated = yaml.safe_load((NEOX_SEQ / STEP / "configs/config.yml").read_text())
+    assert {k: config[k] for k in stated if k in config and k != "mlp_multiple_of"} == {
+        k: v for k, v in stated.items() if k in config and k != "mlp_multiple_of"
+    }
+    assert stated.keys() - config.keys() == {"mlp_multiple_of", "vocab_file"}
+    assert config["finetune"] is True
+
+
+@pytest.mark.parametrize(
+    "tp, multiple, padded", [(1, None, 512), (4, None, 512), (4, 256, 1024), (2, 1, 510)]
+)
+def test_vocabulary_is_padded_with_zeros(tp: int, multiple: int | None, padded: int, tmp_path: Path) -> None:
+    want = to_hf(NEOX, tmp_path / "hf", "--vocab-size", 509)["gpt_neox.embed_in.weight"]
+    options = () if multiple is None else ("--make-vocab-size-divisible-by", multiple)
+    to_neox(tmp_path / "hf", tmp_path / "neox", "gpt_neox", "--tp", tp, *options)
+    parts = [tensors_of(tmp_path / "neox", rank)["0.word_embeddings.weight"] for rank in range(tp)]
+    whole = torch.cat(parts)
+    assert whole.shape == (padded, 32) and torch.equal(whole[:509], want)
+    assert not whole[509:].any() and not torch.signbit(whole[509:]).any()
+    state = load_pt(tmp_path / "neox/global_step0" / rank_file(0))
+    assert state["args"]["padded_vocab_size"] == padded
+    assert state["args"]["make_vocab_size_divisible_by"] == multiple or 128
+
+
+@pytest.mark.parametrize("damage", ["tensor", "pickle", "missing", "truncated"])
+def test_damage_of_what_was_written_is_found(damage: str, tmp_path: Path) -> None:
+    to_neox(NEOX, tmp_path / "out", "gpt_neox", "--tp", 2)
+    file = tmp_path / "out" / STEP / layer_file(3, 1)
+    name = "attention.dense.weight"
+    if damage == "tensor":
+        flip_payload(file, load_pt(file)[name])
+    elif damage == "pickle":
+        raw = file.read_bytes()
+        at = raw.index(b"attention.dense.weight")
+        file.write_bytes(raw[:at] + b"X" + raw[at + 1 :])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-30])
+    ran = cli("verify", tmp_path / "out")
+    assert ran.code == (3 if damage == "missing" else 1), ran.out
+    code = {"tensor": "FS301", "pickle": "FS301", "missing": "FS101", "truncated": "FS312"}[damage]
+    assert ran.having(code, file=file.name)
+    if damage == "tensor":
+        assert ran.having("FS308", file=file.name, tensor=name)
+
+
+def test_plan_prints_the_files_and_writes_nothing(tmp_path: Path) -> None:
+    ran = cli("plan", NEOX, "--to", "gpt_neox:sequential", "--tp", 4, json_output=False)
+    assert ran.code == 0 and f"{STEP}/mp_rank_03_model_states.pt" in ran.out
+    document = cli("plan", NEOX, "--to", "gpt_neox", "--tp", 1).doc
+    assert {f["name"] for f in document["summary"]["files"]} > {f"{STEP}/{layer_file(0, 0)}"}
+    assert all("form" not in f for f in document["summary"]["files"])
+    keys = {o["key"] for o in document["plan"]["outputs"]}
+    assert "word_embeddings.weight" in keys
+
+
+def test_python_manifest_tells_shards_apart(tmp_path: Path) -> None:
+    made = fastshard.convert(NEOX, tmp_path / "out", to="gpt_neox", tp=2, memory="2GiB")
+    assert len(made) == len(made.document["tensors"]) == 80
+    file = f"{STEP}/{layer_file(2, 1)}"
+    assert made[f"{file}:mlp.linear1.weight"]["shape"] == [64, 32]
+
+
+def test_result_is_compared_with_the_manifest_expected_of_it(tmp_path: Path) -> None:
+    to_hf(NEOX, tmp_path / "hf")
+    options = ("--to", "gpt_neox:sequential", "--tp", 2)
+    assert cli("convert", tmp_path / "hf", tmp_path / "a", *options).code == 0
+    manifest = tmp_path / "a/fastshard.manifest.json"
+    assert cli("convert", tmp_path / "hf", tmp_path / "b", *options, "--expect", manifest).code == 0
+    document = json.loads(manifest.read_text())
+    changed = next(t for t in document["tensors"] if t["file"].endswith(rank_file(1)))
+    changed["blake3"] = "0" * 64
+    manifest.write_text(json.dumps(document))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "c", *options, "--expect", manifest)
+    assert (ran.code, len(ran.errors)) == (1, 1) and not (tmp_path / "c").exists()
+    assert ran.having("FS308", tensor=f"{rank_file(1)}:{changed['name']}")
+
+
+@pytest.mark.parametrize(
+    "options, code, exit",
+    [
+        (("--to", "gpt_neox", "--tp", 3), "FS204", 2),
+        (("--to", "gpt_neox", "--tp", 0), "FS515", 2),
+        (("--to", "gpt_neox:sequential", "--pp", 2), "FS515", 2),
+        (("--to", "gpt_neox", "--make-vocab-size-divisible-by", 0), "FS515", 2),
+        (("--to", "gpt_neox", "--include", "*norm*"), "FS515", 2),
+        (("--to", "hf", "--tp", 2), "FS514", 2),
+        (("--to", "gpt_neox:zero"), "FS515", 2),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    options: tuple[object, ...], code: str, exit: int, tmp_path: Path
+) -> None:
+    assert_refused(NEOX, tmp_path / "out", code, exit=exit, command=("convert",), options=options)
+
+
+@pytest.mark.parametrize(
+    "change, code",
+    [
+        ({"hidden_act": "quick_gelu"}, "FS514"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "FS514"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "FS514"),
+        ({"model_type": "bloom"}, "FS514"),
+    ],
+    ids=["activation", "rope_scaling", "rope_parameters", "family"],
+)
+def test_models_that_gpt_neox_does_not_have_are_refused(
+    change: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    hf = copy(HF, tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | change))
+    assert_refused(hf, tmp_path / "out", code, exit=2, command=("convert",), options=("--to", "gpt_neox"))
+
+
+def test_unknown_residual_is_refused(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec(tp=2))
+    file = root / "global_step7/configs/config.yml"
+    config = yaml.safe_load(file.read_text())
+    del config["gpt_j_residual"]
+    file.write_text(yaml.safe_dump(config))
+    options = ("--to", "gpt_neox", "--tp", 2)
+    assert_refused(root, tmp_path / "out", "FS209", exit=2, command=("convert",), options=options)
+
+
+def test_values_of_torch_files() -> None:
+    value = {"a": [1, (2.5, None)], 3: OrderedDict(x=TensorOf("w")), "b": True, "c": b"\x00\xff"}
+    assert tree(value) == {
+        "dict": [
+            [{"str": "a"}, {"list": [{"int": 1}, {"tuple": [{"float": "2.5"}, "none"]}]}],
+            [{"int": 3}, {"ordered": [[{"str": "x"}, {"tensor": "w"}]]}],
+            [{"str": "b"}, {"bool": True}],
+            [{"str": "c"}, {"bytes": [0, 255]}],
+        ]
+    }
+    with pytest.raises(TypeError):
+        tree({1, 2})
+
+
+@pytest.fixture(scope="module")
+def big() -> Iterator[Path]:
+    """400 MB of a Hugging Face model; in memory where the system has such a place."""
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place, prefix="fastshard-test-") as folder:
+        root = write(Path(folder) / "neox", Spec(tp=1, hidden=1024, layers=8, inner=4096, vocab=1000))
+        fastshard.convert(root, Path(folder) / "hf", to="hf", memory="2GiB", fsync=False)
+        shutil.rmtree(root)
+        yield Path(folder) / "hf"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl_c", "kill"])
+def test_stopped_run_is_resumed_to_the_same_files(big: Path, how: signal.Signals) -> None:
+    with tempfile.TemporaryDirectory(dir=big.parent) as folder:
+        options = ("--to", "gpt_neox", "--tp", "4", "--threads", "1", "--fsync", "none", "--json")
+        fresh, out = Path(folder) / "fresh", Path(folder) / "out"
+        process = spawn("convert", big, fresh, *options)
+        assert process.wait(120) == 0
+        process = spawn("convert", big, out, *options)
+        while not any(p.suffix == ".pt" for p in Path(folder).glob(".out*/**/*")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.001)
+        time.sleep(0.05)
+        process.send_signal(how)
+        process.communicate(timeout=60)
+        assert process.returncode != 0 and not out.exists()
+        process = spawn("convert", big, out, *options, "--resume")
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stdout + stderr
+        for path in sorted(p for p in fresh.rglob("*") if p.is_file()):
+            assert (out / path.relative_to(fresh)).read_bytes() == path.read_bytes(), path.name
+        assert cli("verify", out).code == 0
+        assert sorted(p.name for p in Path(folder).iterdir()) == ["fresh", "out"]
