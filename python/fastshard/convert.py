@@ -180,6 +180,7 @@ def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) ->
     if made.target == "merge" and not made.source.hf_names and tokenizer is None:
         return []
     found: dict[str, str] = {}
+    names = [name for name in names if name not in made.summary["texts"]]
     for folder in folders:
         for name in names:
             if (folder / name).is_file():

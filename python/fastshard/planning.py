@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from . import _core, layouts
-from .adapters import hf_target
+from .adapters import hf_config, hf_target
 from .adapters.base import Source
 from .adapters.neox_target import NeoxTarget
 from .discover import File
@@ -173,6 +173,10 @@ def make_plan(
         "exclude": list(exclude),
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
+    quantised = dtype != "keep" and "quantization_config" in (source.config or {})
+    if dtype != "keep":
+        request["source"]["dequantise"] = hf_config.weight_block(source.config)
+        source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
     if to == "hf":
         layout, facts = hf_target.facts_of(source)
         request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
@@ -191,6 +195,11 @@ def make_plan(
     findings += planned
     if dtype != "keep":
         findings += _quantised(core, dtype)
+        if to is None and source.hf_names and source.config and quantised:
+            # With the old one transformers would take the tensors for quantised ones.
+            config = hf_config.with_dtype(source.config, _TORCH_DTYPES[str(_DTYPES[dtype])])
+            request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
+            core = _plan(opened.catalog, request)
     if not source.provable:
         findings.append(
             Finding.of(
@@ -269,7 +278,7 @@ def _weights(
 
 
 def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
-    """FP8 tensors would be kept as they are: their values need a scale that is stored elsewhere."""
+    """8-bit floats whose scales were not found would be kept as they are, which is not what was asked for."""
     stored = [(name, kind) for name, kind, *_ in core.outputs() if kind.startswith("F8_")]
     if not stored:
         return []
@@ -277,7 +286,7 @@ def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
     return [
         Finding.of(
             "FS514",
-            f"{len(stored)} tensors stored in FP8: this version does not apply their scales",
+            f"{len(stored)} tensors stored in FP8 have no scales beside them (NAME_scale_inv, NAME_scale)",
             tensor=name,
             expected=f"floats that can be cast to {dtype}",
             got=kind,

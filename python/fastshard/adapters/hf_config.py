@@ -74,3 +74,28 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
         facts["attention_bias"] = bool(config.get("attention_bias", False))
         facts["mlp_bias"] = bool(config.get("mlp_bias", False))
     return {k: v for k, v in axes.items() if v is not None}, facts
+
+
+def weight_block(config: dict[str, Any] | None) -> list[int]:
+    """Extents of the blocks that share a scale, as ``quantization_config`` states them; empty if it does not.
+
+    source: transformers quantizers, ``weight_block_size`` of FineGrainedFP8Config
+    """
+    stated = (config or {}).get("quantization_config")
+    block = stated.get("weight_block_size") if isinstance(stated, dict) else None
+    sizes = isinstance(block, list) and all(isinstance(n, int) and 0 < n < 1 << 32 for n in block)
+    return list(block) if isinstance(block, list) and sizes else []
+
+
+def unquantised(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with plain weights."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The config with the weights' dtype, by its torch name."""
+    if dtype:
+        # transformers 4 reads torch_dtype, 5 reads dtype and writes only that.
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        config = {**config, key: dtype}
+    return config

@@ -61,14 +61,6 @@ def config_json(
         config = dict(source.config or {})
         if "V" in axes:
             config["vocab_size"] = axes["V"]
-        return _with_dtype(config, dtype), []
+        return hf_config.with_dtype(config, dtype), []
     out, findings = neox_to_hf.config_json(source, axes)
-    return _with_dtype(out, dtype), findings
-
-
-def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    if dtype:
-        # transformers 4 reads torch_dtype, 5 reads dtype and writes only that.
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        config[key] = dtype
-    return config
+    return hf_config.with_dtype(out, dtype), findings

@@ -338,7 +338,11 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .parts
         .iter()
         .flat_map(|p| &p.sources)
-        .flat_map(|&s| std::iter::once(s).chain(plan.stored[s as usize].twins.iter().copied()))
+        .flat_map(|&s| {
+            let stored = &plan.stored[s as usize];
+            let scale = stored.scale.as_ref().map(|scale| scale.stored);
+            std::iter::once(s).chain(stored.twins.iter().copied()).chain(scale)
+        })
         .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();
     blobs.sort_unstable();

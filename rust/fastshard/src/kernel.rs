@@ -9,9 +9,19 @@ mod copy;
 mod scan;
 mod transpose;
 
-pub use convert::{convert, from_f32, to_f32};
+pub use convert::{convert, f8_value, from_f32, to_f32};
 pub use copy::{copy, StridedBox, MAX_RANK};
 pub use scan::{count_non_finite, is_constant, is_zero};
+
+/// Elements of any float dtype, 8-bit ones included, as f32.
+pub fn values(dtype: crate::tensor::Dtype, bytes: &[u8], out: &mut [f32]) {
+    if dtype.is_f8() {
+        let table: [f32; 256] = std::array::from_fn(|byte| f8_value(dtype, byte as u8));
+        bytes.iter().zip(out).for_each(|(byte, value)| *value = table[usize::from(*byte)]);
+    } else {
+        to_f32(dtype, bytes, out);
+    }
+}
 
 #[cfg(target_endian = "big")]
 compile_error!("tensor bytes are little endian and are viewed as native numbers");

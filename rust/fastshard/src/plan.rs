@@ -139,6 +139,56 @@ pub struct StoredTensor {
     /// rounded, must be the narrower one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub twins: Vec<u32>,
+    /// Scales of a quantised tensor whose values are wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<BlockScale>,
+}
+
+/// Scales of blocks: the value of an element is what is stored times the scale of its block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockScale {
+    /// Index into [`Plan::stored`]; one element per block, C-ordered.
+    pub stored: u32,
+    /// Extent of a block in each dimension of the quantised tensor.
+    pub block: Vec<u64>,
+}
+
+/// Most scales of one tensor: they are held in memory.
+const MAX_SCALES: u64 = 1 << 22;
+
+impl BlockScale {
+    /// Scales of blocks for a tensor of shape `shape`, from the shape of the scales: one for all, one
+    /// per row, or one per block of `stated` extents (128 by 128 if nothing states them).
+    pub fn of(stored: u32, shape: &[u64], scales: &[u64], stated: Option<&[u64]>) -> Option<BlockScale> {
+        let count = element_count(scales).filter(|n| *n <= MAX_SCALES)?;
+        let fits = |block: &[u64], scales: &[u64]| {
+            block.len() == shape.len()
+                && scales.len() == shape.len()
+                && block.iter().all(|b| *b > 0)
+                && shape.iter().zip(block).zip(scales).all(|((n, b), s)| n.div_ceil(*b) == *s)
+        };
+        let whole: Vec<u64> = shape.iter().map(|n| (*n).max(1)).collect();
+        let mut rows = whole.clone();
+        if let Some(first) = rows.first_mut() {
+            *first = 1;
+        }
+        let per_row = !shape.is_empty()
+            && count == shape[0]
+            && (scales.len() == 1 || scales[1..].iter().all(|n| *n == 1));
+        let usual = [128, 128];
+        let block = if count == 1 {
+            whole
+        } else if let Some(block) = stated.filter(|b| fits(b, scales)) {
+            block.to_vec()
+        } else if per_row {
+            rows
+        } else if fits(&usual, scales) {
+            usual.to_vec()
+        } else {
+            return None;
+        };
+        Some(BlockScale { stored, block })
+    }
 }
 
 impl StoredTensor {

@@ -67,6 +67,10 @@ pub struct SourceSide {
     /// Where a tensor is held by a file and assembled too: true to take the assembled one.
     #[serde(default)]
     pub prefer_assembled: bool,
+    /// Set to give 8-bit floats the values that their scales make of them; the extents of a block, if
+    /// they are stated.
+    #[serde(default)]
+    pub dequantise: Option<Vec<u64>>,
     /// True if the two may differ (a warning then).
     #[serde(default)]
     pub twins_may_differ: bool,

@@ -90,6 +90,11 @@ impl Dtype {
         NAMES.iter().find(|row| row.2 == name).map(|row| row.0)
     }
 
+    /// True for the 8-bit floating types, whose values need a scale.
+    pub fn is_f8(self) -> bool {
+        matches!(self, F8E4m3 | F8E5m2 | F8E4m3fnuz | F8E5m2fnuz | F8E8m0)
+    }
+
     /// True for the floating types that value ops may convert (F16, BF16, F32, F64).
     pub fn is_float(self) -> bool {
         matches!(self, F16 | Bf16 | F32 | F64)

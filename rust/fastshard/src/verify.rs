@@ -84,6 +84,7 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
             index: Vec::new(),
             shard: None,
             twins: Vec::new(),
+            scale: None,
         }));
     }
     plan.outputs = plan.identity_outputs();

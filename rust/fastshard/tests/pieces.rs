@@ -301,6 +301,7 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         index: Vec::new(),
         shard: None,
         twins: Vec::new(),
+        scale: None,
     });
     let mut plan = Plan { sources: files, blobs, stored: stored.collect(), ..Plan::default() };
     let mut want = Vec::new();

@@ -1,5 +1,6 @@
 //! Reads a box of a stored tensor into memory: pieces found, runs read, checksums taken on the way.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -25,6 +26,8 @@ pub struct Sources<'p> {
     unpacking: Mutex<()>,
     checksums: Vec<Mutex<Segments>>,
     tracked: Vec<bool>,
+    /// Scales of quantised tensors, read once.
+    scales: Mutex<HashMap<u32, Arc<Vec<f32>>>>,
 }
 
 /// Where the elements of a box go: a buffer, the first element's index and the steps per axis.
@@ -55,7 +58,30 @@ impl<'p> Sources<'p> {
             unpacking: Mutex::new(()),
             checksums: (0..n).map(|_| Mutex::new(Segments::default())).collect(),
             tracked,
+            scales: Mutex::default(),
         }
+    }
+
+    /// Values of the scales of a quantised tensor, C-ordered.
+    pub fn scales(&self, stored: u32, scratch: &mut [u8]) -> Result<Arc<Vec<f32>>> {
+        let mut all = self.scales.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(known) = all.get(&stored) {
+            return Ok(Arc::clone(known));
+        }
+        let tensor = &self.plan.stored[stored as usize];
+        let strides = c_strides(&tensor.shape);
+        let axes: Vec<PartAxis> = (0..tensor.shape.len())
+            .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
+            .collect();
+        let mut bytes = vec![0; tensor.nbytes() as usize];
+        let mut into = Into { bytes: &mut bytes, base: 0, strides: &strides };
+        let whole = SubBox::whole(&tensor.shape);
+        self.read(tensor, &axes, &vec![0; tensor.shape.len()], &whole, &mut into, scratch)?;
+        let mut values = vec![0.0; crate::tensor::element_count(&tensor.shape).unwrap_or(0) as usize];
+        kernel::values(tensor.dtype, &bytes, &mut values);
+        let values = Arc::new(values);
+        all.insert(stored, Arc::clone(&values));
+        Ok(values)
     }
 
     /// The file and offset at which a blob's data lies, unpacked first if it is deflated.

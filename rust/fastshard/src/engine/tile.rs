@@ -135,6 +135,7 @@ pub fn make(
         let plain = part.sources.len() == 1
             && part.ops.is_empty()
             && first.dtype == output.dtype
+            && first.scale.is_none()
             && (first.twins.is_empty() || twins == Twins::Leave)
             && !matches!(part.combine, Combine::Zero(_));
         if plain {
@@ -253,10 +254,14 @@ fn combine(
         }
     }
 
-    if averaged || !part.ops.is_empty() {
+    if averaged || !part.ops.is_empty() || stored[0].scale.is_some() {
         if !averaged {
             work.sum.resize(work.sum.len().max(n), 0.0);
-            kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
+            kernel::values(from, &work.dense[..bytes], &mut work.sum[..n]);
+        }
+        if let Some(scale) = &stored[0].scale {
+            let scales = sources.scales(scale.stored, &mut work.span)?;
+            dequantise(&stored[0].shape, &scale.block, &scales, part, sub, &mut work.sum[..n]);
         }
         for op in &part.ops {
             match *op {
@@ -279,6 +284,29 @@ fn combine(
     let out = n * output.dtype.size();
     kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, output.dtype.size());
     Ok(())
+}
+
+/// Multiplies the values of a box by the scales of the blocks that they lie in.
+fn dequantise(shape: &[u64], block: &[u64], scales: &[f32], part: &Part, sub: &SubBox, values: &mut [f32]) {
+    let grid: Vec<u64> = shape.iter().zip(block).map(|(n, b)| n.div_ceil(*b)).collect();
+    let strides = c_strides(&grid);
+    let mut at = vec![0u64; sub.len.len()];
+    let mut place = part.src_base.clone();
+    for value in values {
+        place.copy_from_slice(&part.src_base);
+        for ((axis, first), i) in part.axes.iter().zip(&sub.start).zip(&at) {
+            place[axis.dim as usize] += (first + i) * axis.step;
+        }
+        let index: u64 = place.iter().zip(block).zip(&strides).map(|((i, b), s)| i / b * s).sum();
+        *value *= scales[index as usize];
+        for (i, n) in at.iter_mut().zip(&sub.len).rev() {
+            *i += 1;
+            if *i < *n {
+                break;
+            }
+            *i = 0;
+        }
+    }
 }
 
 fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift) {

@@ -30,6 +30,38 @@ pub fn to_f32(dtype: Dtype, src: &[u8], out: &mut [f32]) {
     convert(dtype, src, Dtype::F32, bytes_mut(out));
 }
 
+/// The value of an 8-bit float.
+///
+/// # Panics
+/// If `dtype` is not one.
+pub fn f8_value(dtype: Dtype, byte: u8) -> f32 {
+    let (exponent_bits, bias, finite) = match dtype {
+        // "fn": no infinities, NaN is all ones; "fnuz": no negative zero either, its bits are NaN.
+        Dtype::F8E4m3 => (4, 7, byte & 0x7f != 0x7f),
+        Dtype::F8E5m2 => (5, 15, byte & 0x7f <= 0x7c),
+        Dtype::F8E4m3fnuz => (4, 8, byte != 0x80),
+        Dtype::F8E5m2fnuz => (5, 16, byte != 0x80),
+        Dtype::F8E8m0 => {
+            return if byte == 0xff { f32::NAN } else { (f64::from(byte) - 127.0).exp2() as f32 }
+        }
+        other => panic!("{other} is no 8-bit float"),
+    };
+    if !finite {
+        return f32::NAN;
+    }
+    let mantissa_bits = 7 - exponent_bits;
+    let exponent = i32::from(byte >> mantissa_bits & ((1 << exponent_bits) - 1));
+    let mantissa = f32::from(byte & ((1 << mantissa_bits) - 1)) / f32::from(1u8 << mantissa_bits);
+    let sign = if byte & 0x80 != 0 { -1.0 } else { 1.0 };
+    if dtype == Dtype::F8E5m2 && byte & 0x7f == 0x7c {
+        return sign * f32::INFINITY;
+    }
+    match exponent {
+        0 => sign * mantissa * 2f32.powi(1 - bias),
+        _ => sign * (1.0 + mantissa) * 2f32.powi(exponent - bias),
+    }
+}
+
 /// Rounds f32 to a float dtype (F16, BF16, F32, F64) in little-endian bytes.
 ///
 /// # Panics

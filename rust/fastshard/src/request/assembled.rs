@@ -9,7 +9,7 @@ use crate::codes;
 use crate::error::Finding;
 use crate::format::FileTensor;
 use crate::layout::resolve::{Stored, Unit};
-use crate::plan::{Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use crate::plan::{BlockScale, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 use super::{SourceSide, UnitSide};
@@ -141,6 +141,7 @@ impl Gathered {
                 }
             }
         }
+        replaced.extend(all.scales(side));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
         let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
         let mut kept = keep.iter();
@@ -148,6 +149,53 @@ impl Gathered {
         let mut kept = keep.iter();
         tensors.retain(|_| *kept.next().expect("as long as itself"));
         all
+    }
+
+    /// Gives quantised tensors their scales, where their values are wanted: `NAME_scale_inv` or
+    /// `NAME_scale` of the same rank. Returns the scales, which are no outputs then.
+    fn scales(&mut self, side: &SourceSide) -> Vec<u32> {
+        let Some(blocks) = &side.dequantise else { return Vec::new() };
+        let pass = &mut self.passes[0];
+        let units = &self.units;
+        let mut by_name: HashMap<(&str, &BTreeMap<String, u64>), u32> = HashMap::new();
+        for (seen, &index) in pass.seen.iter().zip(&pass.tensors) {
+            by_name.insert((&seen.name, &units[seen.unit as usize].coords), index);
+        }
+        let mut found = Vec::new();
+        for (at, (seen, &index)) in pass.seen.iter().zip(&pass.tensors).enumerate() {
+            if !seen.dtype.is_f8() {
+                continue;
+            }
+            let coords = &units[seen.unit as usize].coords;
+            let named = |end: &str| by_name.get(&(format!("{}{end}", seen.name).as_str(), coords)).copied();
+            if let Some(scales) = named("_scale_inv").or_else(|| named("_scale")) {
+                found.push((at, index, scales));
+            }
+        }
+        let mut taken = Vec::new();
+        for (at, index, scales) in found {
+            let (tensor, values) = (&self.stored[index as usize], &self.stored[scales as usize]);
+            let readable = values.dtype.is_float() || values.dtype == Dtype::F8E8m0;
+            let stated = (!blocks.is_empty()).then_some(&blocks[..]);
+            match BlockScale::of(scales, &tensor.shape, &values.shape, stated).filter(|_| readable) {
+                Some(scale) => {
+                    self.stored[index as usize].scale = Some(scale);
+                    // To the layout it is the tensor of floats that it stands for.
+                    pass.seen[at].dtype = Dtype::F32;
+                    taken.push(scales);
+                }
+                None => self.findings.push(
+                    Finding::new(codes::UNSUPPORTED, "scales that fit no blocks of the quantised tensor")
+                        .tensor(&tensor.name)
+                        .expected(
+                            format!("one, one per row, or one per block of {:?}", tensor.shape),
+                            format!("{} {:?} in {}", values.dtype, values.shape, values.name),
+                        )
+                        .help("give the config.json that names weight_block_size, or leave out --dtype"),
+                ),
+            }
+        }
+        taken
     }
 
     fn unit(&mut self, catalog: &Catalog, unit: &UnitSide) {
@@ -277,6 +325,7 @@ fn stored(
         index: Vec::new(),
         shard: None,
         twins: Vec::new(),
+        scale: None,
     }
 }
 
