@@ -17,7 +17,6 @@ import pytest
 import torch
 from helpers import FIXTURES, assert_refused, cli, edit_pt, layer_file, read_result
 from neox_maker import Spec, make_shards, merge, write
-from safetensors.torch import save_file
 from test_neox_parallel import same_bits
 
 
@@ -155,27 +154,6 @@ def test_fp8_weights_are_refused_by_name(tmp_path: Path) -> None:
             root, tmp_path / "out", "FS514", exit=2, command=command, tensor="2.mlp.fc1_weight"
         )
         assert ran.having("FS514")[0]["got"] == "F8_E4M3"
-
-
-def test_cast_of_fp8_weights_is_refused_by_name(tmp_path: Path) -> None:
-    """Kept they may be; cast without their scale they would be wrong."""
-    source = tmp_path / "hf"
-    source.mkdir()
-    weights = {
-        "model.w.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
-        "model.w.weight_scale_inv": torch.full((1,), 0.5),
-    }
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    assert cli("merge", source, tmp_path / "kept").code == 0
-    assert_refused(
-        source,
-        tmp_path / "out",
-        "FS514",
-        exit=2,
-        options=("--dtype", "bf16"),
-        tensor="model.w.weight",
-        got="F8_E4M3",
-    )
 
 
 def test_a_checkpoint_may_not_hide_tensors_in_nested_bytes(tmp_path: Path) -> None:
