@@ -104,8 +104,7 @@ impl Tree {
 /// Pickles a tree. `stored` tells of each tensor that the tree names.
 ///
 /// # Errors
-/// `FS514` for a tensor of a type that torch has no storage class for, `FS102` for one that `stored`
-/// does not know.
+/// `FS102` for a tensor that `stored` does not know.
 pub fn pickle<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>) -> Result<Vec<u8>> {
     let mut writer = Writer { out: vec![0x80, 2], memo: HashMap::new(), stored };
     writer.value(tree)?;
@@ -113,7 +112,7 @@ pub fn pickle<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>) -> R
     Ok(writer.out)
 }
 
-/// The class of a typed storage; types without one are saved as views of bytes by torch.
+/// The class of a typed storage; of other types torch stores bytes and names the type.
 fn storage_class(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::Bool => "BoolStorage",
@@ -208,25 +207,27 @@ impl Writer<'_, '_> {
         Ok(())
     }
 
-    /// `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`
+    /// `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`, or `v3` with the dtype
+    /// at the end for types without a storage class.
     fn tensor(&mut self, name: &str) -> Result<()> {
         let about = (self.stored)(name).ok_or_else(|| {
             Finding::new(codes::MISSING_TENSOR, "a file of the result names it, nothing makes it")
                 .tensor(name)
         })?;
-        let class = storage_class(about.dtype).ok_or_else(|| {
-            Finding::new(codes::UNSUPPORTED, "torch files have no storage of this type")
-                .tensor(name)
-                .expected("a type that torch has a storage class for", about.dtype)
-                .help("choose another element type with --dtype")
-        })?;
-        self.global("torch._utils", "_rebuild_tensor_v2");
+        let class = storage_class(about.dtype);
+        let elements = element_count(about.shape).unwrap_or(0);
+        let version = if class.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
+        self.global("torch._utils", version);
         self.out.extend(b"((");
         self.text("storage");
-        self.global("torch", class);
+        match class {
+            Some(class) => self.global("torch", class),
+            None => self.global("torch.storage", "UntypedStorage"),
+        }
         self.text(&about.key.to_string());
         self.text("cpu");
-        self.int(element_count(about.shape).unwrap_or(0) as i64);
+        // An untyped storage counts bytes.
+        self.int((elements * if class.is_some() { 1 } else { about.dtype.size() as u64 }) as i64);
         self.out.extend(b"tQ");
         self.int(0);
         self.numbers(about.shape);
@@ -235,6 +236,9 @@ impl Writer<'_, '_> {
         self.numbers(&c_strides(&counted));
         self.out.push(0x89);
         self.ordered();
+        if class.is_none() {
+            self.global("torch", about.dtype.torch_name());
+        }
         self.out.extend(b"tR");
         Ok(())
     }
@@ -342,7 +346,7 @@ mod tests {
     }
 
     const SHAPES: [&[u64]; 4] = [&[], &[0, 3], &[2, 3, 4, 5], &[1 << 33, 2]];
-    const DTYPES: [Dtype; 4] = [Dtype::Bf16, Dtype::F32, Dtype::I64, Dtype::Bool];
+    const DTYPES: [Dtype; 4] = [Dtype::Bf16, Dtype::F32, Dtype::U16, Dtype::F8E4m3];
 
     /// Compares by hand: the reader is another machine with other types.
     fn same(tree: &Tree, values: &Values, node: Node, tensors: &mut Vec<u32>) -> bool {
@@ -394,7 +398,8 @@ mod tests {
                 prop_assert_eq!(&tensor.dtype, &Ok(want.dtype));
                 prop_assert_eq!(&tensor.shape[..], want.shape);
                 prop_assert_eq!(&storage.key, &want.key.to_string());
-                prop_assert_eq!(storage.numel, want.shape.iter().product::<u64>());
+                let size = if storage_class(want.dtype).is_some() { 1 } else { want.dtype.size() as u64 };
+                prop_assert_eq!(storage.numel, size * want.shape.iter().product::<u64>());
                 prop_assert_eq!((tensor.offset, storage.location.as_str()), (0, "cpu"));
             }
             let json = serde_json::to_string(&tree).unwrap();
@@ -404,12 +409,8 @@ mod tests {
     }
 
     #[test]
-    fn what_torch_cannot_hold_is_refused() {
-        let tree = Tree::Tensor("w".into());
-        let error = |dtype: Option<Dtype>| {
-            pickle(&tree, &|_| dtype.map(|dtype| Stored { dtype, shape: &[1], key: 0 })).unwrap_err()
-        };
-        assert_eq!(error(None).findings()[0].code, codes::MISSING_TENSOR);
-        assert_eq!(error(Some(Dtype::F8E4m3)).findings()[0].code, codes::UNSUPPORTED);
+    fn a_tensor_that_nothing_makes_is_refused() {
+        let error = pickle(&Tree::Tensor("w".into()), &|_| None).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::MISSING_TENSOR);
     }
 }
