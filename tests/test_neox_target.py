@@ -34,10 +34,11 @@ from helpers import (
     read_result,
     spawn,
 )
-from neox_maker import ROW_BIAS, Spec, write
+from neox_maker import ROW_BIAS, Spec, make_shards, write
 from test_neox_logits import TOLERANCE, largest_difference
 from test_neox_parallel import same_bits
 from test_neox_variants import VARIANTS, variant
+from test_neox_zero import write_zero
 
 STANDARD = FIXTURES / "gpt_neox/neox_pp_tp2_stdres"
 FORMS = [("gpt_neox", 1), ("gpt_neox:pipeline", 2), ("gpt_neox:sequential", 1)]
@@ -182,6 +183,42 @@ def test_resharding_keeps_what_the_run_said(tmp_path: Path) -> None:
     assert rank_file(8) not in states
     to_neox(tmp_path / "tp4", tmp_path / "tp2", "gpt_neox", "--tp", 2)
     same_bits(to_hf(tmp_path / "tp2", tmp_path / "a"), to_hf(NEOX, tmp_path / "b"))
+
+
+def test_masters_become_the_weights_of_another_degree(tmp_path: Path) -> None:
+    spec = Spec(tp=2, dtype=torch.float32)
+    root = write_zero(tmp_path / "zero", spec, make_shards(spec), pp=2, dp=2)
+    masters = ("--weights", "masters")
+    want = to_hf(root, tmp_path / "hf", *masters)
+    assert {t.dtype for t in want.values()} == {torch.float32}
+    to_neox(root, tmp_path / "tp4", "gpt_neox", "--tp", 4, *masters)
+    config = yaml.safe_load((tmp_path / "tp4/global_step7/configs/fastshard.yml").read_text())
+    assert config["precision"] == "fp32" and "bf16" not in config
+    check_files(tmp_path / "tp4")
+    same_bits(to_hf(tmp_path / "tp4", tmp_path / "back", "--vocab-size", spec.padded), want)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(norm="rmsnorm", kv_heads=4, residual=False),
+        Spec(norm="rmsnorm", biases=False),
+        Spec(activation="geglu", kv_heads=2),
+        Spec(norm="te_rmsnorm", activation="swiglu", inner=96),
+    ],
+    ids=["rms_gqa", "rms", "geglu_gqa", "te_rms_gated_parallel"],
+)
+def test_models_that_transformers_does_not_have_are_resharded(spec: Spec, tmp_path: Path) -> None:
+    """Such a model stays what it is: a merge of what was written is the merge of the run's own files."""
+    root = write(tmp_path / "ckpt", spec)
+    assert cli("merge", root, tmp_path / "want").code == 0
+    want = read_result(tmp_path / "want")
+    for to, tp in (("gpt_neox", 1), ("gpt_neox:sequential", 2), ("gpt_neox", 2 if spec.kv_heads == 2 else 4)):
+        out = tmp_path / f"{to.replace(':', '_')}{tp}"
+        to_neox(root, out, to, "--tp", tp)
+        assert cli("verify", out).code == 0
+        assert cli("merge", out, tmp_path / f"{out.name}_merged", "--vocab-size", spec.padded).code == 0
+        same_bits(read_result(tmp_path / f"{out.name}_merged"), want)
 
 
 def test_rank_files_hold_what_deepspeed_and_gpt_neox_look_for(tmp_path: Path) -> None:
