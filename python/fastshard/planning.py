@@ -12,18 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from . import _core, layouts
-from .adapters import hf_config, hf_target
+from .adapters import hf_config
 from .adapters.base import Source
-from .adapters.neox_target import NeoxTarget
+from .adapters.targets import check, target_of
 from .discover import File
 from .errors import FastshardError, Finding, from_core
-
-#: Targets that this version writes, and those that it knows of and refuses by name.
-TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
-KNOWN_TARGETS = (
-    "megatron", "megatron:legacy", "megatron:torch_dist",
-    "maxtext", "maxtext:scan", "maxtext:unscan", "tp-safetensors", "dcp", "orbax",
-)  # fmt: skip
 
 _DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -131,29 +124,8 @@ def make_plan(
         raise FastshardError.of("FS515", "dtype", expected=" | ".join(_DTYPES), got=repr(dtype))
     if replicas not in ("equal", "mean"):
         raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
-    if to is not None and to not in TARGETS:
-        if to in KNOWN_TARGETS:
-            raise FastshardError.of(
-                "FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to
-            )
-        raise FastshardError.of(
-            "FS515", "target", expected=" | ".join((*TARGETS, *KNOWN_TARGETS)), got=repr(to)
-        )
-    neox = to is not None and to.startswith("gpt_neox")
-    if neox and (list(include) or list(exclude)):
-        raise FastshardError.of(
-            "FS515",
-            "a GPT-NeoX checkpoint is written whole",
-            got="--include or --exclude",
-            help="narrow a merge or a conversion to hf instead",
-        )
-    if not neox and (tp != 1 or pp != 1):
-        raise FastshardError.of(
-            "FS514",
-            f"{f'a conversion to {to}' if to else 'a merge'} writes whole tensors only",
-            expected="tp 1, pp 1",
-            got=f"tp {tp}, pp {pp}",
-        )
+    include, exclude = list(include), list(exclude)
+    check(to, tp, pp, bool(include or exclude))
     source = opened.source
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -169,22 +141,17 @@ def make_plan(
         "source": source.to_request(weights, optimizer),
         "dtype": _DTYPES[dtype],
         "mean_replicas": replicas == "mean",
-        "include": list(include),
-        "exclude": list(exclude),
+        "include": include,
+        "exclude": exclude,
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
     quantised = dtype != "keep" and "quantization_config" in (source.config or {})
     if dtype != "keep":
         request["source"]["dequantise"] = hf_config.weight_block(source.config)
         source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
-    if to == "hf":
-        layout, facts = hf_target.facts_of(source)
-        request["target"] = {"name": "hf", "layout": layouts.get(layout), "facts": facts}
     target = None
-    if to is not None and neox:
-        target = NeoxTarget.of(source, to, tp, pp, make_vocab_size_divisible_by)
-        if target.layout not in layouts.names():
-            raise FastshardError.of("FS514", f"this version does not write the layout {target.layout} yet")
+    if to is not None:
+        target = target_of(source, to, tp, pp, make_vocab_size_divisible_by)
         request["target"] = target.request(layouts.get(target.layout))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
@@ -208,19 +175,16 @@ def make_plan(
                 help="give --expect CONFIG (a config.json or the training config)",
             )
         )
-    if to is not None and not any(f.severity == "error" for f in findings):
+    if target is not None and not any(f.severity == "error" for f in findings):
         summary = json.loads(core.summary())
         dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
         main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
-        if target is not None:
-            # What the files are called and hold follows from the tensors that there are.
-            names = dict.fromkeys(output[0] for output in core.outputs())
-            stored = [name for unit in source.units for name in opened.catalog.names(unit.file)]
-            files, texts, assumed = target.complete(summary["axes"], names, stored, main)
-            request["target"]["files"], request["texts"] = files, texts
-        else:
-            config, assumed = hf_target.config_json(source, summary["axes"], main)
-            request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
+        names = dict.fromkeys(output[0] for output in core.outputs())
+        stored = [name for unit in source.units for name in opened.catalog.names(unit.file)]
+        # What the files are called and hold follows from the tensors that there are.
+        request["target"]["files"], request["texts"], assumed = target.complete(
+            summary["axes"], names, stored, main
+        )
         core = _plan(opened.catalog, request)
         findings += assumed
         findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]

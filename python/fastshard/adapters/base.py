@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -206,6 +207,34 @@ class Source:
             "vocab_size": self.vocab_size,
             "pass_unknown": self.pass_unknown,
         }
+
+
+#: Files that a target prescribes, small texts besides (by path), and what had to be assumed.
+Completed = tuple[list[dict[str, Any]], dict[str, str], list[Finding]]
+
+
+class Target(Protocol):
+    """What a conversion makes of a source; the names of the formats are in :mod:`.targets`."""
+
+    #: As ``--to`` names it.
+    name: str
+    #: Name of the layout table.
+    layout: str
+
+    def request(self, table: str) -> dict[str, Any]:
+        """The target's side of the core's request, with the text of the table."""
+
+    def complete(
+        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
+    ) -> Completed:
+        """What follows once the plan has bound the axes.
+
+        Args:
+            axes: extents that the plan bound.
+            names: names of the target's tensors.
+            stored: names of the source's tensors.
+            dtype: torch name of the weights' dtype.
+        """
 
 
 class Adapter(Protocol):

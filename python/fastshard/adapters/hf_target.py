@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FastshardError, Finding
 from . import hf_config, neox_to_hf
-from .base import Source
+from .base import Completed, Source
 
 #: Files that go along with a model if they are there.
 COMPANIONS = (
@@ -23,44 +26,53 @@ COMPANIONS = (
 )
 
 
-def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
-    """Layout table and facts of the target for a source's family.
+@dataclass
+class HfTarget:
+    """A checkpoint that ``from_pretrained`` loads, to be made of a source."""
 
-    Raises:
-        FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
-            that decides values is unknown.
-    """
-    config = source.config or {}
-    if source.hf_names:
-        layout = hf_config.layout_of(config)
-        if layout is None:
-            raise FastshardError.of(
-                "FS514" if config else "FS209",
-                f"no layout for model_type {config.get('model_type')!r}"
-                if config
-                else "the model's config is not known",
-                help="give the config.json with --config; `fastshard merge` needs none",
-            )
-        return layout, hf_config.axes_and_facts(config)[1]
-    if "features" in source.values and source.family in ("gpt_neox", "llama"):
-        return neox_to_hf.facts_of(source)
-    raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
+    source: Source
+    layout: str
+    facts: dict[str, bool]
+    name: str = "hf"
 
+    @classmethod
+    def of(cls, source: Source) -> HfTarget:
+        """What the source allows.
 
-def config_json(
-    source: Source, axes: dict[str, int], dtype: str | None
-) -> tuple[dict[str, Any], list[Finding]]:
-    """The config.json of the result, and what had to be assumed.
+        Raises:
+            FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
+                that decides values is unknown.
+        """
+        config = source.config or {}
+        if source.hf_names:
+            layout = hf_config.layout_of(config)
+            if layout is None:
+                raise FastshardError.of(
+                    "FS514" if config else "FS209",
+                    f"no layout for model_type {config.get('model_type')!r}"
+                    if config
+                    else "the model's config is not known",
+                    help="give the config.json with --config; `fastshard merge` needs none",
+                )
+            return cls(source, layout, hf_config.axes_and_facts(config)[1])
+        if "features" in source.values and source.family in ("gpt_neox", "llama"):
+            return cls(source, *neox_to_hf.facts_of(source))
+        raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
 
-    Args:
-        source: the declaration of the source.
-        axes: extents that the plan bound, e.g. ``F``; sizes come from tensors.
-        dtype: torch name of the weights' dtype.
-    """
-    if source.hf_names:
-        config = dict(source.config or {})
-        if "V" in axes:
-            config["vocab_size"] = axes["V"]
-        return hf_config.with_dtype(config, dtype), []
-    out, findings = neox_to_hf.config_json(source, axes)
-    return hf_config.with_dtype(out, dtype), findings
+    def request(self, table: str) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {"name": self.name, "layout": table, "facts": self.facts}
+
+    def complete(
+        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
+    ) -> Completed:
+        """The config.json of the result, and what had to be assumed; sizes come from tensors."""
+        if self.source.hf_names:
+            config = dict(self.source.config or {})
+            assumed: list[Finding] = []
+            if "V" in axes:
+                config["vocab_size"] = axes["V"]
+        else:
+            config, assumed = neox_to_hf.config_json(self.source, axes)
+        text = json.dumps(hf_config.with_dtype(config, dtype), indent=2) + "\n"
+        return [], {"config.json": text}, assumed

@@ -19,7 +19,7 @@ import yaml
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
 from . import hf_config
-from .base import Source
+from .base import Completed, Source
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -144,15 +144,8 @@ class NeoxTarget:
 
     def complete(
         self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
-    ) -> tuple[list[dict[str, Any]], dict[str, str], list[Finding]]:
-        """Files, texts and findings, once the plan has bound the axes.
-
-        Args:
-            axes: extents that the plan bound.
-            names: names of the target's tensors.
-            stored: names of the source's tensors, which tell how its norms are called.
-            dtype: torch name of the weights' dtype.
-        """
+    ) -> Completed:
+        """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""
         folder = f"global_step{self.step()}"
         config, findings = self._config(axes, dtype)
         multiple = self.multiple * self.tp

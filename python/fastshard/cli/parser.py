@@ -6,7 +6,7 @@ import argparse
 import textwrap
 
 from .. import _core
-from ..planning import KNOWN_TARGETS, TARGETS
+from ..adapters.targets import KNOWN, TARGETS
 
 EPILOG = """\
 exit codes:
@@ -198,7 +198,7 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
         "--to",
         required=required,
         metavar="TARGET",
-        help=f"{', '.join(TARGETS)} (known, not written yet: {', '.join(KNOWN_TARGETS)})",
+        help=f"{', '.join(TARGETS)} (known, not written yet: {', '.join(KNOWN)})",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree of the result")
     parser.add_argument(

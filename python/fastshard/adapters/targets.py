@@ -1,0 +1,59 @@
+"""The layouts that a conversion can make, by the names of ``--to``."""
+
+from __future__ import annotations
+
+from ..errors import FastshardError
+from .base import Source, Target
+from .hf_target import HfTarget
+from .neox_target import NeoxTarget
+
+__all__ = ["KNOWN", "TARGETS", "check", "target_of"]
+
+#: Targets that this version writes, and those that it knows of and refuses by name.
+TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
+KNOWN = (
+    "megatron", "megatron:legacy", "megatron:torch_dist", "maxtext", "maxtext:scan", "maxtext:unscan",
+    "tp-safetensors", "dcp", "orbax",
+)  # fmt: skip
+
+
+def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
+    """Whether there is such a target, and whether it takes these options.
+
+    Raises:
+        FastshardError: ``FS514`` for targets and degrees that are not written, ``FS515`` for names
+            that nobody knows and options that do not fit.
+    """
+    if to is not None and to not in TARGETS:
+        if to in KNOWN:
+            raise FastshardError.of(
+                "FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to
+            )
+        raise FastshardError.of("FS515", "target", expected=" | ".join((*TARGETS, *KNOWN)), got=repr(to))
+    whole = to is None or to == "hf"
+    if not whole and narrowed:
+        raise FastshardError.of(
+            "FS515",
+            f"a {to} checkpoint is written whole",
+            got="--include or --exclude",
+            help="narrow a merge or a conversion to hf instead",
+        )
+    if whole and (tp != 1 or pp != 1):
+        raise FastshardError.of(
+            "FS514",
+            f"{f'a conversion to {to}' if to else 'a merge'} writes whole tensors only",
+            expected="tp 1, pp 1",
+            got=f"tp {tp}, pp {pp}",
+        )
+
+
+def target_of(source: Source, to: str, tp: int, pp: int, vocab_multiple: int | None) -> Target:
+    """The target for a source.
+
+    Raises:
+        FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact that
+            decides values is unknown, ``FS515`` for degrees that no run has.
+    """
+    if to == "hf":
+        return HfTarget.of(source)
+    return NeoxTarget.of(source, to, tp, pp, vocab_multiple)
