@@ -1,0 +1,66 @@
+"""Configurations that a small model is trained in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    stage: int
+    dtype: str
+    #: More of `zero_optimization`.
+    zero: dict[str, Any] = field(default_factory=dict)
+    #: More of the config.
+    more: dict[str, Any] = field(default_factory=dict)
+    #: Several parameter groups.
+    groups: bool = False
+    #: Pipeline stages; 0 for a plain model.
+    pipeline: int = 0
+    accumulate: int = 1
+    steps: int = 3
+    #: Also saved with masters that were not refreshed.
+    finetune: bool = False
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+CASES = [
+    Case("zero0_bf16", 0, "bf16", finetune=True, steps=30),
+    Case("zero0_bf16_groups", 0, "bf16", groups=True),
+    Case("zero0_fp16", 0, "fp16"),
+    Case("zero0_fp32", 0, "fp32"),
+    Case("zero1_bf16", 1, "bf16", finetune=True, steps=30),
+    Case("zero1_fp16", 1, "fp16"),
+    Case("zero1_fp32", 1, "fp32"),
+    Case("zero1_bf16_groups", 1, "bf16", groups=True, accumulate=2),
+    Case("zero1_bf16_aligned", 1, "bf16", {"parameter_alignment": True}, groups=True),
+    Case("bf16_optimizer", 1, "bf16", more=FP32_GRADIENTS, finetune=True, steps=30),
+    Case("bf16_optimizer_groups", 1, "bf16", more=FP32_GRADIENTS, groups=True, accumulate=2),
+    Case("zero2_bf16", 2, "bf16"),
+    Case("zero2_fp16", 2, "fp16"),
+    Case("zero2_fp32", 2, "fp32"),
+    Case("zero3_bf16", 3, "bf16"),
+    Case("zero3_fp16", 3, "fp16"),
+    Case("zero3_fp32", 3, "fp32"),
+    Case("zero3_bf16_groups", 3, "bf16", groups=True),
+    Case("zero3_bf16_small_groups", 3, "bf16", {"sub_group_size": 100}),
+    Case("pipeline_zero1_bf16", 1, "bf16", pipeline=2, accumulate=2),
+    Case("pipeline_zero1_fp16", 1, "fp16", pipeline=2, accumulate=2),
+    Case("pipeline_bf16_optimizer", 1, "bf16", more=FP32_GRADIENTS, pipeline=2, accumulate=2),
+    Case("pipeline_zero1_bf16_dp2", 1, "bf16", pipeline=1, accumulate=2),
+]
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": case.accumulate,
+        "steps_per_print": 1 << 30,
+        "bf16": {"enabled": case.dtype == "bf16"},
+        "fp16": {"enabled": case.dtype == "fp16", "initial_scale_power": 6},
+        "zero_optimization": {"stage": case.stage, **case.zero},
+        **case.more,
+    }
