@@ -106,23 +106,27 @@ def _mappings(
 ) -> bool:
     """Each rank's own account of what it holds must be what its place gives it."""
     order, largest, before = partitions.order, max(lengths), len(partitions.findings)
-    expected: list[dict[str, tuple[int, int]]] = []
-    for r in range(len(order)):
-        lo, hi = r * largest, r * largest + lengths[r]
-        held = {}
-        for name, shape in group.items():
-            a, b = max(offsets[name], lo), min(offsets[name] + math.prod(shape), hi)
-            if a < b:
-                held[name] = (a - lo, b - a)
-        expected.append(held)
+
+    def by(offsets: dict[str, int]) -> list[dict[str, tuple[int, int]]]:
+        expected = []
+        for r in range(len(order)):
+            lo, hi = r * largest, r * largest + lengths[r]
+            held = {}
+            for name, shape in group.items():
+                a, b = max(offsets[name], lo), min(offsets[name] + math.prod(shape), hi)
+                if a < b:
+                    held[name] = (a - lo, b - a)
+            expected.append(held)
+        return expected
+
+    accounts = [_account(rank, g) for rank in order]
+    expected = by(offsets)
+    if accounts != expected and (others := _before_round_robin(partitions, group, accounts)):
+        by_others = by(others)
+        expected = by_others if accounts == by_others else expected
     for r, rank in enumerate(order):
-        mappings = rank.state.get("param_slice_mappings")
-        if not isinstance(mappings, list) or g >= len(mappings) or not isinstance(mappings[g], dict):
-            continue
-        told = {
-            name: place for name, value in mappings[g].items() if (place := _address(value)) and place[1] > 0
-        }
-        if told == expected[r]:
+        told = accounts[r]
+        if told is None or told == expected[r]:
             continue
         twin = next((o.dp for s, o in enumerate(order) if s != r and _alike(told, expected[s])), None)
         wrong = next((n for n in [*told, *expected[r]] if told.get(n) != expected[r].get(n)), "")
@@ -138,6 +142,41 @@ def _mappings(
                 _told(expected[r].get(wrong)), _told(told.get(wrong)),
             )  # fmt: skip
     return len(partitions.findings) == before
+
+
+def _account(rank: Rank, g: int) -> dict[str, tuple[int, int]] | None:
+    """(start, numel) of what a rank says it holds of a group; None if it does not say."""
+    mappings = rank.state.get("param_slice_mappings")
+    if not isinstance(mappings, list) or g >= len(mappings) or not isinstance(mappings[g], dict):
+        return None
+    return {
+        name: place
+        for name, value in mappings[g].items()
+        if (place := _address(value)) is not None and place[1] > 0
+    }
+
+
+def _before_round_robin(
+    partitions: Partitions, group: dict[str, list[int]], accounts: list[dict[str, tuple[int, int]] | None]
+) -> dict[str, int] | None:
+    """Offsets in the order before ``round_robin_gradients`` reordered the parameters, by the accounts.
+
+    The flat vector and ``param_shapes`` have the new order, ``param_slice_mappings`` the old one, up to
+    DeepSpeed 0.19.8. source: runtime/zero/stage_1_and_2.py (_link_all_hp_params takes bit16_groups)
+    """
+    config = partitions.model.state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if not isinstance(zero, dict) or zero.get("round_robin_gradients") is not True:
+        return None
+    order = list(dict.fromkeys(name for told in accounts for name in told or ()))
+    filled = [name for name, shape in group.items() if math.prod(shape)]
+    if sorted(order) != sorted(filled):
+        return None
+    offsets, at = dict.fromkeys(group, 0), 0
+    for name in order:
+        offsets[name] = at
+        at += math.prod(group[name])
+    return offsets
 
 
 def _address(value: Any) -> tuple[int, int] | None:
