@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Protocol
 
 from .. import _core, layouts
@@ -19,17 +18,22 @@ class Contents:
     def __init__(self, catalog: _core.Catalog, readable: list[Any]) -> None:
         self._catalog = catalog
         self._readable = readable
+        # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
+        self._values: dict[int, Any] = {}
+        self._tensors: dict[int, list[dict[str, Any]]] = {}
 
-    @cache  # noqa: B019 - lives as long as the opening of one checkpoint
     def __call__(self, file: int) -> Any:
         """Contents that are not tensors; None for a file that cannot be read."""
-        return json.loads(self._catalog.values(file)) if self._readable[file] is not None else None
+        if file not in self._values:
+            readable = self._readable[file] is not None
+            self._values[file] = json.loads(self._catalog.values(file)) if readable else None
+        return self._values[file]
 
-    @cache  # noqa: B019
     def tensors(self, file: int) -> list[dict[str, Any]]:
         """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``storage_bytes``, ``storage_crc32`` of each."""
-        listed: list[dict[str, Any]] = json.loads(self._catalog.tensors(file))
-        return listed
+        if file not in self._tensors:
+            self._tensors[file] = json.loads(self._catalog.tensors(file))
+        return self._tensors[file]
 
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor.
