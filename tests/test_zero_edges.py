@@ -4,8 +4,92 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
-from helpers import FIXTURES, cli
+import pytest
+import torch
+import zero_maker as maker
+from helpers import FIXTURES, cli, read_result
+from zero_maker import Run, model_file, optim_file
+
+
+def test_moments_of_a_single_element(tmp_path: Path) -> None:
+    run = Run(3, 1, torch.bfloat16, [{"gain": torch.tensor([0.5])}])
+    root = maker.write(tmp_path / "ckpt", run)
+    assert cli("merge", root, tmp_path / "out", "--optimizer").code == 0
+    assert set(read_result(tmp_path / "out")) == {"gain", "gain.exp_avg", "gain.exp_avg_sq"}
+
+
+@pytest.mark.parametrize("stage", [1, 3, "bf16"])
+def test_empty_parameters_are_not_left_out(tmp_path: Path, stage: int | str) -> None:
+    group = {"empty": torch.zeros(0, 3), "full": torch.rand(5)}
+    run = Run(stage, 2, torch.bfloat16, [group], frozen={"fixed": torch.zeros(2, 0).bfloat16()})
+    root = maker.write(tmp_path / "ckpt", run)
+    assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
+    have = read_result(tmp_path / "out")
+    assert {n: tuple(t.shape) for n, t in have.items() if not t.numel()} == {
+        "empty": (0, 3), "empty.exp_avg": (0, 3), "empty.exp_avg_sq": (0, 3), "fixed": (2, 0),
+    }  # fmt: skip
+
+
+def test_masters_without_names_are_told_of(tmp_path: Path) -> None:
+    # One frozen among three of one shape: nothing says which two the masters are.
+    same = {name: torch.rand(4) for name in "ab"}
+    run = Run(0, 1, torch.bfloat16, [same], frozen={"c": torch.rand(4).bfloat16()})
+    root = maker.write(tmp_path / "ckpt", run)
+    ran = cli("merge", root, tmp_path / "masters", "--weights", "masters")
+    assert (ran.code, (tmp_path / "masters").exists()) == (2, False)
+    assert ran.having("FS402", message="more than one way", file=model_file())
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, len(ran.having("FS402", severity="warning", message="more than one way"))) == (0, 1)
+    assert cli("masters", root).code == 2
+
+
+def test_the_order_of_param_shapes_is_compared_between_ranks(tmp_path: Path) -> None:
+    run = Run(3, 2, torch.bfloat16, [{"a": torch.rand(4), "b": torch.rand(4)}])
+    root = maker.write(tmp_path / "ckpt", run)
+    maker.edit(root / model_file(1), lambda content: content["param_shapes"][0].move_to_end("a"))
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, (tmp_path / "out").exists()) == (1, False)
+    assert ran.having("FS110", file=model_file(1), rank="dp 1", message="param_shapes")
+
+
+@pytest.mark.parametrize(
+    "change", [{"module": None}, {"buffer_names": ["seen", "gone"]}, {"buffer_names": None}]
+)
+def test_buffers_of_zero3_are_not_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    run = Run(3, 2, torch.bfloat16, [{"a": torch.rand(4)}], buffers={"seen": torch.ones(3)})
+    root = maker.write(tmp_path / "ckpt", run)
+    maker.edit(root / model_file(0), lambda content: content.update(change))
+    ran = cli("merge", root, tmp_path / "out")
+    if change == {"buffer_names": None}:
+        # The list is not needed to see what is there.
+        assert (ran.code, set(read_result(tmp_path / "out"))) == (0, {"a", "seen"})
+    else:
+        assert (ran.code, (tmp_path / "out").exists()) == (3, False)
+        assert ran.having("FS102", file=model_file(0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_moments_that_cannot_be_read_are_not_left_out(tmp_path: Path, stage: int) -> None:
+    run = Run(stage, 2, torch.bfloat16, [{"a": torch.rand(4), "b": torch.rand(9)}])
+    root = maker.write(tmp_path / "ckpt", run)
+    base = "base_optimizer_state" if stage == 1 else "optimizer_state_dict"
+    state = maker.load(root / optim_file(1))["optimizer_state_dict"][base]["state"]
+    for dp, given in ((1, {0: {"step": state[0]["step"], "exp_avg": state[0]["exp_avg"]}}), (1, {}), (0, {})):
+        maker.edit(
+            root / optim_file(dp), lambda c, given=given: c["optimizer_state_dict"][base].update(state=given)
+        )
+        ran = cli("merge", root, tmp_path / "out", "--optimizer")
+        assert (ran.code, (tmp_path / "out").exists()) == (1 if dp else 2, False), ran.out
+        assert ran.having("FS404", file=optim_file(1), rank="dp 1") if dp else ran.having("FS402")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffer_names_that_are_no_list(tmp_path: Path, stage: int) -> None:
+    root = maker.write(tmp_path / "ckpt", Run(stage, 1, torch.bfloat16, [{"a": torch.rand(4)}]))
+    maker.edit(root / model_file(0 if stage else None), lambda content: content.update(buffer_names=-1))
+    assert cli("merge", root, tmp_path / "out").code == 0
 
 
 def test_opening_a_checkpoint_leaves_no_file_open() -> None:

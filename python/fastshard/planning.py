@@ -219,6 +219,9 @@ def _weights(
         )
     if not source.masters:
         return list(opened)
+    unread: list[Finding] = []
+    if optimizer and not any(a.slot for a in source.assembled):
+        unread = [Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")]
     taken = weights or source.weights
     lenient = weights == "params" and not optimizer
 
@@ -238,6 +241,9 @@ def _weights(
         if source.params_stored
         else "the fp32 masters, the only copy of the weights",
     }
+    if not any(f.severity == "error" for f in found):
+        # Otherwise what is wrong with the optimizer files is the cause.
+        found += unread
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
 
 

@@ -16,6 +16,7 @@ from . import hf_config, zero
 from .base import Contents, Found, Options, Source, Unit, missing
 from .gpt_neox import GptNeox
 from .hf import config_of
+from .zero.model import name_list, tensor_index
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
@@ -182,10 +183,40 @@ class DeepSpeed:
         if found.notes["sliced"]:
             # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
             for unit in source.units:
-                buffers = states[unit.file].get("buffer_names") if unit.file < len(states) else None
-                unit.only = [str(name) for name in buffers or []]
+                state = states[unit.file] if unit.file < len(states) else {}
+                unit.only = _buffers(contents, unit.file, state)
+                source.findings += _buffers_left_out(found, unit, state)
         zero.attach(source, found, contents, states, name_of)
         return source
+
+
+def _buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
+    """What `module` of ZeRO-3 holds besides empty parameters, and what it should hold."""
+    listed = name_list(state.get("buffer_names"))
+    tensors = contents.tensors(file) if state else []
+    held = [
+        name
+        for name, value in _dict(state.get("module")).items()
+        if (index := tensor_index(value)) is not None and tensors[index]["shape"] != [0]
+    ]
+    return list(dict.fromkeys([*listed, *held]))
+
+
+def _buffers_left_out(found: Found, unit: Unit, state: dict[str, Any]) -> list[Finding]:
+    """Buffers that a ZeRO-3 model file lists and does not hold: nothing else calls for them."""
+    module = _dict(state.get("module"))
+    return [
+        Finding.of(
+            "FS102",
+            "the model file lists this buffer and does not hold it",
+            file=found.files[unit.file].path,
+            rank=unit.rank,
+            tensor=name,
+            help="copy the model file from the node that wrote it",
+        )
+        for name in unit.only or []
+        if tensor_index(module.get(name)) is None
+    ]
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -299,7 +330,8 @@ def _plain(
         source.units.append(
             Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
-        if not notes["sliced"] and states[i] and not _dict(states[i].get("module")):
+        held = _dict(states[i].get("module")).values()
+        if not notes["sliced"] and states[i] and not any(tensor_index(v) is not None for v in held):
             source.findings.append(
                 Finding.of(
                     "FS101",

@@ -86,7 +86,9 @@ def attach(
     findings += [f for f in copied_files(found, contents, source) if f.file not in known]
     findings += steps_agree(found, source)
     masters = [a for a in source.assembled if a.slot is None and not a.frozen]
-    source.masters = bool(masters) or is_stage3 or bool(notes["optim"])
+    # Masters that are there and cannot be named are told of, not passed over.
+    unnamed = any(f.code == "FS402" for f in findings)
+    source.masters = bool(masters) or is_stage3 or bool(notes["optim"]) or unnamed
     source.weights = "masters" if is_stage3 else "params"
     source.params_stored = not is_stage3
     source.optimizer_findings = findings

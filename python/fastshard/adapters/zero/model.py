@@ -116,6 +116,11 @@ def tensor_index(value: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
+def name_list(value: Any) -> list[str]:
+    """The value as a list of names; empty if it is no list."""
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
 def ints(value: Any) -> list[int] | None:
     """The value, if it is a list of whole numbers."""
     return value if isinstance(value, list) and all(isinstance(n, int) for n in value) else None
@@ -129,7 +134,9 @@ def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
 
 
 def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
-    """(elements, partition, first element in it) of elements ``at..at + count``."""
+    """(elements, partition, first element in it) of elements ``at..at + count``; of none, one without any."""
+    if count == 0:
+        yield 0, 0, 0
     for r, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         lo, hi = max(at, start), min(at + count, start + length)
         if lo < hi:

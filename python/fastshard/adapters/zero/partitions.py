@@ -52,6 +52,22 @@ class Partitions:
         #: True if all ranks are there and could be read.
         self.whole = bool(self.order) and readable and not absent and all(map(self._read, self.order))
         self.values = self._values() if self.whole else {}
+        if self.whole:
+            self._same_slots()
+
+    def _same_slots(self) -> None:
+        """What one rank keeps of a group (``exp_avg``), every rank that has a part of it keeps."""
+        groups = min(len(rank.masters) for rank in self.order)
+        for g in range(groups):
+            holders = [rank for rank in self.order if rank.masters[g].numel]
+            kept = [{slot for slot, parts in rank.slots.items() if parts[g] is not None} for rank in holders]
+            every = set().union(*kept)
+            for rank, slots in zip(holders, kept, strict=True):
+                for slot in sorted(every - slots):
+                    self.problem(
+                        "FS404", f"optimizer state of group {g}", rank.path, rank.dp,
+                        f"{slot}, as on other ranks", "none, or fewer elements than masters",
+                    )  # fmt: skip
 
     def _values(self) -> dict[str, Any]:
         """What the optimizer's state tells besides tensors."""
@@ -156,9 +172,11 @@ class Partitions:
             entry = states.get(keys[g]) if keys[g] is not None else None
             for name, value in entry.items() if isinstance(entry, dict) else ():
                 part = self._flat(rank.file, tensors, value)
-                if part is not None and part.numel >= master.numel and part.numel > 1:
-                    rank.slots.setdefault(name, [None] * len(flat))[g] = part
-                elif name == "step":
+                if name != "step":
+                    # Scalars besides the step belong to no element.
+                    if part is not None and part.numel >= master.numel and tensors[part.tensor]["shape"]:
+                        rank.slots.setdefault(name, [None] * len(flat))[g] = part
+                else:
                     number = float(value) if isinstance(value, (int, float)) else None
                     rank.steps.append((part, number))
         self._steps_of(rank, tensors)

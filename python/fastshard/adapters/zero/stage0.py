@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, StateFile
-from .model import Model, Parts, counts_steps, scalar, tensor_index, tensors_below
+from .model import Model, Parts, counts_steps, name_list, scalar, tensor_index, tensors_below
 
 
 def whole_masters(model: Model) -> list[Any] | None:
@@ -21,7 +21,7 @@ def whole(model: Model, findings: list[Finding]) -> list[Assembled]:
     """Stage 0: the masters have shapes and no names; they are in the order of the module's parameters."""
     groups = [g if isinstance(g, list) else [g] for g in whole_masters(model) or []]
     tensors = model.contents.tensors(model.file)
-    buffers = set(map(str, model.state.get("buffer_names") or []))
+    buffers = set(name_list(model.state.get("buffer_names")))
     module = model.state.get("module")
     names: list[tuple[str, list[int]]] = []
     owners: dict[tuple[int, int, tuple[int, ...]], str] = {}

@@ -6,6 +6,7 @@ A rank's parts lie one after another in its flat groups, at an offset common to 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, missing
@@ -36,7 +37,7 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
         out: list[Range] = []
         for r in range(world):
             held = min(part, count - r * part)
-            for length, k, first in cut(at, held, *starts[r]) if held > 0 else ():
+            for length, k, first in cut(at, held, *starts[r]) if held > 0 or r == 0 else ():
                 vector = vectors[r][k]
                 if vector is None:
                     return None
@@ -75,7 +76,7 @@ def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
             content = model.contents(files[dp])
             fragments = content.get("frozen_param_fragments") if isinstance(content, dict) else None
             index = tensor_index(fragments.get(name)) if isinstance(fragments, dict) else None
-            if index is not None and r * part < count:
+            if index is not None and (r * part < count or r == 0):
                 ranges.append((min(part, count - r * part), files[dp], index, 0))
         tensors.append((name, shape, ranges))
     assembled = model.assembled(None, tensors, model.file)
@@ -103,7 +104,7 @@ def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Findin
     for dp, file in sorted(files.items()):
         content = model.contents(file)
         for key in ("global_steps", "param_shapes", "dp_world_size"):
-            if isinstance(content, dict) and content.get(key) != model.state.get(key):
+            if isinstance(content, dict) and _ordered(content.get(key)) != _ordered(model.state.get(key)):
                 code = "FS107" if key == "global_steps" else "FS110"
                 findings.append(
                     Finding.of(
@@ -119,3 +120,10 @@ def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Findin
                     )
                 )
     return findings
+
+
+def _ordered(value: Any) -> Any:
+    """A value whose dictionaries are compared with their order: that of `param_shapes` places parameters."""
+    if isinstance(value, list):
+        return [_ordered(v) for v in value]
+    return list(value.items()) if isinstance(value, dict) else value
