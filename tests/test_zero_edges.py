@@ -85,6 +85,34 @@ def test_moments_that_cannot_be_read_are_not_left_out(tmp_path: Path, stage: int
         assert ran.having("FS404", file=optim_file(1), rank="dp 1") if dp else ran.having("FS402")
 
 
+@pytest.mark.parametrize("key", ["frozen_param_shapes", "shared_params"])
+@pytest.mark.parametrize("value", [None, {}, "x", [1]])
+def test_parameters_of_zero3_are_not_left_out(tmp_path: Path, key: str, value: Any) -> None:
+    frozen = {"fixed": torch.ones(3).bfloat16()}
+    run = Run(3, 2, torch.bfloat16, [{"a": torch.rand(4)}], frozen=frozen, aliases={"tied": "a"})
+    root = maker.write(tmp_path / "ckpt", run)
+    for dp in range(2):
+        maker.edit(root / model_file(dp), lambda content: content.update({key: value}))
+    ran = cli("merge", root, tmp_path / "out")
+    told = key != "shared_params" or value == {}
+    name = "tied" if key == "shared_params" else "fixed"
+    assert (ran.code, (tmp_path / "out").exists()) == ((3, False) if told else (0, True)), ran.out
+    assert ran.having("FS102", severity="error" if told else "warning", file=model_file(0), tensor=name)
+
+
+@pytest.mark.parametrize("shape", [[True, 4], [1 << 39, 1 << 39], [-2, -2], "x", [2.0, 2]])
+@pytest.mark.parametrize("key", ["param_shapes", "frozen_param_shapes"])
+def test_shapes_that_are_none(tmp_path: Path, key: str, shape: Any) -> None:
+    run = Run(3, 1, torch.bfloat16, [{"a": torch.rand(4)}], frozen={"fixed": torch.ones(4).bfloat16()})
+    root = maker.write(tmp_path / "ckpt", run)
+    shapes: Any = {"fixed": shape} if key == "frozen_param_shapes" else [{"a": shape}]
+    maker.edit(root / model_file(0), lambda content: content.update({key: shapes}))
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code in (1, 2, 3)
+    assert not (tmp_path / "out").exists()
+    assert any(f.get("file", "").endswith(model_file(0)) for f in ran.errors), ran.out
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_buffer_names_that_are_no_list(tmp_path: Path, stage: int) -> None:
     root = maker.write(tmp_path / "ckpt", Run(stage, 1, torch.bfloat16, [{"a": torch.rand(4)}]))

@@ -70,6 +70,8 @@ def attach(
         if is_stage3:
             source.assembled += stage3.frozen(model, notes["sliced"])
             source.findings += stage3.ranks_agree(model, notes["sliced"])
+            buffers = {name for unit in source.units if unit.file == i for name in unit.only or []}
+            source.findings += stage3.left_out(model, buffers)
     for mp, parts in by_mp.items():
         name = f"mp_rank_{mp:02d}_model_states.pt"
         folder = notes["folder"]

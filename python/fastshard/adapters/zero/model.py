@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -106,14 +107,18 @@ class Model:
 
 
 def is_shape(shape: Any) -> bool:
-    """True for a list of extents."""
-    return isinstance(shape, list) and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in shape)
+    """True for a list of extents whose elements can be counted."""
+    return (
+        isinstance(shape, list)
+        and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+        and math.prod(shape) < 1 << 60
+    )
 
 
 def tensor_index(value: Any) -> int | None:
     """Index in its file of a tensor among inert values."""
     index = value.get("__tensor__") if isinstance(value, dict) else None
-    return index if isinstance(index, int) else None
+    return index if type(index) is int else None
 
 
 def name_list(value: Any) -> list[str]:

@@ -61,14 +61,12 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 
 def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
     """Frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
-    shapes = model.state.get("frozen_param_shapes")
-    if not isinstance(shapes, dict) or not shapes:
+    shapes = _frozen_shapes(model)
+    if not shapes:
         return []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
     tensors: list[Parts] = []
     for name, shape in shapes.items():
-        if not is_shape(shape):
-            continue
         count, world = math.prod(shape), len(files)
         part = -(-count // world)
         ranges: list[Range] = []
@@ -82,6 +80,48 @@ def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
     assembled = model.assembled(None, tensors, model.file)
     assembled.frozen = True
     return [assembled]
+
+
+def _frozen_shapes(model: Model) -> dict[str, list[int]]:
+    shapes = model.state.get("frozen_param_shapes")
+    shapes = shapes if isinstance(shapes, dict) else {}
+    return {name: shape for name, shape in shapes.items() if is_shape(shape)}
+
+
+def left_out(model: Model, held: set[str]) -> list[Finding]:
+    """Parameters that `module` lists, each empty, and that neither a partition nor a fragment holds.
+
+    Args:
+        model: the model-parallel rank.
+        held: names that `module` holds with their elements.
+    """
+    groups = model.shapes()
+    if groups is None:
+        return []
+    known = {name for group in groups for name in group} | set(_frozen_shapes(model)) | set(model.aliases())
+    module = model.state.get("module")
+    fragments = model.state.get("frozen_param_fragments")
+    named = [
+        *(module if isinstance(module, dict) else ()),
+        *(fragments if isinstance(fragments, dict) else ()),
+    ]
+    # Before DeepSpeed 0.8 tied names were not told.
+    told = isinstance(model.state.get("shared_params"), dict)
+    return [
+        Finding.of(
+            "FS102",
+            "the model file lists this parameter, and no partition holds it",
+            severity="error" if told else "warning",
+            file=model.path,
+            rank=model.label,
+            tensor=name,
+            expected="its shape in param_shapes or frozen_param_shapes, or its owner in shared_params",
+            got="none",
+            help="copy the model file from the node that wrote it",
+        )
+        for name in dict.fromkeys(named)
+        if name not in known and name not in held
+    ]
 
 
 def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Finding]:
