@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zero_maker as maker
-from helpers import FIXTURES, cli, read_result
+from helpers import FIXTURES, cli, copy, read_result
 from zero_maker import Run, model_file, optim_file
 
 
@@ -111,6 +111,42 @@ def test_shapes_that_are_none(tmp_path: Path, key: str, shape: Any) -> None:
     assert ran.code in (1, 2, 3)
     assert not (tmp_path / "out").exists()
     assert any(f.get("file", "").endswith(model_file(0)) for f in ran.errors), ran.out
+
+
+@pytest.mark.parametrize("content", [None, 7, {}])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_file_of_something_else(tmp_path: Path, stage: int, content: Any) -> None:
+    run = Run(stage, 2, torch.bfloat16, [{"a": torch.rand(4)}])
+    for name in (optim_file(1), model_file(1 if stage == 3 else None)):
+        root = maker.write(tmp_path / name.replace("/", "_") / "ckpt", run)
+        torch.save(content, root / name)
+        ran = cli("merge", root, tmp_path / "out")
+        assert (ran.code in (1, 3), (tmp_path / "out").exists()) == (True, False), ran.out
+        assert any(f.get("file", "").endswith(name) for f in ran.errors), ran.out
+
+
+UNIVERSAL = FIXTURES / "universal/zero1_bf16_dp2"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "code"),
+    [
+        ("fp32", None, "FS102"),
+        ("fp32", torch.zeros(40 * 24 + 2), "FS201"),
+        ("exp_avg", None, "FS102"),
+        ("exp_avg", "gone", "FS101"),
+    ],
+)
+def test_universal_parameters_are_not_left_out(tmp_path: Path, file: str, content: Any, code: str) -> None:
+    root = copy(UNIVERSAL, tmp_path / "ckpt")
+    path = next(root.glob(f"*/zero/up.weight/{file}.pt"))
+    if content == "gone":
+        path.unlink()
+    else:
+        torch.save(content, path)
+    ran = cli("merge", root, tmp_path / "out", "--optimizer")
+    assert (ran.code in (1, 3), (tmp_path / "out").exists()) == (True, False), ran.out
+    assert ran.having(code, severity="error", file=f"zero/up.weight/{file}.pt")
 
 
 @pytest.mark.parametrize("stage", [0, 3])

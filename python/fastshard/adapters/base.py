@@ -25,9 +25,12 @@ class Contents:
     def __call__(self, file: int) -> Any:
         """Contents that are not tensors; None for a file that cannot be read."""
         if file not in self._values:
-            readable = self._readable[file] is not None
-            self._values[file] = json.loads(self._catalog.values(file)) if readable else None
+            self._values[file] = json.loads(self._catalog.values(file)) if self.readable(file) else None
         return self._values[file]
+
+    def readable(self, file: int) -> bool:
+        """False for a file that cannot be read, which is a finding already."""
+        return self._readable[file] is not None
 
     def tensors(self, file: int) -> list[dict[str, Any]]:
         """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``storage_bytes``, ``storage_crc32`` of each."""

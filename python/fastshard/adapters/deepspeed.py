@@ -331,7 +331,11 @@ def _plain(
             Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
         held = _dict(states[i].get("module")).values()
-        if not notes["sliced"] and states[i] and not any(tensor_index(v) is not None for v in held):
+        if (
+            not notes["sliced"]
+            and contents.readable(i)
+            and not any(tensor_index(v) is not None for v in held)
+        ):
             source.findings.append(
                 Finding.of(
                     "FS101",

@@ -67,6 +67,8 @@ class Universal:
         source.values = {k: states[0][k] for k in keys if states and k in states[0]}
         shapes, stored = _described(states)
         source.provable = bool(shapes)
+        world = states[0].get("dp_world_size") if states else None
+        padding = max(0, world - 1) if isinstance(world, int) else 0
         first = notes["models"]
         slots: dict[str, list[Any]] = {}
         steps: dict[int, list[float]] = {}
@@ -79,7 +81,7 @@ class Universal:
                 content.get("param") if isinstance(content, dict) and "param" in content else content
             )
             if number is None:
-                if content is not None and slot != _STEP:
+                if contents.readable(index) and slot != _STEP:
                     source.findings.append(_no_tensor(file, name))
                 continue
             if slot == _STEP:
@@ -88,13 +90,14 @@ class Universal:
                 continue
             shape = tensors[number]["shape"]
             wanted = shapes.get(name)
-            if wanted is not None and len(shape) == 1 and shape != wanted and shape[0] >= math.prod(wanted):
-                # Stage 3 leaves the parameter flat, and may leave padding at its end.
+            if wanted is not None and len(shape) == 1 and 0 <= shape[0] - math.prod(wanted) <= padding:
+                # Stage 3 leaves the parameter flat, and may leave the last rank's padding at its end.
                 shape = wanted
             if wanted is not None and shape != wanted:
                 source.findings.append(_shape(file, name, wanted, shape))
                 continue
             slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
+        source.optimizer_findings += _moments_missing(notes, slots, shapes)
         for slot, parts in slots.items():
             source.assembled.append(Assembled(first, {}, None, None if slot == _VALUES else slot, parts))
         self._twins(source, found, states, len(have) > 0)
@@ -139,6 +142,26 @@ def _described(states: list[dict[str, Any]]) -> tuple[dict[str, list[int]], set[
     }
     module = states[0].get("module")
     return shapes, set(map(str, module)) if isinstance(module, dict) else set()
+
+
+def _moments_missing(
+    notes: dict[str, Any], slots: dict[str, list[Any]], shapes: dict[str, list[int]]
+) -> list[Finding]:
+    """A parameter that is trained has every moment that another one has; frozen ones have none."""
+    held = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
+    trained = set(shapes) | set().union(*held.values())
+    folder = f"{notes['folder']}/" if notes["folder"] else ""
+    return [
+        missing(
+            f"{folder}zero/{name}/{slot}.pt",
+            None,
+            f"{slot} as for {len(names)} other parameters",
+            "run ds_to_universal again on the whole checkpoint",
+        )
+        for slot, names in held.items()
+        for name in sorted(trained - names)
+        if names
+    ]
 
 
 def _no_tensor(file: File, name: str) -> Finding:

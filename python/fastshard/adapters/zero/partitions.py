@@ -28,7 +28,7 @@ class Partitions:
             if state is None:
                 # An unreadable file is a finding already.
                 readable = False
-                if model.contents(file) is not None:
+                if model.contents.readable(file):
                     self.problem(
                         "FS404", "no optimizer state in it", path, dp, "optimizer_state_dict", "none"
                     )
