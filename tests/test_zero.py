@@ -95,6 +95,30 @@ def test_any_run_is_merged(run: Run) -> None:
         assert (ran.code, ran.doc["differing"]) == (2 if run.stage == 3 else 0, []), ran.out
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(runs().filter(lambda run: run.stage != 3))
+def test_any_run_is_repaired(run: Run) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = maker.write(Path(folder) / "ckpt", dataclasses.replace(run, alignment=1))
+        # Parameters of other values than the masters': loaded after them, and never refreshed.
+        others = [
+            {n: values(tuple(t.shape), 50 + i) for i, (n, t) in enumerate(g.items())} for g in run.groups
+        ]
+        other = dataclasses.replace(run, alignment=1, groups=others)
+        source = maker.write(Path(folder) / "other", other)
+        module = maker.load(source / model_file())["module"]
+        maker.edit(root / model_file(), lambda content: content.update(module=module))
+        ran = cli("masters", root, "--repair", Path(folder) / "out")
+        if run.stage == 0 and unnameable(root):
+            assert (ran.code, (Path(folder) / "out").exists()) == (2, False)
+            return
+        assert ran.code == 0, ran.out
+        have = merged(Path(folder) / "out", "--weights", "masters", "--optimizer")
+        untouched = {*run.frozen, *run.buffers}
+        wanted = {n: t if n in untouched else t.float() for n, t in other.params().items()}
+        assert_tensors(have, wanted | {name: torch.zeros_like(t) for name, t in run.moments().items()})
+
+
 def plain(stage: int | str = 1, world: int = 3, **more: Any) -> Run:
     groups = [
         {"a.weight": values((17, 5), 1), "a.bias": values((17,), 2), "b.weight": values((9, 17), 3)},

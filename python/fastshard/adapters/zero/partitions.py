@@ -20,6 +20,8 @@ class Partitions:
         self.assembled: list[Assembled] = []
         self.steps: dict[int, list[float]] = {}
         self.ranks: dict[int, Rank] = {}
+        #: Flat vectors (file, tensor) in which parameters lie.
+        self.filled: set[tuple[int, int]] = set()
         self.bf16 = model.found.files[files[0][1]].name.startswith("bf16_")
         readable = True
         for dp, file in files:
@@ -219,8 +221,11 @@ class Partitions:
         for rank in self.order:
             base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
             state = base.get("state") if isinstance(base, dict) else None
-            masters = [flat.tensor for flat in rank.masters]
-            files.append(StateFile(rank.file, masters, tensors_below(state), counts_steps(base)))
+            masters = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) in self.filled]
+            # A partition of a small group may be padding from end to end.
+            padding = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) not in self.filled]
+            zeroed = [*tensors_below(state), *padding]
+            files.append(StateFile(rank.file, masters, zeroed, counts_steps(base)))
         return files
 
     def keep(self, named: Named) -> None:
@@ -228,6 +233,7 @@ class Partitions:
         masters, slots = named
         model, file = self.model, self.order[0].file
         owned = {name: (shape, ranges) for name, shape, ranges in masters}
+        self.filled = {(f, tensor) for *_, ranges in masters for count, f, tensor, _ in ranges if count}
         aliases = model.aliases().items()
         masters = masters + [(alias, *owned[owner]) for alias, owner in aliases if owner in owned]
         self.assembled.append(model.assembled(None, masters, file))
