@@ -67,7 +67,9 @@ def fsync(path: Path) -> None:
 def fastshard(a: dict[str, Any]) -> Job:
     import fastshard as fs
 
-    options = {k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config") if k in a}
+    options = {
+        k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config", "weights") if k in a
+    }
     return lambda: fs.convert(a["src"], a["out"], a.get("to"), **options)
 
 
@@ -124,6 +126,17 @@ def script(a: dict[str, Any]) -> Job:
     return job
 
 
+def zero_to_fp32(a: dict[str, Any]) -> Job:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    def job() -> None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            convert_zero_checkpoint_to_fp32_state_dict(a["src"], a["out"], safe_serialization=True)
+
+    return job
+
+
 def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
@@ -143,14 +156,14 @@ def cli(a: dict[str, Any]) -> Job:
     return job
 
 
-SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, command, cli)}
+SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, zero_to_fp32, command, cli)}
 
 
 def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     job = SIDES[name](arguments)
     threads = arguments.get("threads")
-    if name in ("consolidate", "script"):
+    if name in ("consolidate", "script", "zero_to_fp32"):
         import torch
 
         torch.set_num_threads(threads)
