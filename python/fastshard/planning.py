@@ -221,7 +221,11 @@ def _weights(
         return list(opened)
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
-        unread = [Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")]
+        unread = [
+            Finding.of("FS402", "the optimizer holds no moments: it never took a step", severity="warning")
+            if source.unstepped
+            else Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")
+        ]
     taken = weights or source.weights
     lenient = weights == "params" and not optimizer
 

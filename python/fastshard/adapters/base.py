@@ -188,6 +188,8 @@ class Source:
     state_files: list[StateFile] = field(default_factory=list)
     #: Files that hold nothing but optimizer state.
     optimizer_files: set[str] = field(default_factory=set)
+    #: True if the optimizer's files say that there are no moments: it never took a step.
+    unstepped: bool = False
     #: Optimizer steps by file.
     steps: dict[int, list[float]] = field(default_factory=dict)
 

@@ -59,6 +59,7 @@ def attach(
             source.assembled += group.assembled
             findings += group.findings
             source.steps |= group.steps
+            source.unstepped = group.unstepped
             source.values.setdefault("optimizer", group.values)
         elif stage0.whole_masters(model):
             whole = stage0.whole(model, findings)

@@ -22,6 +22,8 @@ class Partitions:
         self.ranks: dict[int, Rank] = {}
         #: Flat vectors (file, tensor) in which parameters lie.
         self.filled: set[tuple[int, int]] = set()
+        #: True if each rank's optimizer has a state, and there is nothing in it.
+        self.unstepped = True
         self.bf16 = model.found.files[files[0][1]].name.startswith("bf16_")
         readable = True
         for dp, file in files:
@@ -168,6 +170,7 @@ class Partitions:
         base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
         base = base if isinstance(base, dict) else {}
         states = base.get("state")
+        self.unstepped = self.unstepped and states == {}
         states = states if isinstance(states, dict) else {}
         keys = self._state_keys(base, states, len(flat))
         for g, master in enumerate(rank.masters):
