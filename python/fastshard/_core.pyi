@@ -17,6 +17,7 @@ __all__ = [
     "anonymous_memory",
     "check_layout",
     "codes_table",
+    "dcp_metadata",
     "exit_code",
     "format_finding",
 ]
@@ -34,7 +35,11 @@ class Catalog:
     """Files of one checkpoint, opened and parsed; no payload byte has been read."""
 
     def __new__(
-        cls, roots: list[str | PathLike[str]], files: list[tuple[int, str]], threads: int
+        cls,
+        roots: list[str | PathLike[str]],
+        files: list[tuple[int, str]],
+        threads: int,
+        records: dict[int, list[tuple[int, int]]] | None = None,
     ) -> Catalog: ...
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""
@@ -127,3 +132,6 @@ def check_layout(text: str) -> tuple[str, str]:
 
 def anonymous_memory() -> int:
     """Anonymous resident memory of this process, in bytes."""
+
+def dcp_metadata(path: str | PathLike[str]) -> str:
+    """What a `.metadata` file says, as JSON. Raises CoreError if it is none."""

@@ -60,6 +60,7 @@ def open(
         [os.fspath(root) for root in listing.roots],
         [(file.root, file.path) for file in found.files],
         threads or default_threads(),
+        found.records,
     )
     unread = [Finding.from_dict(f) for f in json.loads(catalog.findings())]
     prefixes = [os.fspath(root) + os.sep for root in listing.roots]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..discover import Listing
 from ..errors import FastshardError, raise_errors
 from .base import Adapter, Found, Options, Source, Unit
+from .dcp import Dcp
 from .deepspeed import DeepSpeed
 from .hf import HuggingFace
 from .others import refuse_by_name
@@ -17,7 +18,7 @@ from .universal import Universal
 __all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), TpSafetensors(), HuggingFace()]
+ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), Dcp(), TpSafetensors(), HuggingFace()]
 
 
 def detect(listing: Listing, options: Options) -> Found:

@@ -105,8 +105,9 @@ class Assembled:
     rank: str | None
     #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
     slot: str | None
-    #: (name, shape, ranges); a range is (elements, file, tensor in it, first element there).
-    tensors: list[tuple[str, list[int], list[tuple[int, int, int, int]]]]
+    #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
+    #: element there); or boxes: (first index, extent, file, tensor in it).
+    tensors: list[tuple[str, list[int], list[Any]]]
     #: True for parameters that are not trained and have no copy.
     frozen: bool = False
     #: True for further names, wanted only where the masters are taken.
@@ -143,6 +144,8 @@ class Found:
     step: str | None = None
     #: The adapter's own notes for :meth:`Adapter.declare`.
     notes: dict[str, Any] = field(default_factory=dict)
+    #: For files of records (``.distcp``), by index in `files`: offset and length of each record wanted.
+    records: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -174,6 +177,8 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
+    #: Where the model's own names begin; what lies elsewhere is no part of the model.
+    weights_prefix: str = ""
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
     #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.

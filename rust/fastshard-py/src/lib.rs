@@ -129,8 +129,18 @@ impl Catalog {
 #[pymethods]
 impl Catalog {
     #[new]
-    fn new(py: Python<'_>, roots: Vec<PathBuf>, files: Vec<(u32, String)>, threads: usize) -> Self {
-        let inner = py.detach(|| CoreCatalog::open(roots, &files, threads));
+    #[pyo3(signature = (roots, files, threads, records=None))]
+    fn new(
+        py: Python<'_>,
+        roots: Vec<PathBuf>,
+        files: Vec<(u32, String)>,
+        threads: usize,
+        records: Option<std::collections::HashMap<usize, Vec<(u64, u64)>>>,
+    ) -> Self {
+        let mut records = records.unwrap_or_default();
+        let parts: Vec<_> =
+            files.into_iter().enumerate().map(|(i, (root, path))| (root, path, records.remove(&i))).collect();
+        let inner = py.detach(|| CoreCatalog::open_parts(roots, &parts, threads));
         Catalog { inner: Arc::new(inner) }
     }
 
@@ -168,7 +178,7 @@ impl Catalog {
                 .map(|t| {
                     let blob = &f.parsed.blobs[t.blob as usize];
                     json!({
-                        "path": t.path, "dtype": t.dtype, "shape": t.shape,
+                        "path": t.path, "dtype": t.dtype, "torch_dtype": t.dtype.torch_name(), "shape": t.shape,
                         "storage": t.blob, "offset": t.offset,
                         "storage_bytes": blob.len, "storage_crc32": blob.crc32,
                     })
@@ -521,6 +531,13 @@ fn format_finding(finding: &str) -> PyResult<String> {
     Ok(finding.to_string())
 }
 
+/// What a `.metadata` file of torch.distributed.checkpoint says, as JSON.
+#[pyfunction]
+fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
+    let read = || fastshard::format::dcp::metadata(&SourceFile::open(&path)?);
+    to_json(&py.detach(read).map_err(raise)?)
+}
+
 /// Parses a layout table; raises `CoreError` if it is not valid.
 #[pyfunction]
 fn check_layout(text: &str) -> PyResult<(String, String)> {
@@ -546,6 +563,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;
     m.add_function(wrap_pyfunction!(check_layout, m)?)?;
+    m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
     Ok(())
 }

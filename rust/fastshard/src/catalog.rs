@@ -39,6 +39,9 @@ impl CatalogFile {
     }
 }
 
+/// A file to be opened: root, relative path, and the records wanted of a file of records.
+pub type FilePart = (u32, String, Option<Vec<(u64, u64)>>);
+
 /// Files of one checkpoint, from one or more roots.
 #[derive(Debug)]
 pub struct Catalog {
@@ -59,9 +62,16 @@ impl Catalog {
         }
     }
 
-    /// Opens files, given by root and relative path, and reads their headers on `threads` threads.
-    /// No payload byte is read. A file that cannot be read becomes a finding.
+    /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
+        let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), None)).collect();
+        Self::open_parts(roots, &files, threads)
+    }
+
+    /// Opens files, given by root and relative path, and for files of records (`.distcp`) the offset and
+    /// length of each, and reads their headers on `threads` threads.
+    /// No payload byte is read. A file that cannot be read becomes a finding.
+    pub fn open_parts(roots: Vec<PathBuf>, files: &[FilePart], threads: usize) -> Catalog {
         raise_open_files(files.len() as u64);
         let next = AtomicUsize::new(0);
         let slots: Vec<Mutex<Option<Result<CatalogFile>>>> = files.iter().map(|_| Mutex::new(None)).collect();
@@ -69,8 +79,8 @@ impl Catalog {
             for _ in 0..threads.clamp(1, files.len().max(1)) {
                 scope.spawn(|| loop {
                     let i = next.fetch_add(1, Ordering::Relaxed);
-                    let Some((root, path)) = files.get(i) else { break };
-                    let opened = open_one(&roots, *root, path);
+                    let Some((root, path, records)) = files.get(i) else { break };
+                    let opened = open_one(&roots, *root, path, records.as_deref());
                     *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
                 });
             }
@@ -115,10 +125,13 @@ impl Catalog {
     }
 }
 
-fn open_one(roots: &[PathBuf], root: u32, path: &str) -> Result<CatalogFile> {
+fn open_one(roots: &[PathBuf], root: u32, path: &str, records: Option<&[(u64, u64)]>) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
     let source = SourceFile::open(&full)?;
-    let parsed = format::parse(&source)?;
+    let parsed = match records {
+        Some(records) => format::dcp::records(&source, records)?,
+        None => format::parse(&source)?,
+    };
     Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source), parsed })
 }
 

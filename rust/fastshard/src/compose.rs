@@ -22,6 +22,7 @@ use crate::tensor::Dtype;
 
 use build::{pad_region, Builder};
 use complete::completeness;
+pub(crate) use index::first_overlap;
 use index::{volume, Index, Ledger};
 use wanted::{own_names, table_names, too_many_positions, Wanted, MAX_MISSING};
 

@@ -4,6 +4,7 @@
 //! tensors (views over blobs) and the values that are not tensors. No reader looks at payload
 //! bytes, knows a framework, or executes anything.
 
+pub mod dcp;
 pub mod packed;
 pub mod pickle;
 pub mod safetensors;

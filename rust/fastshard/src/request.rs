@@ -19,7 +19,7 @@ use crate::tensor::Dtype;
 
 pub(crate) use assembled::Gathered;
 use assembled::Pass;
-pub use assembled::{AssembledSide, AssembledTensor, Range};
+pub use assembled::{AssembledSide, AssembledTensor, Chunk, Parts, Range};
 
 /// What an adapter declares of a checkpoint, and what is wanted of it.
 #[derive(Debug, Deserialize)]

@@ -115,7 +115,7 @@ pub(super) fn intersect(a: &AtomBox, b: &AtomBox) -> Option<(Vec<u64>, Vec<u64>)
 }
 
 /// The first pair of boxes that share an element, by a sweep along the axis with most distinct starts.
-pub(super) fn first_overlap(boxes: &[(Vec<u64>, Vec<u64>)]) -> Option<(usize, usize)> {
+pub(crate) fn first_overlap(boxes: &[(Vec<u64>, Vec<u64>)]) -> Option<(usize, usize)> {
     let rank = boxes.first()?.0.len();
     let distinct = |axis: usize| {
         let mut starts: Vec<u64> = boxes.iter().map(|b| b.0[axis]).collect();

@@ -6,10 +6,11 @@ use serde::Deserialize;
 
 use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
+use crate::compose::first_overlap;
 use crate::error::Finding;
 use crate::format::FileTensor;
 use crate::layout::resolve::{Stored, Unit};
-use crate::plan::{BlockScale, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use crate::plan::{BlockScale, BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 use super::{SourceSide, UnitSide};
@@ -36,9 +37,25 @@ pub struct AssembledSide {
     pub tensors: Vec<AssembledTensor>,
 }
 
-/// One tensor: name, shape, and the ranges that tile its C-ordered elements.
+/// One tensor: name, shape, and the pieces that tile it: ranges of its C-ordered elements one after
+/// another, or boxes.
 #[derive(Debug, Deserialize)]
-pub struct AssembledTensor(pub String, pub Vec<u64>, pub Vec<Range>);
+pub struct AssembledTensor(pub String, pub Vec<u64>, pub Parts);
+
+/// Pieces of an assembled tensor.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Parts {
+    /// Ranges.
+    Ranges(Vec<Range>),
+    /// Boxes.
+    Boxes(Vec<Chunk>),
+}
+
+/// First index and extent in each dimension, file (index in the catalog), and the tensor in it, which
+/// has that extent.
+#[derive(Debug, Deserialize)]
+pub struct Chunk(pub Vec<u64>, pub Vec<u64>, pub u32, pub u32);
 
 /// Elements taken, file (index in the catalog), tensor in it, and the first element there.
 #[derive(Debug, Deserialize)]
@@ -254,7 +271,11 @@ impl Gathered {
         group: &AssembledSide,
         tensor: &AssembledTensor,
     ) -> Option<StoredTensor> {
-        let AssembledTensor(name, shape, ranges) = tensor;
+        let AssembledTensor(name, shape, parts) = tensor;
+        let ranges = match parts {
+            Parts::Ranges(ranges) => ranges,
+            Parts::Boxes(chunks) => return self.assemble_boxes(catalog, group, name, shape, chunks),
+        };
         let mut pieces: Vec<RangePiece> = Vec::with_capacity(ranges.len());
         let mut dtype: Option<Dtype> = None;
         let mut at = 0u64;
@@ -294,6 +315,102 @@ impl Gathered {
             return None;
         }
         Some(stored(name.clone(), dtype?, shape.clone(), Pieces::Ranges(pieces), &group.rank))
+    }
+}
+
+impl Gathered {
+    /// A tensor made of boxes, which must cover each element once. Boxes without elements are nothing.
+    fn assemble_boxes(
+        &mut self,
+        catalog: &Catalog,
+        group: &AssembledSide,
+        name: &str,
+        shape: &[u64],
+        chunks: &[Chunk],
+    ) -> Option<StoredTensor> {
+        let mut pieces: Vec<BoxPiece> = Vec::with_capacity(chunks.len());
+        let mut boxes: Vec<(Vec<u64>, Vec<u64>)> = Vec::with_capacity(chunks.len());
+        let mut dtype: Option<Dtype> = None;
+        let mut covered = 0u64;
+        for Chunk(lo, len, index, number) in chunks {
+            let file = file_of(catalog, *index)?;
+            let part = file.parsed.tensors.get(*number as usize)?;
+            let inside = lo.len() == shape.len()
+                && len.len() == shape.len()
+                && (0..shape.len()).all(|d| lo[d].checked_add(len[d]).is_some_and(|end| end <= shape[d]));
+            let problem = if !inside {
+                Some((
+                    codes::HOLE,
+                    "a chunk that leaves the tensor",
+                    format!("within {shape:?}"),
+                    format!("{len:?} from {lo:?}"),
+                ))
+            } else if part.shape != *len || !flat(part) {
+                Some((
+                    codes::SHAPE,
+                    "shape of the chunk's record",
+                    format!("{len:?}"),
+                    format!("{:?}", part.shape),
+                ))
+            } else if dtype.is_some_and(|d| d != part.dtype) {
+                Some((
+                    codes::DTYPE,
+                    "dtype of a chunk",
+                    format!("{}", dtype.unwrap_or(part.dtype)),
+                    format!("{}", part.dtype),
+                ))
+            } else {
+                None
+            };
+            if let Some((code, what, expected, got)) = problem {
+                let mut finding = Finding::new(code, what)
+                    .file(catalog.label(file))
+                    .tensor(name)
+                    .expected(expected, got)
+                    .help("the metadata and the files are of different saves: copy both from one");
+                finding.rank = group.rank.clone();
+                self.findings.push(finding);
+                return None;
+            }
+            dtype = Some(part.dtype);
+            let count = element_count(len).unwrap_or(0);
+            if count > 0 {
+                covered += count;
+                let blob = self.blob(*index, file, part.blob);
+                boxes.push((lo.clone(), lo.iter().zip(len).map(|(l, n)| l + n).collect()));
+                pieces.push(BoxPiece { lo: lo.clone(), len: len.clone(), blob, offset: part.offset });
+            }
+        }
+        if let Some((a, b)) = first_overlap(&boxes) {
+            self.findings.push(
+                Finding::new(codes::OVERLAP, "two chunks hold the same elements")
+                    .tensor(name)
+                    .expected(
+                        "each element in one chunk",
+                        format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
+                    )
+                    .help("the metadata is of two saves: copy it again from the node that wrote it"),
+            );
+            return None;
+        }
+        let total = element_count(shape).unwrap_or(u64::MAX);
+        if covered != total {
+            let starts: Vec<String> = boxes.iter().take(8).map(|b| format!("{:?}", b.0)).collect();
+            self.findings.push(
+                Finding::new(codes::HOLE, format!("{} of {total} elements are in no chunk", total - covered))
+                    .tensor(name)
+                    .expected(
+                        format!("chunks that tile {shape:?}"),
+                        format!("chunks at {}", starts.join(", ")),
+                    )
+                    .help(
+                        "a rank's part was not saved, or the metadata was written before all ranks were done",
+                    ),
+            );
+            return None;
+        }
+        let pieces = Pieces::Boxes(pieces);
+        Some(stored(name.to_string(), dtype?, shape.to_vec(), pieces, &group.rank))
     }
 }
 

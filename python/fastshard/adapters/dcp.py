@@ -1,0 +1,243 @@
+"""torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write them.
+
+torch checks neither coverage nor checksums when it loads; both are checked here.
+source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from .. import _core
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding, from_core
+from . import hf_config
+from .base import Assembled, Contents, Found, Options, Source, missing
+from .hf import config_of, safe_relative
+
+_METADATA = ".metadata"
+_NUMBER = re.compile(r"(\d+)$")
+#: Megatron-LM's tracker holds the iteration's number or ``release``.
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+#: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
+_PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
+_TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+
+
+def _number(name: str) -> int:
+    match = _NUMBER.search(name)
+    return int(match[1]) if match else -1
+
+
+class Dcp:
+    """Directories with ``.metadata``."""
+
+    name = "dcp"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
+        if listing.single:
+            return None
+        metadata = [f for f in listing.files if f.name == _METADATA]
+        loose = [f for f in listing.files if f.name.endswith(".distcp")]
+        if not metadata:
+            if loose:
+                raise FastshardError.of(
+                    "FS104",
+                    "there is no .metadata: the save was not finished, or was finished on another node",
+                    file=f"{loose[0].folder}/{_METADATA}" if loose[0].folder else _METADATA,
+                    expected="the file that the coordinator writes last",
+                    got=f"{len(loose)} .distcp files",
+                    help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
+                )
+            return None
+        folder, step = self._step(listing, metadata, options)
+        tracker = next(
+            f for f in metadata if (f.folder.rpartition("/")[2] if step else f.folder) == (step or folder)
+        )
+        folder = tracker.folder
+        path = listing.roots[tracker.root] / tracker.path
+        try:
+            described: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(path)))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return self._found(listing, folder, step, described)
+
+    @staticmethod
+    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[str, str | None]:
+        """Folder of the step wanted, and its name where there is more than one or it is numbered."""
+        names = {f.folder.rpartition("/")[2]: f.folder for f in metadata}
+        have = ", ".join(sorted(names, key=lambda n: (_number(n), n)))
+        if options.step is not None:
+            for name, folder in names.items():
+                if name == options.step or (_number(name) == _number(options.step) >= 0):
+                    return folder, name
+            raise FastshardError.of(
+                "FS501",
+                f"there is no step {options.step}",
+                expected=f"one of {have}",
+                help="choose one of these with --step",
+            )
+        for file in listing.files:
+            if file.name in _TRACKERS:
+                named = listing.read_text(file, limit=4096).strip()
+                for name, folder in names.items():
+                    if name == named or (named.isdigit() and _number(name) == int(named)):
+                        return folder, name
+                raise FastshardError.of(
+                    "FS105",
+                    "the tracker file names a step that is not there",
+                    file=file.path,
+                    expected=f"one of {have}",
+                    got=repr(named),
+                    help=f"copy step {named} from where it was saved, or choose one that is there with --step",
+                )
+        name = max(names, key=lambda n: (_number(n), n))
+        return names[name], name or None
+
+    def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
+        findings: list[Finding] = []
+        inside = {f.name: f for f in reversed(listing.within(folder))}
+        files: list[File] = []
+        index: dict[str, int] = {}
+        records: dict[int, list[tuple[int, int]]] = {}
+        #: (name, first index of the chunk) -> (file, number of the record in it)
+        places: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        objects = set(described["objects"])
+        lacking: dict[str, list[str]] = {}
+        for entry in described["stored"]:
+            name, file = entry["name"], entry["file"]
+            if not safe_relative(file):
+                findings.append(
+                    Finding.of(
+                        "FS603",
+                        "a file name in .metadata leaves the directory",
+                        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+                        tensor=name,
+                        got=repr(file),
+                        help="do not use this checkpoint: such metadata is made to read other files",
+                    )
+                )
+                continue
+            if file not in inside:
+                lacking.setdefault(file, []).append(name)
+                continue
+            if name in objects:
+                continue
+            if entry["transformed"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "records that went through a transform (compression): not read",
+                    file=inside[file].path,
+                    tensor=name,
+                    help="save it again without storage extensions",
+                )
+            if file not in index:
+                index[file] = len(files)
+                files.append(inside[file])
+            ranges = records.setdefault(index[file], [])
+            places[name, tuple(entry["at"] or ())] = (index[file], len(ranges))
+            ranges.append((entry["offset"], entry["len"]))
+        for file, names in lacking.items():
+            path = f"{folder}/{file}" if folder else file
+            rank = re.match(r"^__(\d+)_", file)
+            findings.append(
+                missing(
+                    path,
+                    f"rank {rank[1]}" if rank else None,
+                    f"{len(names)} records by .metadata, e.g. of {names[0]}",
+                    f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
+                )
+            )
+        named = {entry["file"] for entry in described["stored"]}
+        for name, file in sorted(inside.items()):
+            if name.endswith(".distcp") and name not in named:
+                findings.append(Finding.of("FS108", ".metadata does not name this file", file=file.path))
+        notes = {
+            "folder": folder,
+            "described": described,
+            "places": places,
+            "lacking": set().union(*lacking.values(), ()),
+        }
+        return Found(self, "torch DCP", files, findings, step=step, notes=notes, records=records)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every tensor as boxes; the metadata states all shapes."""
+        described, places = found.notes["described"], found.notes["places"]
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, provable=True)
+        source.vocab_size = options.vocab_size
+        source.values = {
+            k: v
+            for k, v in {"version": described["version"], "objects": described["objects"]}.items()
+            if v not in (None, [])
+        }
+        by_record = {
+            i: {int(t["path"][0]): n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
+            for i in range(len(found.files))
+        }
+        tensors: list[Any] = []
+        for entry in described["tensors"]:
+            name = entry["name"]
+            chunks = []
+            for lo, size in entry["chunks"]:
+                place = places.get((name, tuple(lo)))
+                if place is None:
+                    if name not in found.notes["lacking"] and 0 not in size:
+                        source.findings.append(_unstored(found, name, lo))
+                    continue
+                file, record = place
+                number = by_record[file].get(record)
+                if number is not None:
+                    chunks.append((lo, size, file, number))
+                    self._same_dtype(source, found, contents, entry, file, number)
+            if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
+                tensors.append((name, entry["shape"], chunks))
+        if found.files:
+            source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        self._model(source, found, listing, options, {entry["name"] for entry in described["tensors"]})
+        return source
+
+    @staticmethod
+    def _same_dtype(
+        source: Source, found: Found, contents: Contents, entry: dict[str, Any], file: int, number: int
+    ) -> None:
+        stored = contents.tensors(file)[number]["torch_dtype"]
+        if entry["dtype"] and stored != entry["dtype"]:
+            source.findings.append(
+                Finding.of(
+                    "FS202",
+                    "dtype of a chunk",
+                    file=found.files[file].path,
+                    tensor=entry["name"],
+                    expected=f"{entry['dtype']} by .metadata",
+                    got=stored,
+                    help="the metadata and the files are of different saves: copy both from one",
+                )
+            )
+
+    @staticmethod
+    def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
+        """A Hugging Face model by its config.json and its names, whatever they are below."""
+        config, path = config_of(listing, found.notes["folder"], options)
+        layout = hf_config.layout_of(config) if config else None
+        prefix = next((p for p in _PREFIXES if any(p + name in names for name in _TELLING)), None)
+        if config and layout and prefix is not None:
+            source.config, source.hf_names, source.weights_prefix = config, True, prefix
+            source.layout, source.family = layout, layout.removeprefix("hf.")
+            source.axes, source.facts = hf_config.axes_and_facts(config, path)
+            if options.vocab_size:
+                source.axes.pop("V", None)
+
+
+def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
+    folder = found.notes["folder"]
+    return Finding.of(
+        "FS205",
+        f"the chunk at {lo} is stored nowhere",
+        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+        tensor=name,
+        help="the metadata was written before all ranks were done: take another step",
+    )
