@@ -11,6 +11,7 @@ from .base import Adapter, Found, Options, Source, Unit
 from .dcp import Dcp
 from .deepspeed import DeepSpeed
 from .hf import HuggingFace
+from .hf_shards import HfRankShards
 from .others import refuse_by_name
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
@@ -18,7 +19,7 @@ from .universal import Universal
 __all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), Dcp(), TpSafetensors(), HuggingFace()]
+ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), Dcp(), TpSafetensors(), HfRankShards(), HuggingFace()]
 
 
 def detect(listing: Listing, options: Options) -> Found:

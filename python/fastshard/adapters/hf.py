@@ -168,15 +168,6 @@ class HuggingFace:
 
     def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
-        for i, file in enumerate(found.files):
-            content = values(i)
-            if isinstance(content, dict) and "DCP_SHARDING_INFO" in content:
-                raise FastshardError.of(
-                    "FS514",
-                    "rank shards of torch's HuggingFaceStorageWriter: not read yet",
-                    file=file.path,
-                    help="consolidate them with torch first; see README.md for the formats that this version reads",
-                )
         config, path = config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,

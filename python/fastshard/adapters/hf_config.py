@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import FastshardError
@@ -99,3 +100,21 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config = {**config, key: dtype}
     return config
+
+
+def layout_by_names(names: Iterable[str]) -> str | None:
+    """The layout table that a model's names tell of, where no config does."""
+    have = set(names)
+    if "model.embed_tokens.weight" in have and "model.layers.0.mlp.gate_proj.weight" in have:
+        return "hf.llama"
+    return "hf.gpt_neox" if "gpt_neox.embed_in.weight" in have else None
+
+
+def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
+    """Facts that the presence of tensors decides."""
+    have = list(names)
+    return {
+        "tied": not any(name in ("lm_head.weight", "embed_out.weight") for name in have),
+        "attention_bias": any(name.endswith(("q_proj.bias", "query_key_value.bias")) for name in have),
+        "mlp_bias": any(name.endswith("gate_proj.bias") for name in have),
+    }

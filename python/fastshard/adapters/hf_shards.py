@@ -1,0 +1,132 @@
+"""Rank shards of torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
+
+The files state neither the number of ranks nor the shape of the whole: what is there must tile it, and
+axes that tensors share (or a config) show a rank that is missing at the end.
+source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding
+from . import hf_config
+from .base import Assembled, Contents, Found, Options, Source, missing
+from .hf import config_of
+
+_SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
+_INFO = "DCP_SHARDING_INFO"
+
+
+class HfRankShards:
+    """Directories of ``shard-RRRRR-model-0000I-of-0000N.safetensors``."""
+
+    name = "hf_rank_shards"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for shards, unless a consolidated checkpoint lies above them."""
+        if listing.single:
+            return None
+        matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
+        if not matched:
+            return None
+        folder = min((f.folder for f, _ in matched), key=lambda p: (p.count("/"), p))
+        above = {f.folder for f in listing.files if f.name == "model.safetensors.index.json"}
+        if any(folder != a and (a == "" or folder.startswith(a + "/")) for a in above):
+            return None
+        inside = sorted(
+            ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
+        )
+        findings: list[Finding] = []
+        have = {(int(m[1]), int(m[3])): m for _, m in inside}
+        width = len(inside[0][1][1])
+        for rank in range(1, max(r for r, _ in have) + 1):
+            for part in range(1, max(int(m[4]) for m in have.values()) + 1):
+                if (rank, part) not in have:
+                    first = inside[0][1]
+                    name = f"shard-{rank:0{width}d}-{first[2]}-{part:0{len(first[3])}d}-of-{first[4]}.safetensors"
+                    findings.append(
+                        missing(
+                            f"{folder}/{name}" if folder else name,
+                            f"rank {rank - 1}",
+                            "a shard between others, by the file names",
+                            f"copy {name} from the node that ran rank {rank - 1}",
+                        )
+                    )
+        ranks = [int(m[1]) - 1 for _, m in inside]
+        files: list[File] = [f for f, _ in inside]
+        return Found(
+            self, "Hugging Face rank shards", files, findings, notes={"folder": folder, "ranks": ranks}
+        )
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Tensors as boxes; the whole reaches as far as the boxes do."""
+        source = Source(found.framework, units=[], pass_unknown=True, hf_names=True)
+        source.vocab_size = options.vocab_size
+        chunks: dict[str, list[Any]] = {}
+        for i, file in enumerate(found.files):
+            offsets = _offsets(contents(i), file)
+            for number, tensor in enumerate(contents.tensors(i)):
+                name = ".".join(tensor["path"])
+                lo = offsets.get(name, [0] * len(tensor["shape"]))
+                if len(lo) != len(tensor["shape"]):
+                    raise FastshardError.of(
+                        "FS601",
+                        f"{_INFO}: offsets of the tensor",
+                        file=file.path,
+                        tensor=name,
+                        expected=f"{len(tensor['shape'])} numbers",
+                        got=str(lo),
+                    )
+                piece = (lo, tensor["shape"], i, number)
+                # A replicated tensor is in the file of every rank; one piece of each place is enough.
+                if not any(p[0] == lo and p[1] == tensor["shape"] for p in chunks.setdefault(name, [])):
+                    chunks[name].append(piece)
+        tensors = [
+            (
+                name,
+                [max(lo[d] + size[d] for lo, size, _, _ in pieces) for d in range(len(pieces[0][0]))],
+                pieces,
+            )
+            for name, pieces in chunks.items()
+        ]
+        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        config, path = config_of(listing, found.notes["folder"], options)
+        source.config = config
+        layout = hf_config.layout_of(config) if config else hf_config.layout_by_names(chunks)
+        if layout is not None:
+            source.layout, source.family = layout, layout.removeprefix("hf.")
+            if config:
+                source.axes, source.facts = hf_config.axes_and_facts(config, path)
+                source.provable = True
+            else:
+                # Rows of heads are enough to check shapes; how they divide only a config tells.
+                source.facts, source.axes = hf_config.facts_by_names(chunks), {"d": 1}
+            if options.vocab_size:
+                source.axes.pop("V", None)
+        return source
+
+
+def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
+    text = metadata.get(_INFO) if isinstance(metadata, dict) else None
+    try:
+        info = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        info = None
+    good = isinstance(info, dict) and all(
+        isinstance(v, dict)
+        and isinstance(v.get("saved_offsets"), list)
+        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in v["saved_offsets"])
+        for v in info.values()
+    )
+    if not good:
+        raise FastshardError.of(
+            "FS601",
+            f"a rank shard without a readable {_INFO}",
+            file=file.path,
+            help="the file was not written by HuggingFaceStorageWriter, or is damaged",
+        )
+    return {name: v["saved_offsets"] for name, v in (info or {}).items()}
