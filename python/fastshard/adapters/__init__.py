@@ -12,6 +12,7 @@ from .dcp import Dcp
 from .deepspeed import DeepSpeed
 from .hf import HuggingFace
 from .hf_shards import HfRankShards
+from .megatron import Megatron
 from .others import refuse_by_name
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
@@ -19,7 +20,15 @@ from .universal import Universal
 __all__ = ["ADAPTERS", "Adapter", "Found", "Options", "Source", "Unit", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [Universal(), DeepSpeed(), Dcp(), TpSafetensors(), HfRankShards(), HuggingFace()]
+ADAPTERS: list[Adapter] = [
+    Universal(),
+    DeepSpeed(),
+    Dcp(),
+    Megatron(),
+    TpSafetensors(),
+    HfRankShards(),
+    HuggingFace(),
+]
 
 
 def detect(listing: Listing, options: Options) -> Found:

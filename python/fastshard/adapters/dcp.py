@@ -14,7 +14,7 @@ from typing import Any
 from .. import _core
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
-from . import hf_config
+from . import hf_config, megatron_config
 from .base import Assembled, Contents, Found, Options, Source, missing
 from .hf import config_of, safe_relative
 
@@ -152,6 +152,8 @@ class Dcp:
                     f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
                 )
             )
+        if "common.pt" in inside:
+            files.append(inside["common.pt"])
         named = {entry["file"] for entry in described["stored"]}
         for name, file in sorted(inside.items()):
             if name.endswith(".distcp") and name not in named:
@@ -176,7 +178,7 @@ class Dcp:
         }
         by_record = {
             i: {int(t["path"][0]): n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
-            for i in range(len(found.files))
+            for i in found.records
         }
         tensors: list[Any] = []
         for entry in described["tensors"]:
@@ -195,10 +197,30 @@ class Dcp:
                     self._same_dtype(source, found, contents, entry, file, number)
             if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
                 tensors.append((name, entry["shape"], chunks))
+        megatron = self._megatron(found, listing, contents)
         if found.files:
             source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
-        self._model(source, found, listing, options, {entry["name"] for entry in described["tensors"]})
+        names = {entry["name"] for entry in described["tensors"]}
+        if megatron is not None:
+            source.framework, source.layout, source.pass_unknown = (
+                "Megatron-LM (torch_dist)",
+                "megatron.dist",
+                False,
+            )
+            source.values |= {"iteration": megatron.get("iteration"), "args": megatron}
+            megatron_config.describe(source, megatron, names)
+        else:
+            self._model(source, found, listing, options, names)
         return source
+
+    @staticmethod
+    def _megatron(found: Found, listing: Listing, contents: Contents) -> dict[str, Any] | None:
+        """Arguments in ``common.pt``, where Megatron-LM's ``metadata.json`` is."""
+        folder = found.notes["folder"]
+        if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
+            return None
+        common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
+        return megatron_config.arguments(contents(common)) if common is not None else {}
 
     @staticmethod
     def _same_dtype(

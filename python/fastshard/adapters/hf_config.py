@@ -8,7 +8,8 @@ from typing import Any
 from ..errors import FastshardError
 
 #: model_type -> layout table. source: transformers models/*/modeling_*.py
-LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama"}
+LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
+           "qwen3": "hf.llama"}  # fmt: skip
 
 
 def layout_of(config: dict[str, Any]) -> str | None:
@@ -72,7 +73,11 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
             )
         axes["g"] = groups
         axes["r"] = heads // groups if heads and groups else None
-        facts["attention_bias"] = bool(config.get("attention_bias", False))
+        kind = config.get("model_type")
+        # Qwen2 has biases on q, k and v, whatever its config says; Qwen3 norms q and k.
+        facts["attention_bias"] = kind == "qwen2" or bool(config.get("attention_bias", False))
+        facts["out_bias"] = kind != "qwen2" and facts["attention_bias"]
+        facts["qk_norm"] = kind == "qwen3"
         facts["mlp_bias"] = bool(config.get("mlp_bias", False))
     return {k: v for k, v in axes.items() if v is not None}, facts
 
@@ -116,5 +121,7 @@ def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
     return {
         "tied": not any(name in ("lm_head.weight", "embed_out.weight") for name in have),
         "attention_bias": any(name.endswith(("q_proj.bias", "query_key_value.bias")) for name in have),
+        "out_bias": any(name.endswith("o_proj.bias") for name in have),
+        "qk_norm": any(name.endswith("q_norm.weight") for name in have),
         "mlp_bias": any(name.endswith("gate_proj.bias") for name in have),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FastshardError, Finding
-from . import hf_config, neox_to_hf
+from . import hf_config, megatron_config, neox_to_hf
 from .base import Completed, Source
 
 #: Files that go along with a model if they are there.
@@ -57,6 +57,8 @@ class HfTarget:
             return cls(source, layout, hf_config.axes_and_facts(config)[1])
         if "features" in source.values and source.family in ("gpt_neox", "llama"):
             return cls(source, *neox_to_hf.facts_of(source))
+        if source.layout in ("megatron.legacy", "megatron.dist"):
+            return cls(source, *megatron_config.facts_of(source))
         raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
 
     def request(self, table: str) -> dict[str, Any]:
@@ -72,6 +74,8 @@ class HfTarget:
             assumed: list[Finding] = []
             if "V" in axes:
                 config["vocab_size"] = axes["V"]
+        elif self.source.layout in ("megatron.legacy", "megatron.dist"):
+            config, assumed = megatron_config.config_json(self.source, axes)
         else:
             config, assumed = neox_to_hf.config_json(self.source, axes)
         text = json.dumps(hf_config.with_dtype(config, dtype), indent=2) + "\n"

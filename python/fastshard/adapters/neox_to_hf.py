@@ -51,7 +51,7 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
         )
     facts = {"tied": source.facts.get("tied", False), "attention_bias": features["attention_bias"]}
     if llama:
-        facts["mlp_bias"] = features["mlp_bias"]
+        facts |= {"mlp_bias": features["mlp_bias"], "out_bias": features["attention_bias"], "qk_norm": False}
     return ("hf.llama" if llama else "hf.gpt_neox"), facts
 
 

@@ -8,7 +8,6 @@ from ..discover import Listing
 from ..errors import FastshardError
 
 _MARKS: list[tuple[str, str]] = [
-    (r"(^|/)mp_rank_\d+(_\d+)*/model_optim_rng\.pt$|(^|/)latest_checkpointed_iteration\.txt$", "Megatron-LM"),
     (
         r"(^|/)(_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json)$",
         "Orbax / MaxText / Paxml (zarr)",

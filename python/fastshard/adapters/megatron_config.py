@@ -1,0 +1,152 @@
+"""What the arguments in a Megatron-LM checkpoint say of its model, and the Hugging Face config of the same.
+
+source: Megatron-LM megatron/training/arguments.py; transformers models/{llama,mistral,qwen2,qwen3}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import FastshardError, Finding
+from .base import Source
+
+_ACTIVATION = "silu"
+
+
+def arguments(state: Any) -> dict[str, Any]:
+    """The arguments of a rank file or ``common.pt``: a Namespace arrives as an inert record."""
+    args = state.get("args") if isinstance(state, dict) else None
+    if isinstance(args, dict) and "__class__" in args:
+        args = args.get("state")
+    return args if isinstance(args, dict) else {}
+
+
+def number(args: dict[str, Any], key: str) -> int | None:
+    """A positive whole number among the arguments.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = args.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FastshardError.of("FS211", f"args.{key}", expected="a positive whole number", got=repr(value))
+    return value
+
+
+def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
+    """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
+    heads, groups = number(args, "num_attention_heads"), number(args, "num_query_groups")
+    groups = groups if args.get("group_query_attention") and groups else heads
+    axes = {
+        "L": number(args, "num_layers"),
+        "H": number(args, "hidden_size"),
+        "g": groups,
+        "r": heads // groups if heads and groups and heads % groups == 0 else None,
+        "d": number(args, "kv_channels"),
+        "P": number(args, "padded_vocab_size"),
+        "F": number(args, "ffn_hidden_size"),
+    }
+    if axes["d"] is None and axes["H"] and heads and axes["H"] % heads == 0:
+        axes["d"] = axes["H"] // heads
+    source.axes = {k: v for k, v in axes.items() if v is not None}
+    source.family = "llama"
+
+    def has(end: str) -> bool:
+        return any(name.endswith(end) for name in names)
+
+    source.facts = {
+        "tied": not has("output_layer.weight"),
+        "qkv_bias": has("self_attention.linear_qkv.bias"),
+        "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
+        "qk_norm": has("self_attention.q_layernorm.weight"),
+    }
+    gated = args.get("swiglu")
+    if isinstance(gated, bool):
+        source.facts["gated"] = gated
+    source.config = dict(args)
+
+
+def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
+    """Layout table and facts of the Hugging Face model for a Megatron source.
+
+    Raises:
+        FastshardError: ``FS514`` for what no class of transformers with these names computes.
+    """
+    config, facts = source.config or {}, source.facts
+    reasons = [
+        ("normalization", "RMSNorm", config.get("normalization", "LayerNorm")),
+        ("swiglu", "True", facts.get("gated")),
+        ("add_bias_linear", "False", facts["linear_bias"]),
+        ("position_embedding_type", "rope", config.get("position_embedding_type", "rope")),
+        ("apply_layernorm_1p", "False", bool(config.get("apply_layernorm_1p", False))),
+        ("rotary_interleaved", "False", bool(config.get("rotary_interleaved", False))),
+    ]
+    for what, expected, got in reasons:
+        if str(got) != expected:
+            raise FastshardError.of(
+                "FS514",
+                f"transformers has no model of the Llama kind with this {what}",
+                expected=expected,
+                got=str(got),
+                help="`fastshard merge` writes the whole tensors under Megatron's own names",
+            )
+    wanted = {
+        "tied": facts["tied"],
+        "attention_bias": facts["qkv_bias"],
+        "out_bias": False,
+        "mlp_bias": False,
+        "qk_norm": facts["qk_norm"],
+    }
+    return "hf.llama", wanted
+
+
+def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
+    """``config.json`` of the model: Qwen3 with norms of q and k, Qwen2 with biases, else Llama or Mistral."""
+    config, facts = source.config or {}, source.facts
+    findings: list[Finding] = []
+
+    def known(key: str, default: Any) -> Any:
+        if config.get(key) is None:
+            findings.append(
+                Finding.of(
+                    "FS109",
+                    f"config: {key} is stated nowhere; Megatron's default {default!r} is written",
+                    severity="note",
+                    file="config.json",
+                )
+            )
+            return default
+        return config[key]
+
+    kind, name = "llama", "LlamaForCausalLM"
+    if facts["qk_norm"]:
+        kind, name = "qwen3", "Qwen3ForCausalLM"
+    elif facts["qkv_bias"]:
+        kind, name = "qwen2", "Qwen2ForCausalLM"
+    elif config.get("window_size"):
+        kind, name = "mistral", "MistralForCausalLM"
+    out = {
+        "architectures": [name],
+        "model_type": kind,
+        "vocab_size": axes["V"],
+        "hidden_size": axes["H"],
+        "intermediate_size": axes["F"],
+        "num_hidden_layers": axes["L"],
+        "num_attention_heads": axes["g"] * axes["r"],
+        "num_key_value_heads": axes["g"],
+        "head_dim": axes["d"],
+        "hidden_act": _ACTIVATION,
+        "max_position_embeddings": known("max_position_embeddings", 4096),
+        "rms_norm_eps": known("norm_epsilon", 1e-5),
+        "rope_theta": known("rotary_base", 10000),
+        "tie_word_embeddings": facts["tied"],
+        "use_cache": True,
+    }
+    if kind == "qwen3":
+        out["attention_bias"] = facts["qkv_bias"]
+    if kind == "mistral":
+        window = config["window_size"]
+        out["sliding_window"] = window[0] + 1 if isinstance(window, list) and window else window
+    return out, findings
