@@ -82,7 +82,7 @@ pub enum Pieces {
         /// Strides in elements.
         strides: Vec<u64>,
     },
-    /// Boxes that tile the tensor, each C-ordered (DCP chunks, zarr blocks).
+    /// Boxes that tile the tensor (DCP chunks, zarr blocks).
     Boxes(Vec<BoxPiece>),
     /// Ranges that tile the tensor's C-ordered elements (flat optimizer partitions), sorted by `start`.
     Ranges(Vec<RangePiece>),
@@ -99,6 +99,9 @@ pub struct BoxPiece {
     pub blob: u32,
     /// Byte offset in the blob's data.
     pub offset: u64,
+    /// Strides in elements, where the box is not C-ordered.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub strides: Vec<u64>,
 }
 
 /// One range of a stored tensor's C-ordered elements.

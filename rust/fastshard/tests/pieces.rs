@@ -142,7 +142,7 @@ fn boxes(dice: &mut Dice, dense: &Dense, blobs: &mut Blobs) -> Pieces {
             .flat_map(|i| dense.at(&i.iter().zip(&lo).map(|(a, b)| a + b).collect::<Vec<_>>()).to_vec())
             .collect();
         let (blob, offset) = blobs.put(dice, &content, dense.dtype.size());
-        BoxPiece { lo, len, blob, offset }
+        BoxPiece { lo, len, blob, offset, strides: Vec::new() }
     };
     Pieces::Boxes(all.into_iter().map(piece).collect())
 }

@@ -232,7 +232,8 @@ impl<'p> Sources<'p> {
                         }
                         found = next;
                     }
-                    let strides = c_strides(&piece.len);
+                    let strides =
+                        if piece.strides.is_empty() { c_strides(&piece.len) } else { piece.strides.clone() };
                     let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
                     for sub in found {
                         let shift: u64 =

@@ -345,7 +345,7 @@ impl Gathered {
                     format!("within {shape:?}"),
                     format!("{len:?} from {lo:?}"),
                 ))
-            } else if part.shape != *len || !flat(part) {
+            } else if part.shape != *len {
                 Some((
                     codes::SHAPE,
                     "shape of the chunk's record",
@@ -378,7 +378,14 @@ impl Gathered {
                 covered += count;
                 let blob = self.blob(*index, file, part.blob);
                 boxes.push((lo.clone(), lo.iter().zip(len).map(|(l, n)| l + n).collect()));
-                pieces.push(BoxPiece { lo: lo.clone(), len: len.clone(), blob, offset: part.offset });
+                let strides = if flat(part) { Vec::new() } else { part.strides.clone() };
+                pieces.push(BoxPiece {
+                    lo: lo.clone(),
+                    len: len.clone(),
+                    blob,
+                    offset: part.offset,
+                    strides,
+                });
             }
         }
         if let Some((a, b)) = first_overlap(&boxes) {

@@ -1,0 +1,196 @@
+"""torch.distributed.checkpoint and rank shards of its Hugging Face writer, against what torch itself gives."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import FIXTURES, assert_refused, cli, copy, flip_bit, read_result, sha256
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+SHARDED = FIXTURES / "sharded"
+FSDP = SHARDED / "dcp_fsdp2"
+TP = SHARDED / "dcp_tp_micro"
+RANKS = SHARDED / "dcp_hf_rank_sharded_micro/sharded"
+
+
+def expected(folder: Path) -> dict[str, str]:
+    return {n: t["sha256"] for n, t in json.loads((folder / "expected.json").read_text())["tensors"].items()}
+
+
+def hashes(out: Path) -> dict[str, str]:
+    return {name: sha256(tensor) for name, tensor in read_result(out).items()}
+
+
+def change_metadata(root: Path, change: Any) -> None:
+    """Loads, changes and saves `.metadata` with torch's own classes."""
+    path = root / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("folder", [FSDP, TP], ids=lambda p: p.name)
+def test_chunks_are_merged(folder: Path, tmp_path: Path) -> None:
+    assert cli("verify", folder).code == 0
+    assert cli("merge", folder, tmp_path / "out").code == 0
+    assert hashes(tmp_path / "out") == expected(folder)
+
+
+def test_rank_shards_are_merged(tmp_path: Path) -> None:
+    ran = cli("merge", RANKS, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    # torch's own consolidation writes the 0-d tensor as zero; the shards have it right.
+    assert hashes(tmp_path / "out") == expected(RANKS.parent)
+    assert "not provable" in ran.doc["not_proven"]
+
+
+def test_every_kind_of_tensor_that_torch_saves(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "bits": torch.tensor([True, False]),
+        "long": torch.arange(6).reshape(2, 3), "half": torch.randn(5, 7).to(torch.float16),
+        "view": torch.randn(4, 6).t(), "f8": torch.randn(3, 3).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    state = {"model": tensors, "step": 7, "note": "text"}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    have = read_result(tmp_path / "out")
+    assert set(have) == {f"model.{name}" for name in tensors}
+    for name, tensor in tensors.items():
+        assert sha256(have[f"model.{name}"]) == sha256(tensor), name
+    manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
+    assert set(manifest["values"]["objects"]) == {"step", "note"}
+
+
+def test_a_model_below_a_prefix_is_converted_by_its_config(tmp_path: Path) -> None:
+    assert cli("inspect", FSDP).code == 0
+    root = copy(TP, tmp_path / "ckpt")
+    config = json.loads((SHARDED / "tp4_micro/config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config))
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf")
+    assert ran.code == 0, ran.out
+    assert hashes(tmp_path / "out") == expected(TP)
+
+
+def test_a_hole_is_named(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    name = "model.embed_tokens.weight"
+
+    def drop(metadata: Any) -> None:
+        metadata.state_dict_metadata[name].chunks.pop()
+
+    change_metadata(root, drop)
+    assert_refused(root, tmp_path / "out", "FS205", tensor=name, message="4000 of 8000")
+
+
+def test_an_overlap_is_named(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    name = "model.embed_tokens.weight"
+
+    def move(metadata: Any) -> None:
+        chunk = metadata.state_dict_metadata[name].chunks[1]
+        metadata.state_dict_metadata[name].chunks[1] = ChunkStorageMetadata(torch.Size([100, 0]), chunk.sizes)
+        for index in list(metadata.storage_data):
+            if index.fqn == name and index.offset == torch.Size([125, 0]):
+                info = metadata.storage_data.pop(index)
+                metadata.storage_data[type(index)(name, torch.Size([100, 0]), 1)] = info
+
+    change_metadata(root, move)
+    assert_refused(root, tmp_path / "out", "FS206", tensor=name)
+
+
+def test_a_chunk_that_leaves_its_tensor_is_named(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+
+    def shrink(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.norm.weight"].size = torch.Size([31])
+
+    change_metadata(root, shrink)
+    assert_refused(root, tmp_path / "out", "FS205", tensor="model.norm.weight")
+
+
+def test_a_flipped_bit_is_found_by_the_records_checksum(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    file = root / "__0_0.distcp"
+    flip_bit(file, 4000)
+    assert_refused(root, tmp_path / "out", "FS301", file="__0_0.distcp")
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    file = root / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-200])
+    assert_refused(root, tmp_path / "out", "FS312", file="__1_0.distcp")
+
+
+def test_a_missing_file_names_its_rank(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    (root / "__1_0.distcp").unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, file="__1_0.distcp", rank="rank 1")
+
+
+def test_files_without_metadata_were_not_committed(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    (root / ".metadata").unlink()
+    assert_refused(root, tmp_path / "out", "FS104", exit=3, file=".metadata")
+
+
+def test_node_local_files_are_one_checkpoint(tmp_path: Path) -> None:
+    first, second = copy(TP, tmp_path / "node0"), tmp_path / "node1"
+    second.mkdir()
+    (first / "__1_0.distcp").rename(second / "__1_0.distcp")
+    ran = cli("merge", first, second, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert hashes(tmp_path / "out") == expected(TP)
+
+
+def test_metadata_executes_nothing_and_reads_no_other_files(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (marker,))
+
+    (root / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Evil()}))
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, marker.exists(), (tmp_path / "out").exists()) == (1, False, False)
+    assert ran.having("FS602")
+    root = copy(TP, tmp_path / "path")
+
+    def leave(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../etc/passwd"
+
+    change_metadata(root, leave)
+    assert_refused(root, tmp_path / "out", "FS603")
+
+
+def test_compressed_records_are_refused_by_name(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+
+    def compress(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+    change_metadata(root, compress)
+    assert_refused(root, tmp_path / "out", "FS514", exit=2)
+
+
+def test_a_rank_shard_missing_between_others_is_named(tmp_path: Path) -> None:
+    root = copy(RANKS, tmp_path / "ckpt")
+    for file in root.glob("shard-00002-*"):
+        file.unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, file="shard-00002-model-00001", rank="rank 1")
+
+
+def test_the_last_rank_shard_missing_shows_in_the_shared_axes(tmp_path: Path) -> None:
+    root = copy(RANKS, tmp_path / "ckpt")
+    for file in root.glob("shard-00004-*"):
+        file.unlink()
+    assert_refused(root, tmp_path / "out", "FS201", tensor="layernorm.weight", expected="[32]", got="[24]")

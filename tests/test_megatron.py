@@ -1,0 +1,125 @@
+"""Megatron-LM: legacy and torch_dist checkpoints of one model give the tensors that they must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import FIXTURES, assert_refused, cli, copy, edit_pt, read_result, sha256
+from transformers import AutoModelForCausalLM
+
+SHARDED = FIXTURES / "sharded"
+LEGACY = SHARDED / "megatron_legacy_tp2_pp2"
+DIST = SHARDED / "megatron_torch_dist_tp2_pp2"
+BOTH = [pytest.param(LEGACY, id="legacy"), pytest.param(DIST, id="torch_dist")]
+
+
+def hashes(out: Path) -> dict[str, str]:
+    return {name: sha256(tensor) for name, tensor in read_result(out).items()}
+
+
+def expected(folder: Path, name: str) -> dict[str, str]:
+    return {n: t["sha256"] for n, t in json.loads((folder / name).read_text())["tensors"].items()}
+
+
+def rank_file(tp: int, pp: int) -> str:
+    return f"iter_0000010/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt"
+
+
+@pytest.mark.parametrize("folder", BOTH)
+def test_own_names_are_merged(folder: Path, tmp_path: Path) -> None:
+    assert cli("verify", folder).code == 0
+    assert cli("merge", folder, tmp_path / "out").code == 0
+    assert hashes(tmp_path / "out") == expected(folder, "expected.json")
+
+
+@pytest.mark.parametrize("folder", BOTH)
+def test_hugging_face_tensors_are_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+    ran = cli("convert", folder, tmp_path / "out", "--to", "hf", "--vocab-size", "1000")
+    assert ran.code == 0, ran.out
+    assert hashes(tmp_path / "out") == expected(folder, "expected_hf.json")
+
+
+def test_the_result_computes_what_the_original_does(tmp_path: Path) -> None:
+    assert cli("convert", DIST, tmp_path / "out", "--to", "hf", "--vocab-size", "1000").code == 0
+    tokens = torch.arange(16).reshape(1, 16) * 31 % 1000
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(SHARDED / "hf_sharded", dtype=torch.float32)
+    with torch.no_grad():
+        difference = (ours(tokens).logits - theirs(tokens).logits).abs().max()
+    # The fixture's arguments say neither eps nor base: Megatron's defaults, which are Llama's.
+    assert difference < 2e-2
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    (root / rank_file(1, 1)).unlink()
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, file="mp_rank_01_001", rank="tp 1, pp 1")
+
+
+def test_a_copied_rank_is_named(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    (root / rank_file(1, 0)).write_bytes((root / rank_file(0, 0)).read_bytes())
+    assert_refused(root, tmp_path / "out", "FS303", file="mp_rank_01_000")
+
+
+def test_a_copied_stage_is_refused(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for tp in range(2):
+        (root / rank_file(tp, 1)).write_bytes((root / rank_file(tp, 0)).read_bytes())
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, (tmp_path / "out").exists()) in ((1, False), (3, False))
+
+
+def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["iteration"] = 11
+
+    edit_pt(root / rank_file(0, 1), change)
+    assert_refused(root, tmp_path / "out", "FS107", rank="tp 0, pp 1", expected="10", got="11")
+
+
+def test_virtual_stages_interleave(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for tp in range(2):
+        for pp in range(2):
+
+            def split(content: dict[str, Any], pp: int = pp) -> None:
+                model = content.pop("model")
+                content["args"].virtual_pipeline_model_parallel_size = 2
+                for chunk in range(2):
+                    content[f"model{chunk}"] = {
+                        name.replace(f"layers.{chunk}.", "layers.0."): tensor
+                        for name, tensor in model.items()
+                        if f"layers.{chunk}." in name
+                        or (".layers." not in name and ("embedding" in name) == (chunk == 0))
+                    }
+
+            edit_pt(root / rank_file(tp, pp), split)
+    assert cli("merge", root, tmp_path / "out").code == 0
+    plain = expected(LEGACY, "expected.json")
+    # Chunk c of stage p holds layer 2 c + p; it held layer 2 p + c before.
+    moved = {0: 0, 1: 2, 2: 1, 3: 3}
+    want = {}
+    for name, digest in plain.items():
+        for old, new in moved.items():
+            if f"layers.{old}." in name:
+                name = name.replace(f"layers.{old}.", f"layers.{new}.")
+                break
+        want[name] = digest
+    assert hashes(tmp_path / "out") == want
+
+
+def test_a_model_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for tp in range(2):
+        for pp in range(2):
+            edit_pt(root / rank_file(tp, pp), lambda c: setattr(c["args"], "normalization", "LayerNorm"))
+    assert_refused(
+        root, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "hf"), expected="RMSNorm", got="LayerNorm"
+    )  # fmt: skip
