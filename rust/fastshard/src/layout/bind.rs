@@ -227,7 +227,7 @@ pub fn check_shape(
                             slice.shards,
                             slice.shards,
                             slice.shards * got,
-                            if slice.shards * got == want { String::new() } else { format!(" = {want} padded") },
+                            padding(want, got, slice.shards),
                             want - got,
                         ))
                         .help("merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
@@ -250,6 +250,26 @@ pub fn not_divisible(axis: &str, extent: u64, dimension: &str, degree: u64) -> F
     Finding::new(codes::NOT_DIVISIBLE, format!("axis {axis} of extent {extent} over {dimension} {degree}"))
         .expected(format!("a degree among {}", fits.join(", ")), degree)
         .help(format!("choose --{dimension} among these, or a checkpoint saved with one of them"))
+}
+
+/// How `want` rows became `shards` parts of `got`: the rules for padding a vocabulary that fit.
+fn padding(want: u64, got: u64, shards: u64) -> String {
+    let whole = shards * got;
+    if whole == want {
+        return String::new();
+    }
+    // ColossalAI pads to 64 x tp, Megatron-LM and GPT-NeoX to 128 x tp, unless told otherwise.
+    let fits: Vec<String> = [128u64, 64, 256, 32, 512, 1024, 16, 8]
+        .into_iter()
+        .filter(|m| want.next_multiple_of(m * shards) == whole)
+        .take(2)
+        .map(|m| format!("{m} x {shards}"))
+        .collect();
+    let rule = match fits.is_empty() {
+        true => String::new(),
+        false => format!(" to a multiple of {}", fits.join(" or ")),
+    };
+    format!(" = {want} padded{rule}")
 }
 
 struct Slice {
