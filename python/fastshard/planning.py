@@ -13,7 +13,7 @@ from typing import Any
 
 from . import _core, layouts
 from .adapters import hf_config
-from .adapters.base import Source
+from .adapters.base import Bound, Source
 from .adapters.targets import check, target_of
 from .discover import File
 from .errors import FastshardError, Finding, from_core
@@ -179,12 +179,15 @@ def make_plan(
         summary = json.loads(core.summary())
         dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
         main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
-        names = dict.fromkeys(output[0] for output in core.outputs())
-        stored = [name for unit in source.units for name in opened.catalog.names(unit.file)]
-        # What the files are called and hold follows from the tensors that there are.
-        request["target"]["files"], request["texts"], assumed = target.complete(
-            summary["axes"], names, stored, main
+        bound = Bound(
+            axes=summary["axes"],
+            shapes={output[0]: output[2] for output in core.outputs()},
+            stored=[name for unit in source.units for name in opened.catalog.names(unit.file)],
+            dtype=main,
+            whole=lambda: _whole_shapes(opened.catalog, request),
         )
+        # What the files are called and hold follows from the tensors that there are.
+        request["target"]["files"], request["texts"], assumed = target.complete(bound)
         core = _plan(opened.catalog, request)
         findings += assumed
         findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]
@@ -267,6 +270,12 @@ def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
             help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
         )
     ]
+
+
+def _whole_shapes(catalog: _core.Catalog, request: dict[str, Any]) -> dict[str, list[int]]:
+    """Shapes of the target's tensors if it were not divided."""
+    undivided = {**request, "target": {**request["target"], "degrees": {}, "files": []}, "texts": {}}
+    return {output[0]: output[2] for output in _plan(catalog, undivided).outputs()}
 
 
 def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -227,28 +227,37 @@ class Source:
 Completed = tuple[list[dict[str, Any]], dict[str, str], list[Finding]]
 
 
+@dataclass
+class Bound:
+    """What is known once a plan has bound the axes of a target."""
+
+    #: Extents.
+    axes: dict[str, int]
+    #: Names of the target's tensors, and the shape that a rank holds of each.
+    shapes: dict[str, list[int]]
+    #: Names of the source's tensors.
+    stored: list[str]
+    #: torch name of the weights' dtype.
+    dtype: str | None
+    #: Shapes of the whole tensors, by name.
+    whole: Callable[[], dict[str, list[int]]]
+
+
 class Target(Protocol):
     """What a conversion makes of a source; the names of the formats are in :mod:`.targets`."""
 
     #: As ``--to`` names it.
     name: str
-    #: Name of the layout table.
-    layout: str
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout table."""
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request, with the text of the table."""
 
-    def complete(
-        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
-    ) -> Completed:
-        """What follows once the plan has bound the axes.
-
-        Args:
-            axes: extents that the plan bound.
-            names: names of the target's tensors.
-            stored: names of the source's tensors.
-            dtype: torch name of the weights' dtype.
-        """
+    def complete(self, bound: Bound) -> Completed:
+        """What follows once the plan has bound the axes."""
 
 
 class Adapter(Protocol):

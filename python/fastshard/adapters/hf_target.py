@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FastshardError, Finding
 from . import hf_config, megatron_config, neox_to_hf
-from .base import Completed, Source
+from .base import Bound, Completed, Source
 
 #: Files that go along with a model if they are there.
 COMPANIONS = (
@@ -65,18 +64,16 @@ class HfTarget:
         """The target's side of the core's request."""
         return {"name": self.name, "layout": table, "facts": self.facts}
 
-    def complete(
-        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
-    ) -> Completed:
+    def complete(self, bound: Bound) -> Completed:
         """The config.json of the result, and what had to be assumed; sizes come from tensors."""
         if self.source.hf_names:
             config = dict(self.source.config or {})
             assumed: list[Finding] = []
-            if "V" in axes:
-                config["vocab_size"] = axes["V"]
+            if "V" in bound.axes:
+                config["vocab_size"] = bound.axes["V"]
         elif self.source.layout in ("megatron.legacy", "megatron.dist"):
-            config, assumed = megatron_config.config_json(self.source, axes)
+            config, assumed = megatron_config.config_json(self.source, bound.axes)
         else:
-            config, assumed = neox_to_hf.config_json(self.source, axes)
-        text = json.dumps(hf_config.with_dtype(config, dtype), indent=2) + "\n"
+            config, assumed = neox_to_hf.config_json(self.source, bound.axes)
+        text = json.dumps(hf_config.with_dtype(config, bound.dtype), indent=2) + "\n"
         return [], {"config.json": text}, assumed

@@ -19,7 +19,7 @@ import yaml
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
 from . import hf_config
-from .base import Completed, Source
+from .base import Bound, Completed, Source
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -142,17 +142,15 @@ class NeoxTarget:
         iteration = self.source.values.get("iteration") if not self.source.hf_names else None
         return iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0
 
-    def complete(
-        self, axes: dict[str, int], names: Iterable[str], stored: Iterable[str], dtype: str | None
-    ) -> Completed:
+    def complete(self, bound: Bound) -> Completed:
         """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""
         folder = f"global_step{self.step()}"
-        config, findings = self._config(axes, dtype)
+        config, findings = self._config(bound.axes, bound.dtype)
         multiple = self.multiple * self.tp
-        state = self._state(config, -(-axes["V"] // multiple) * multiple)
-        suffixes = _norm_names(config, stored)
+        state = self._state(config, -(-bound.axes["V"] // multiple) * multiple)
+        suffixes = _norm_names(config, bound.stored)
         by_layer: dict[int, list[str]] = {}
-        for name in sorted(names):
+        for name in sorted(bound.shapes):
             by_layer.setdefault(int(name.split(".", 1)[0]), []).append(name)
         files: list[dict[str, Any]] = []
 

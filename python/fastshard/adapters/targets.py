@@ -6,14 +6,15 @@ from ..errors import FastshardError
 from .base import Source, Target
 from .hf_target import HfTarget
 from .neox_target import NeoxTarget
+from .tp_target import TpTarget
 
 __all__ = ["KNOWN", "TARGETS", "check", "target_of"]
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
-TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
+TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "tp-safetensors")
 KNOWN = (
     "megatron", "megatron:legacy", "megatron:torch_dist", "maxtext", "maxtext:scan", "maxtext:unscan",
-    "tp-safetensors", "dcp", "orbax",
+    "dcp", "orbax",
 )  # fmt: skip
 
 
@@ -56,4 +57,6 @@ def target_of(source: Source, to: str, tp: int, pp: int, vocab_multiple: int | N
     """
     if to == "hf":
         return HfTarget.of(source)
+    if to == "tp-safetensors":
+        return TpTarget.of(source, tp, pp, vocab_multiple)
     return NeoxTarget.of(source, to, tp, pp, vocab_multiple)

@@ -1,0 +1,83 @@
+"""The per-rank target: one safetensors file per tensor-parallel rank under Hugging Face names, and ``layout.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import FastshardError
+from .base import Bound, Completed, Source
+from .hf_target import HfTarget
+
+#: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
+_VOCAB_MULTIPLE = 64
+
+
+@dataclass
+class TpTarget:
+    """Hugging Face tensors, divided as the layout's axes are."""
+
+    whole: HfTarget
+    tp: int
+    multiple: int
+    name: str = "tp-safetensors"
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout table."""
+        return self.whole.layout
+
+    @classmethod
+    def of(cls, source: Source, tp: int, pp: int, multiple: int | None) -> TpTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
+        """
+        for value, option in ((tp, "--tp"), (multiple, "--make-vocab-size-divisible-by")):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
+        if pp != 1:
+            raise FastshardError.of(
+                "FS515", "--pp: per-rank safetensors have no pipeline stages", expected="1", got=str(pp)
+            )
+        return cls(HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE)
+
+    def request(self, table: str) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        multiple = self.multiple * self.tp
+        return {
+            **self.whole.request(table), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
+        }  # fmt: skip
+
+    def complete(self, bound: Bound) -> Completed:
+        """One file per rank; ``layout.json`` says how each tensor is divided."""
+        _, texts, findings = self.whole.complete(bound)
+        names = sorted(bound.shapes)
+        files = [
+            {
+                "name": f"tp_rank_{rank:02d}.safetensors",
+                "coords": {"tp": rank},
+                "content": {"safetensors": [[name, name] for name in names]},
+            }
+            for rank in range(self.tp)
+        ]
+        whole = bound.whole()
+        divided = {
+            name: next(
+                (d for d, (n, all_) in enumerate(zip(shape, whole[name], strict=True)) if n != all_), None
+            )
+            for name, shape in bound.shapes.items()
+        }
+        layout: dict[str, Any] = {"tp": self.tp}
+        if "V" in bound.axes:
+            multiple = self.multiple * self.tp
+            layout |= {
+                "vocab_size": bound.axes["V"],
+                "padded_vocab_size": -(-bound.axes["V"] // multiple) * multiple,
+                "make_vocab_size_divisible_by": self.multiple,
+            }
+        layout["tp_dim"] = {name: divided[name] for name in names}
+        texts["layout.json"] = json.dumps(layout, indent=1) + "\n"
+        return files, texts, findings
