@@ -39,7 +39,7 @@ class Catalog:
         roots: list[str | PathLike[str]],
         files: list[tuple[int, str]],
         threads: int,
-        records: dict[int, list[tuple[int, int]]] | None = None,
+        records: dict[int, list[tuple[int, int, str]]] | None = None,
     ) -> Catalog: ...
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""

@@ -182,6 +182,7 @@ def make_plan(
         bound = Bound(
             axes=summary["axes"],
             shapes={output[0]: output[2] for output in core.outputs()},
+            bytes={output[0]: output[3] for output in core.outputs()},
             stored=[name for unit in source.units for name in opened.catalog.names(unit.file)],
             dtype=main,
             whole=lambda: _whole_shapes(opened.catalog, request),

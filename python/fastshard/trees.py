@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -10,6 +11,23 @@ class TensorOf(str):
     """Stands for the tensor of this name in the target's layout."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Global:
+    """What a module calls by a name: a dtype, a class."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object of a module's class with this state."""
+
+    module: str
+    name: str
+    state: Any
 
 
 def tree(value: Any) -> Any:
@@ -22,6 +40,10 @@ def tree(value: Any) -> Any:
         return "none"
     if isinstance(value, TensorOf):
         return {"tensor": str(value)}
+    if isinstance(value, Global):
+        return {"global": [value.module, value.name]}
+    if isinstance(value, Object):
+        return {"object": [value.module, value.name, tree(value.state)]}
     if isinstance(value, bool):
         return {"bool": value}
     if isinstance(value, int):

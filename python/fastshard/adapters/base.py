@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .. import _core, layouts
 from ..discover import File, Listing
-from ..errors import Finding, from_core
+from ..errors import FastshardError, Finding, from_core
 
 
 class Contents:
@@ -144,8 +144,8 @@ class Found:
     step: str | None = None
     #: The adapter's own notes for :meth:`Adapter.declare`.
     notes: dict[str, Any] = field(default_factory=dict)
-    #: For files of records (``.distcp``), by index in `files`: offset and length of each record wanted.
-    records: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted.
+    records: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -237,10 +237,30 @@ class Bound:
     shapes: dict[str, list[int]]
     #: Names of the source's tensors.
     stored: list[str]
+    #: Bytes that a rank holds of each.
+    bytes: dict[str, int]
     #: torch name of the weights' dtype.
     dtype: str | None
     #: Shapes of the whole tensors, by name.
     whole: Callable[[], dict[str, list[int]]]
+
+
+def positive(options: dict[str, Any], single: str | None = None) -> None:
+    """Checks degrees and multiples that a caller gave; ``single`` is the one that the target does not have.
+
+    Raises:
+        FastshardError: ``FS515`` for one that is no positive whole number.
+    """
+    for option, value in options.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
+    if single is not None and options[single] != 1:
+        raise FastshardError.of(
+            "FS515",
+            f"{single}: the target has no such parallel dimension",
+            expected="1",
+            got=str(options[single]),
+        )
 
 
 class Target(Protocol):

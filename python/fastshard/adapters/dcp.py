@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .. import _core
@@ -25,6 +26,11 @@ _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+
+
+def chunk_name(name: str, at: Iterable[int]) -> str:
+    """What messages and manifests call one of several chunks of a tensor, by its first index."""
+    return f"{name}[{','.join(map(str, at))}]"
 
 
 def _number(name: str) -> int:
@@ -103,9 +109,10 @@ class Dcp:
         inside = {f.name: f for f in reversed(listing.within(folder))}
         files: list[File] = []
         index: dict[str, int] = {}
-        records: dict[int, list[tuple[int, int]]] = {}
-        #: (name, first index of the chunk) -> (file, number of the record in it)
-        places: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        records: dict[int, list[tuple[int, int, str]]] = {}
+        #: (name, first index of the chunk) -> (file, name of the record in it)
+        places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        whole = {entry["name"] for entry in described["tensors"] if len(entry["chunks"]) == 1}
         objects = set(described["objects"])
         lacking: dict[str, list[str]] = {}
         for entry in described["stored"]:
@@ -138,9 +145,10 @@ class Dcp:
             if file not in index:
                 index[file] = len(files)
                 files.append(inside[file])
-            ranges = records.setdefault(index[file], [])
-            places[name, tuple(entry["at"] or ())] = (index[file], len(ranges))
-            ranges.append((entry["offset"], entry["len"]))
+            at = entry["at"] or []
+            record = name if name in whole else chunk_name(name, at)
+            places[name, tuple(at)] = (index[file], record)
+            records.setdefault(index[file], []).append((entry["offset"], entry["len"], record))
         for file, names in lacking.items():
             path = f"{folder}/{file}" if folder else file
             rank = re.match(r"^__(\d+)_", file)
@@ -177,7 +185,7 @@ class Dcp:
             if v not in (None, [])
         }
         by_record = {
-            i: {int(t["path"][0]): n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
+            i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
             for i in found.records
         }
         tensors: list[Any] = []

@@ -64,16 +64,19 @@ class HfTarget:
         """The target's side of the core's request."""
         return {"name": self.name, "layout": table, "facts": self.facts}
 
-    def complete(self, bound: Bound) -> Completed:
-        """The config.json of the result, and what had to be assumed; sizes come from tensors."""
+    def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
+        """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
         if self.source.hf_names:
             config = dict(self.source.config or {})
-            assumed: list[Finding] = []
-            if "V" in bound.axes:
-                config["vocab_size"] = bound.axes["V"]
-        elif self.source.layout in ("megatron.legacy", "megatron.dist"):
-            config, assumed = megatron_config.config_json(self.source, bound.axes)
-        else:
-            config, assumed = neox_to_hf.config_json(self.source, bound.axes)
+            if "V" in axes:
+                config["vocab_size"] = axes["V"]
+            return config, []
+        if self.source.layout in ("megatron.legacy", "megatron.dist"):
+            return megatron_config.config_json(self.source, axes)
+        return neox_to_hf.config_json(self.source, axes)
+
+    def complete(self, bound: Bound) -> Completed:
+        """The config.json of the result, and what had to be assumed."""
+        config, assumed = self.config(bound.axes)
         text = json.dumps(hf_config.with_dtype(config, bound.dtype), indent=2) + "\n"
         return [], {"config.json": text}, assumed

@@ -11,6 +11,11 @@ from ..errors import FastshardError, Finding
 from .base import Source
 
 _ACTIVATION = "silu"
+#: What `--use-rope-scaling` computes besides its factor.
+#: source: megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
+LLAMA3_SCALING = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def arguments(state: Any) -> dict[str, Any]:
@@ -56,8 +61,14 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
 
+    untied = args.get("untie_embeddings_and_output_weights")
+    head = has("output_layer.weight")
+    tied = not untied if isinstance(untied, bool) else not head
     source.facts = {
-        "tied": not has("output_layer.weight"),
+        "tied": tied,
+        # With tied embeddings the last of several stages has a copy of them.
+        "output_layer": head or not tied,
+        "split_gate": False,
         "qkv_bias": has("self_attention.linear_qkv.bias"),
         "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
         "qk_norm": has("self_attention.q_layernorm.weight"),
@@ -78,7 +89,8 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
     reasons = [
         ("normalization", "RMSNorm", config.get("normalization", "LayerNorm")),
         ("swiglu", "True", facts.get("gated")),
-        ("add_bias_linear", "False", facts["linear_bias"]),
+        ("add_bias_linear", "False", facts["linear_bias"] and (not facts["qkv_bias"] or facts["qk_norm"])),
+        ("rotary_percent", "1.0", float(config.get("rotary_percent") or 1.0)),
         ("position_embedding_type", "rope", config.get("position_embedding_type", "rope")),
         ("apply_layernorm_1p", "False", bool(config.get("apply_layernorm_1p", False))),
         ("rotary_interleaved", "False", bool(config.get("rotary_interleaved", False))),
@@ -95,8 +107,8 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
     wanted = {
         "tied": facts["tied"],
         "attention_bias": facts["qkv_bias"],
-        "out_bias": False,
-        "mlp_bias": False,
+        "out_bias": facts["linear_bias"],
+        "mlp_bias": facts["linear_bias"],
         "qk_norm": facts["qk_norm"],
     }
     return "hf.llama", wanted
@@ -123,7 +135,7 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
     kind, name = "llama", "LlamaForCausalLM"
     if facts["qk_norm"]:
         kind, name = "qwen3", "Qwen3ForCausalLM"
-    elif facts["qkv_bias"]:
+    elif facts["qkv_bias"] and not facts["linear_bias"]:
         kind, name = "qwen2", "Qwen2ForCausalLM"
     elif config.get("window_size"):
         kind, name = "mistral", "MistralForCausalLM"
@@ -144,8 +156,13 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "tie_word_embeddings": facts["tied"],
         "use_cache": True,
     }
-    if kind == "qwen3":
+    if kind in ("llama", "qwen3"):
         out["attention_bias"] = facts["qkv_bias"]
+    if kind == "llama":
+        out["mlp_bias"] = facts["linear_bias"]
+    if config.get("use_rope_scaling"):
+        factor = known("rope_scaling_factor", 8.0)
+        out["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
     if kind == "mistral":
         window = config["window_size"]
         out["sliding_window"] = window[0] + 1 if isinstance(window, list) and window else window

@@ -18,8 +18,8 @@ import yaml
 
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
-from . import hf_config
-from .base import Bound, Completed, Source
+from .base import Bound, Completed, Source, positive
+from .hf_target import HfTarget
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -67,6 +67,8 @@ class NeoxTarget:
     multiple: int
     layout: str
     facts: dict[str, bool]
+    #: The model as Hugging Face has it; None for a source that carries GPT-NeoX's own config.
+    whole: HfTarget | None
 
     @classmethod
     def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> NeoxTarget:
@@ -77,9 +79,7 @@ class NeoxTarget:
                 that decides values is unknown, ``FS515`` for degrees that no run has.
         """
         pipeline = not to.endswith(":sequential")
-        for value, option in ((tp, "--tp"), (pp, "--pp"), (multiple, "--make-vocab-size-divisible-by")):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
+        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
         if pp > 1 and not pipeline:
             raise FastshardError.of(
                 "FS515",
@@ -99,15 +99,21 @@ class NeoxTarget:
             )
         config = source.config or {}
         facts = dict(source.facts)
-        if source.hf_names:
+        whole = None if "features" in source.values else HfTarget.of(source)
+        if whole is not None:
             # transformers configuration_gpt_neox.py: use_parallel_residual = True
             parallel = config.get("use_parallel_residual", True)
-            axes, known = hf_config.axes_and_facts(config)
             llama = source.family == "llama"
+            known = whole.facts
+            if llama and (known["qk_norm"] or known["out_bias"] != known["attention_bias"]):
+                raise FastshardError.of(
+                    "FS514",
+                    "GPT-NeoX has no Llama with norms of queries and keys, or biases on q, k and v alone",
+                )
             facts = {
                 "gpt_j_residual": bool(parallel) and not llama,
-                "tied": known["tied"],
-                "gqa": axes.get("r", 1) > 1,
+                "tied": whole.facts["tied"],
+                "gqa": source.axes.get("r", 1) > 1,
                 "gated": llama,
                 "norms": True,
                 "scalenorm": False,
@@ -122,10 +128,10 @@ class NeoxTarget:
         # Transformer Engine's modules and old names become GPT-NeoX's own of today.
         facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
         if multiple is None:
-            multiple = config.get("make_vocab_size_divisible_by") if not source.hf_names else None
+            multiple = config.get("make_vocab_size_divisible_by") if whole is None else None
             if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
                 multiple = DEFAULT_VOCAB_MULTIPLE
-        return cls(source, to, pipeline, tp, pp, multiple, layout, facts)
+        return cls(source, to, pipeline, tp, pp, multiple, layout, facts, whole)
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request."""
@@ -139,7 +145,7 @@ class NeoxTarget:
 
     def step(self) -> int:
         """The step that is continued; 0 for models that come from elsewhere."""
-        iteration = self.source.values.get("iteration") if not self.source.hf_names else None
+        iteration = self.source.values.get("iteration") if self.whole is None else None
         return iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0
 
     def complete(self, bound: Bound) -> Completed:
@@ -211,8 +217,12 @@ class NeoxTarget:
     def _config(self, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
         """The training config."""
         findings: list[Finding] = []
-        config = self._from_hf(axes) if self.source.hf_names else self._kept(axes, findings)
-        if self.source.hf_names and config["norm"] == "rmsnorm":
+        if self.whole is not None:
+            whole, findings = self.whole.config(axes)
+            config = self._from_hf(axes, whole)
+        else:
+            config = self._kept(axes, findings)
+        if self.whole is not None and config["norm"] == "rmsnorm":
             findings.append(
                 Finding.of(
                     "FS109",
@@ -264,9 +274,8 @@ class NeoxTarget:
         config.setdefault("seq_length", config["max_position_embeddings"])
         return config
 
-    def _from_hf(self, axes: dict[str, int]) -> dict[str, Any]:
+    def _from_hf(self, axes: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
         """The config of a transformers model in GPT-NeoX's words."""
-        config = self.source.config or {}
         llama = self.source.family == "llama"
         heads = axes["g"] * axes["r"]
         if axes["d"] * heads != axes["H"]:

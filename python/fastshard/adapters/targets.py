@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from ..errors import FastshardError
 from .base import Source, Target
+from .dcp_target import DcpTarget
 from .hf_target import HfTarget
+from .megatron_target import MegatronTarget
 from .neox_target import NeoxTarget
 from .tp_target import TpTarget
 
 __all__ = ["KNOWN", "TARGETS", "check", "target_of"]
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
-TARGETS = ("hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "tp-safetensors")
-KNOWN = (
-    "megatron", "megatron:legacy", "megatron:torch_dist", "maxtext", "maxtext:scan", "maxtext:unscan",
-    "dcp", "orbax",
+TARGETS = (
+    "hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "megatron", "megatron:legacy",
+    "megatron:legacy-local", "megatron:torch_dist", "tp-safetensors", "dcp",
 )  # fmt: skip
+KNOWN = ("maxtext", "maxtext:scan", "maxtext:unscan", "orbax")
 
 
 def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
@@ -59,4 +61,8 @@ def target_of(source: Source, to: str, tp: int, pp: int, vocab_multiple: int | N
         return HfTarget.of(source)
     if to == "tp-safetensors":
         return TpTarget.of(source, tp, pp, vocab_multiple)
+    if to == "dcp":
+        return DcpTarget.of(source, tp, pp)
+    if to.startswith("megatron"):
+        return MegatronTarget.of(source, to, tp, pp, vocab_multiple)
     return NeoxTarget.of(source, to, tp, pp, vocab_multiple)

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import FastshardError
-from .base import Bound, Completed, Source
+from .base import Bound, Completed, Source, positive
 from .hf_target import HfTarget
 
 #: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
@@ -35,13 +34,7 @@ class TpTarget:
         Raises:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
-        for value, option in ((tp, "--tp"), (multiple, "--make-vocab-size-divisible-by")):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
-        if pp != 1:
-            raise FastshardError.of(
-                "FS515", "--pp: per-rank safetensors have no pipeline stages", expected="1", got=str(pp)
-            )
+        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple}, single="--pp")
         return cls(HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE)
 
     def request(self, table: str) -> dict[str, Any]:

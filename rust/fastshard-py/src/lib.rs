@@ -135,7 +135,7 @@ impl Catalog {
         roots: Vec<PathBuf>,
         files: Vec<(u32, String)>,
         threads: usize,
-        records: Option<std::collections::HashMap<usize, Vec<(u64, u64)>>>,
+        records: Option<std::collections::HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
     ) -> Self {
         let mut records = records.unwrap_or_default();
         let parts: Vec<_> =

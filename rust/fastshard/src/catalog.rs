@@ -40,7 +40,7 @@ impl CatalogFile {
 }
 
 /// A file to be opened: root, relative path, and the records wanted of a file of records.
-pub type FilePart = (u32, String, Option<Vec<(u64, u64)>>);
+pub type FilePart = (u32, String, Option<Vec<format::dcp::Range>>);
 
 /// Files of one checkpoint, from one or more roots.
 #[derive(Debug)]
@@ -68,8 +68,8 @@ impl Catalog {
         Self::open_parts(roots, &files, threads)
     }
 
-    /// Opens files, given by root and relative path, and for files of records (`.distcp`) the offset and
-    /// length of each, and reads their headers on `threads` threads.
+    /// Opens files, given by root and relative path, and for files of records (`.distcp`) which of them are
+    /// wanted, and reads their headers on `threads` threads.
     /// No payload byte is read. A file that cannot be read becomes a finding.
     pub fn open_parts(roots: Vec<PathBuf>, files: &[FilePart], threads: usize) -> Catalog {
         raise_open_files(files.len() as u64);
@@ -125,7 +125,12 @@ impl Catalog {
     }
 }
 
-fn open_one(roots: &[PathBuf], root: u32, path: &str, records: Option<&[(u64, u64)]>) -> Result<CatalogFile> {
+fn open_one(
+    roots: &[PathBuf],
+    root: u32,
+    path: &str,
+    records: Option<&[format::dcp::Range]>,
+) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
     let source = SourceFile::open(&full)?;
     let parsed = match records {

@@ -47,6 +47,8 @@ pub struct Target<'a> {
     pub dtype: Option<Dtype>,
     /// How replicas are treated.
     pub replicas: Replicas,
+    /// True if rank 0 alone holds replicas.
+    pub replicas_once: bool,
     /// Which outputs are wanted, by name.
     pub wanted: &'a dyn Fn(&str) -> bool,
 }
@@ -116,9 +118,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
 
-    let facts = if merging { &source.outside.facts } else { &target.outside.facts };
     let wanted =
-        if merging { own_names(source) } else { table_names(table, facts, &extents, &known, &mut findings) };
+        if merging { own_names(source) } else { table_names(target, table, &extents, &known, &mut findings) };
 
     // Where something is wrong or missing already, what is left over or lacking is only its echo.
     let judge = findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);

@@ -6,10 +6,12 @@ use serde::Deserialize;
 
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::torch_zip::writer as torch_zip;
-use crate::format::{safetensors, Frame};
+use crate::format::{safetensors, Frame, Member};
 use crate::plan::{Form, OutFile, Output};
+use crate::tensor::element_count;
 
 /// Outputs with their ranks.
 pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
@@ -35,6 +37,23 @@ pub enum Content {
     Safetensors(Vec<(String, String)>),
     /// A value as `torch.save` would be given it.
     TorchZip(Tree),
+    /// Records of torch.distributed.checkpoint.
+    Records(Vec<RecordSide>),
+    /// Its `.metadata`: names the records of files prescribed before it in the same folder.
+    DcpMetadata(Vec<dcp::Entry>),
+}
+
+/// A record.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecordSide {
+    /// What it is called in `.metadata` and in messages.
+    pub key: String,
+    /// A tensor, or a value without any.
+    pub value: Tree,
+    /// Shape of the tensor there, where axes of extent 1 come on top.
+    #[serde(default)]
+    pub shape: Option<Vec<u64>>,
 }
 
 impl Content {
@@ -45,13 +64,27 @@ impl Content {
             Content::TorchZip(tree) => {
                 tree.tensors().into_iter().map(|(path, name)| (path.join("."), name)).collect()
             }
+            Content::Records(records) => records
+                .iter()
+                .flat_map(|r| r.value.tensors().into_iter().map(|(_, name)| (r.key.clone(), name)))
+                .collect(),
+            Content::DcpMetadata(_) => Vec::new(),
         }
+    }
+
+    /// Shapes of tensors as the file has them, where they are others.
+    fn shapes(&self) -> HashMap<&str, &[u64]> {
+        let Content::Records(records) = self else { return HashMap::new() };
+        records.iter().filter_map(|r| Some((r.key.as_str(), r.shape.as_deref()?))).collect()
     }
 
     fn form(&self) -> Form {
         match self {
             Content::Safetensors(_) => Form::Safetensors,
             Content::TorchZip(tree) => Form::TorchZip(tree.clone()),
+            Content::Records(records) => Form::Records(records.iter().map(|r| r.value.clone()).collect()),
+            // What it says follows from the other files.
+            Content::DcpMetadata(_) => Form::Pickle(Tree::None),
         }
     }
 }
@@ -68,7 +101,8 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
     }
     let mut placed = BTreeSet::new();
     let mut names = BTreeSet::new();
-    let (mut all, mut files) = (Vec::new(), Vec::new());
+    let (mut all, mut files) = (Vec::new(), Vec::<OutFile>::new());
+    let mut records = HashMap::new();
     for side in sides {
         if !names.insert(&side.name) {
             findings.push(Finding::new(codes::OVERLAP, "the target names this file twice").file(&side.name));
@@ -77,12 +111,25 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
         let coords: BTreeMap<String, u64> =
             dimensions.iter().map(|d| (d.clone(), side.coords.get(d).copied().unwrap_or(0))).collect();
         let mut inside: Vec<Output> = Vec::new();
+        let shapes = side.content.shapes();
         for (key, name) in side.content.tensors() {
             let place = (name.to_string(), coords.clone());
             match by_name.remove(&place) {
                 Some(output) => {
                     placed.insert(place);
-                    inside.push(Output { key: (key != name).then_some(key), ..output });
+                    let shape = shapes.get(key.as_str()).map_or(output.shape.clone(), |s| s.to_vec());
+                    if element_count(&shape) != element_count(&output.shape) {
+                        findings.push(
+                            Finding::new(codes::SHAPE, "shape of the tensor in a record")
+                                .file(&side.name)
+                                .tensor(&key)
+                                .expected(
+                                    format!("{:?} with axes of extent 1", output.shape),
+                                    format!("{shape:?}"),
+                                ),
+                        );
+                    }
+                    inside.push(Output { key: (key != name).then_some(key), shape, ..output });
                 }
                 // A second name of a tensor in the same file: one storage, as tied weights are saved.
                 None if inside.iter().any(|o| o.name == name) => {}
@@ -95,10 +142,32 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
                 }
             }
         }
-        let form = side.content.form();
+        let mut form = side.content.form();
+        if let (Content::DcpMetadata(entries), true) = (&side.content, findings.is_empty()) {
+            match dcp::metadata(entries, &records, &side.name) {
+                Ok(tree) => form = Form::Pickle(tree),
+                Err(error) => findings.extend(error.into_findings()),
+            }
+        }
         if findings.is_empty() {
             match laid_out(side.name.clone(), form, &mut inside, files.len() as u32) {
-                Ok(file) => files.push(file),
+                Ok(file) => {
+                    if let Content::Records(sides) = &side.content {
+                        let spans = record_frames(&file, &inside.iter().collect::<Vec<_>>());
+                        let spans = spans.expect("laid out before");
+                        for ((start, frame), record) in spans.iter().zip(sides) {
+                            let tensor = inside.iter().find(|o| o.key() == record.key);
+                            let place = dcp::Place {
+                                file: file.name.clone(),
+                                offset: *start,
+                                len: frame.size,
+                                tensor: tensor.map(|o| (o.dtype, o.shape.clone())),
+                            };
+                            records.insert(record.key.clone(), place);
+                        }
+                    }
+                    files.push(file);
+                }
                 Err(error) => {
                     findings.extend(error.into_findings().into_iter().map(|f| f.file(&side.name)));
                 }
@@ -146,21 +215,72 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
             Ok((Frame { pieces: vec![(0, header)], members: Vec::new(), size: at }, offsets))
         }
         Form::TorchZip(tree) => {
-            let keys: HashMap<&str, usize> =
-                outputs.iter().enumerate().map(|(i, o)| (o.name.as_str(), i)).collect();
-            let bytes = pickle(tree, &|name| {
-                let &i = keys.get(name)?;
-                Some(Stored { dtype: outputs[i].dtype, shape: &outputs[i].shape, key: i as u32 })
-            })?;
-            let lens: Vec<u64> = outputs.iter().map(|o| o.nbytes()).collect();
-            let frame = torch_zip::layout(stem(&file.name), torch_zip::records(bytes, &lens));
+            let frame = zipped(stem(&file.name), tree, outputs)?;
             let offsets = frame.members.iter().map(|m| m.offset).collect();
             Ok((frame, offsets))
+        }
+        Form::Records(_) => {
+            let mut all = Frame::default();
+            for (start, frame) in record_frames(file, outputs)? {
+                all.pieces.extend(frame.pieces.into_iter().map(|(at, bytes)| (start + at, bytes)));
+                all.members.extend(frame.members.into_iter().map(|m| Member {
+                    offset: start + m.offset,
+                    len: m.len,
+                    crc_at: m.crc_at.iter().map(|at| start + at).collect(),
+                }));
+                all.size = start + frame.size;
+            }
+            let offsets = all.members.iter().map(|m| m.offset).collect();
+            Ok((all, offsets))
+        }
+        Form::Pickle(tree) => {
+            let bytes = pickle(tree, &|_| None)?;
+            let size = bytes.len() as u64;
+            Ok((Frame { pieces: vec![(0, bytes)], members: Vec::new(), size }, Vec::new()))
         }
         Form::Overlay(_) => Err(Finding::new(codes::BAD_VALUE, "an overlay is laid out by its source")
             .file(&file.name)
             .into()),
     }
+}
+
+/// A torch zip that holds `tree`, whose tensors are `outputs` in this order.
+fn zipped(folder: &str, tree: &Tree, outputs: &[&Output]) -> Result<Frame> {
+    let keys: HashMap<&str, usize> = outputs.iter().enumerate().map(|(i, o)| (o.name.as_str(), i)).collect();
+    let bytes = pickle(tree, &|name| {
+        let &i = keys.get(name)?;
+        Some(Stored { dtype: outputs[i].dtype, shape: &outputs[i].shape, key: i as u32 })
+    })?;
+    let lens: Vec<u64> = outputs.iter().map(|o| o.nbytes()).collect();
+    Ok(torch_zip::layout(folder, torch_zip::records(bytes, &lens)))
+}
+
+/// Start of each record of a file, and what stands in it around its tensors.
+fn record_frames(file: &OutFile, outputs: &[&Output]) -> Result<Vec<(u64, Frame)>> {
+    let Form::Records(values) = &file.form else { return Ok(Vec::new()) };
+    let (mut at, mut rest) = (0, outputs);
+    let mut all = Vec::with_capacity(values.len());
+    for value in values {
+        let (mine, others) = rest.split_at(value.tensors().len().min(rest.len()));
+        // The folder in the zips that torch.save makes of streams.
+        let frame = zipped("archive", value, mine)?;
+        let next = at + frame.size;
+        all.push((at, frame));
+        (at, rest) = (next, others);
+    }
+    Ok(all)
+}
+
+/// Records of a file that hold tensors, as a reader asks for them.
+///
+/// # Errors
+/// Outputs that the file's format cannot hold.
+pub fn tensor_records(file: &OutFile, outputs: &[&Output]) -> Result<Vec<crate::format::dcp::Range>> {
+    let Form::Records(values) = &file.form else { return Ok(Vec::new()) };
+    let frames = record_frames(file, outputs)?;
+    let with_tensor = frames.into_iter().zip(values).filter(|(_, value)| !value.tensors().is_empty());
+    let named = with_tensor.zip(outputs);
+    Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string())).collect())
 }
 
 /// The file's name without folders and ending: what torch calls the archive.

@@ -360,6 +360,10 @@ pub enum Form {
     Safetensors,
     /// A file as `torch.save` writes it, that holds this value.
     TorchZip(Tree),
+    /// Files of that kind one after another, one for each value (`.distcp`).
+    Records(Vec<Tree>),
+    /// A bare pickle of this value.
+    Pickle(Tree),
     /// A copy of this source file (index into [`Plan::sources`]), a torch zip, in which the outputs
     /// replace bytes of storages.
     Overlay(u32),

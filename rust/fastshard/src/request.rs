@@ -140,6 +140,9 @@ pub struct TargetSide {
     /// Multiple to which the vocabulary is padded.
     #[serde(default)]
     pub pad_multiple: Option<u64>,
+    /// True if only rank 0 of a parallel dimension holds what the dimension does not divide.
+    #[serde(default)]
+    pub replicas_once: bool,
     /// Files of the result, where the framework prescribes them; by default outputs fill safetensors
     /// files in their order.
     #[serde(default)]
@@ -273,6 +276,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
             dtype: request.dtype.filter(|_| pass.slot.is_none()),
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
+            replicas_once: request.target.as_ref().is_some_and(|t| t.replicas_once),
             wanted: &slotted,
         };
         let with =

@@ -8,7 +8,7 @@ use crate::codes;
 use crate::engine::{self, Control, Report, Sink, TileDone};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
-use crate::format::{torch_zip, Frame, Member};
+use crate::format::{dcp, torch_zip, Frame, Member};
 use crate::hash::{self, Segments};
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
@@ -270,8 +270,10 @@ fn folders(plan: &Plan) -> usize {
 /// Top-level names that appear after all others; the last one is where readers start.
 fn last_names(plan: &Plan) -> Vec<&str> {
     let mut last = vec![MANIFEST_NAME];
-    if plan.texts.contains_key(TRACKER_NAME) {
-        last.push(TRACKER_NAME);
+    if let Some(name) = TRACKER_NAMES.into_iter().find(|name| plan.texts.contains_key(*name)) {
+        last.push(name);
+    } else if let Some(file) = plan.files.iter().find(|f| matches!(f.form, Form::Pickle(_))) {
+        last.extend(file.name.split('/').next());
     } else if has_index(plan) {
         last.push(INDEX_NAME);
     } else if let Some(file) = plan.files.first() {
@@ -280,8 +282,8 @@ fn last_names(plan: &Plan) -> Vec<&str> {
     last
 }
 
-/// Name of the text that names the step to be loaded (DeepSpeed).
-const TRACKER_NAME: &str = "latest";
+/// Names of the text that names the step to be loaded (DeepSpeed, Megatron-LM).
+const TRACKER_NAMES: [&str; 2] = ["latest", "latest_checkpointed_iteration.txt"];
 /// Name of the index that names each tensor's file.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
@@ -435,7 +437,11 @@ fn fill(
                 let header = blake3::hash(&frame.pieces[0].1[8..]);
                 file_identity(header.as_bytes(), inside.iter().map(|&i| &report.outputs[i].hash))
             }
-            Form::TorchZip(_) | Form::Overlay(_) => read_back(plan, inside, &report, out)?,
+            // It names the other files' records, which are read back by their places.
+            Form::Pickle(_) => continue,
+            Form::Records(_) | Form::TorchZip(_) | Form::Overlay(_) => {
+                read_back(plan, file, inside, &report, out)?
+            }
         };
         manifest.files.push(ManifestFile { name: file.name.clone(), size: file.size, identity });
     }
@@ -477,8 +483,21 @@ fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manif
 }
 
 /// Identity of a torch file, from what a reader finds in it; so it is also known to be readable.
-fn read_back(plan: &Plan, inside: &[usize], report: &Report, out: &OutFile) -> Result<String> {
-    let parsed = torch_zip::parse(&SourceFile::open(out.path())?)?;
+fn read_back(
+    plan: &Plan,
+    file: &crate::plan::OutFile,
+    inside: &[usize],
+    report: &Report,
+    out: &OutFile,
+) -> Result<String> {
+    let source = SourceFile::open(out.path())?;
+    let parsed = match &file.form {
+        Form::Records(_) => {
+            let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
+            dcp::records(&source, &files::tensor_records(file, &outputs)?)?
+        }
+        _ => torch_zip::parse(&source)?,
+    };
     let by_key: HashMap<&str, usize> = inside.iter().map(|&i| (plan.outputs[i].key(), i)).collect();
     let mut hashes = Vec::with_capacity(inside.len());
     for tensor in &parsed.tensors {

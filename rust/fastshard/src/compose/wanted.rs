@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Source;
+use super::{Source, Target};
 use crate::codes;
 use crate::error::Finding;
 use crate::layout::bind::Known;
@@ -102,15 +102,25 @@ pub(super) fn own_names(source: &Source) -> Vec<Wanted> {
     wanted
 }
 
+/// Parallel dimensions that divide an entry's tensors, or a sum over which they are.
+fn dividing<'a>(table: &'a Table, entry: &'a Entry) -> BTreeSet<&'a str> {
+    let mut names = Vec::new();
+    let shape = entry.shape.iter().flat_map(|s| &s.dims);
+    shape.for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
+    let divided = names.iter().filter_map(|n| table.divided_by(&entry.class, n));
+    divided.chain(entry.partial.as_deref()).collect()
+}
+
 /// Every tensor that the target's table calls for.
 pub(super) fn table_names(
+    target: &Target,
     table: &Table,
-    facts: &BTreeMap<String, bool>,
     extents: &Extents,
     known: &Known,
     findings: &mut Vec<Finding>,
 ) -> Vec<Wanted> {
     let mut wanted = Vec::new();
+    let facts = &target.outside.facts;
     let all_ranks = ranks(table, known);
     for (i, entry) in table.entries.iter().enumerate() {
         if entry.ignore.is_some() || entry.shape.is_none() {
@@ -138,8 +148,12 @@ pub(super) fn table_names(
             }
             continue;
         };
+        let divided = dividing(table, entry);
+        let holds = |coords: &BTreeMap<String, u64>| {
+            !target.replicas_once || coords.iter().all(|(d, rank)| *rank == 0 || divided.contains(d.as_str()))
+        };
         for index in positions {
-            for coords in &all_ranks {
+            for coords in all_ranks.iter().filter(|c| holds(c)) {
                 wanted.push(Wanted {
                     entry: i,
                     index: index.clone(),

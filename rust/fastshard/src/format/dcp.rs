@@ -4,6 +4,8 @@
 //! the inert machine. The `.distcp` files themselves are records one after another, each a whole torch
 //! zip; see [`records`].
 
+pub mod writer;
+
 use serde::Serialize;
 
 use super::{pickle, torch_zip, ParsedFile};
@@ -207,9 +209,12 @@ impl Reader<'_> {
     }
 }
 
-/// Reads the headers of records of a `.distcp` file, given by offset and length. The tensors of record
-/// `i` have the path `["i", ...]`; values of records are left out.
-pub fn records(file: &SourceFile, ranges: &[(u64, u64)]) -> Result<ParsedFile> {
+/// A record of a `.distcp` file: offset, length, and what it holds.
+pub type Range = (u64, u64, String);
+
+/// Reads the headers of records of a `.distcp` file. The path of a record's tensors begins with what the
+/// record is said to hold; values of records are left out.
+pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
     let mut all = ParsedFile {
         format: "dcp",
         blobs: Vec::new(),
@@ -218,12 +223,12 @@ pub fn records(file: &SourceFile, ranges: &[(u64, u64)]) -> Result<ParsedFile> {
         header_digest: [0; 32],
     };
     let mut digest = blake3::Hasher::new();
-    for (number, &(offset, len)) in ranges.iter().enumerate() {
+    for &(offset, len, ref name) in ranges {
         let record = torch_zip::parse_range(file, offset, len)?;
         let first = all.blobs.len() as u32;
         all.blobs.extend(record.blobs);
         for mut tensor in record.tensors {
-            tensor.path.insert(0, number.to_string());
+            tensor.path.insert(0, name.clone());
             tensor.blob += first;
             all.tensors.push(tensor);
         }

@@ -1,4 +1,5 @@
-//! Writes pickles of protocol 2, as `torch.save` does: plain data and torch tensors, nothing else.
+//! Writes pickles of protocol 2, as `torch.save` does: plain data, torch tensors, and the few objects that
+//! a format asks for by name.
 //!
 //! Opcodes follow CPython's `Lib/pickletools.py`; tensors are spelled as `torch/_tensor.py`
 //! (`_reduce_ex_internal`) and `torch/serialization.py` (`persistent_id`) spell them.
@@ -31,6 +32,12 @@ pub enum Tree {
     Ordered(Vec<(Tree, Tree)>),
     /// A `torch.Size`.
     Size(Vec<u64>),
+    /// What a module calls by a name: a class, a function, a dtype.
+    Global(String, String),
+    /// What a callable of a module gives for these arguments.
+    Call(String, String, Vec<Tree>),
+    /// An object of a module's class with this state.
+    Object(String, String, Box<Tree>),
     /// The tensor of this name.
     Tensor(String),
 }
@@ -81,6 +88,7 @@ impl Tree {
             Tree::Dict(items) | Tree::Ordered(items) => {
                 items.iter().for_each(|(k, v)| down(k.key_text(), v, found));
             }
+            // The reader finds tensors below keys only.
             _ => {}
         }
     }
@@ -164,13 +172,7 @@ impl Writer<'_, '_> {
                     self.out.push(b'e');
                 }
             }
-            Tree::Tuple(items) => {
-                if items.len() > 3 {
-                    self.out.push(b'(');
-                }
-                items.iter().try_for_each(|item| self.value(item))?;
-                self.out.push(tuple_of(items.len()));
-            }
+            Tree::Tuple(items) => self.tuple(items)?,
             Tree::Dict(items) => {
                 self.out.push(b'}');
                 self.items(items)?;
@@ -184,8 +186,29 @@ impl Writer<'_, '_> {
                 self.numbers(dims);
                 self.out.extend([0x85, b'R']);
             }
+            Tree::Global(module, name) => self.global(module, name),
+            Tree::Call(module, name, arguments) => {
+                self.global(module, name);
+                self.tuple(arguments)?;
+                self.out.push(b'R');
+            }
+            Tree::Object(module, name, state) => {
+                self.global(module, name);
+                self.out.extend([b')', 0x81]);
+                self.value(state)?;
+                self.out.push(b'b');
+            }
             Tree::Tensor(name) => self.tensor(name)?,
         }
+        Ok(())
+    }
+
+    fn tuple(&mut self, items: &[Tree]) -> Result<()> {
+        if items.len() > 3 {
+            self.out.push(b'(');
+        }
+        items.iter().try_for_each(|item| self.value(item))?;
+        self.out.push(tuple_of(items.len()));
         Ok(())
     }
 
@@ -329,6 +352,7 @@ mod tests {
             ".{0,12}".prop_map(Tree::Str),
             proptest::collection::vec(any::<u8>(), 0..9).prop_map(Tree::Bytes),
             proptest::collection::vec(0u64..1 << 40, 0..5).prop_map(Tree::Size),
+            Just(Tree::Global("torch".into(), "bfloat16".into())),
             (0u32..4).prop_map(|i| Tree::Tensor(format!("t{i}"))),
         ]
     }
@@ -370,6 +394,7 @@ mod tests {
             (Tree::Size(a), Value::Tuple(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|(d, n)| *values.get(*n) == Value::Int(*d as i64))
             }
+            (Tree::Global(module, name), Value::Global(read)) => *read == format!("{module}.{name}"),
             (Tree::Tensor(name), Value::Tensor(index)) => {
                 tensors.push(*index);
                 name.starts_with('t')
