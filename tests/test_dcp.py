@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import FIXTURES, assert_refused, cli, copy, flip_bit, read_result, sha256
+from helpers import FIXTURES, HF, assert_refused, cli, copy, flip_bit, read_result, sha256
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 SHARDED = FIXTURES / "sharded"
@@ -68,14 +69,67 @@ def test_every_kind_of_tensor_that_torch_saves(tmp_path: Path) -> None:
     assert set(manifest["values"]["objects"]) == {"step", "note"}
 
 
-def test_a_model_below_a_prefix_is_converted_by_its_config(tmp_path: Path) -> None:
-    assert cli("inspect", FSDP).code == 0
+def test_a_model_is_converted_by_its_config(tmp_path: Path) -> None:
     root = copy(TP, tmp_path / "ckpt")
     config = json.loads((SHARDED / "tp4_micro/config.json").read_text())
     (root / "config.json").write_text(json.dumps(config))
     ran = cli("convert", root, tmp_path / "out", "--to", "hf")
     assert ran.code == 0, ran.out
     assert hashes(tmp_path / "out") == expected(TP)
+
+
+def test_a_model_below_a_prefix_is_converted_without_the_optimizer(tmp_path: Path) -> None:
+    config = ("--config", SHARDED / "tp4_micro/config.json")
+    # The fixture's model has tensors besides that are no Llama's.
+    command = ("convert", "--to", "hf", *config)
+    assert_refused(FSDP, tmp_path / "refused", "FS207", command=command, tensor="extra.uneven")
+    ran = cli("convert", FSDP, tmp_path / "out", "--to", "hf", *config, "--exclude", "extra.*")
+    assert ran.code == 0, ran.out
+    assert ran.having("FS212", message="below 'model.'")
+    wanted = {
+        name.removeprefix("model."): value
+        for name, value in expected(FSDP).items()
+        if name.startswith("model.") and not name.startswith("model.extra.")
+    }
+    assert hashes(tmp_path / "out") == wanted
+    # A merge keeps every name as it is, with a config or without.
+    assert cli("merge", FSDP, tmp_path / "merged", *config).code == 0
+    assert hashes(tmp_path / "merged") == expected(FSDP)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_torch_loads_what_is_written(tp: int, tmp_path: Path) -> None:
+    want = read_result(HF)
+    ran = cli("convert", HF, tmp_path / "dcp", "--to", "dcp", "--tp", tp)
+    assert ran.code == 0, ran.out
+    assert cli("verify", tmp_path / "dcp").code == 0
+    state = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt")
+    assert cli("convert", tmp_path / "dcp", tmp_path / "back", "--to", "hf").code == 0
+    back = read_result(tmp_path / "back")
+    for have in (state, whole, back):
+        assert set(have) == set(want)
+        assert all(torch.equal(have[name], tensor) for name, tensor in want.items())
+    described = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    assert len(described["lm_head.weight"].chunks) == tp
+    assert len(described["model.norm.weight"].chunks) == 1
+
+
+def test_a_bit_flipped_in_what_was_written_is_found(tmp_path: Path) -> None:
+    assert cli("convert", HF, tmp_path / "dcp", "--to", "dcp").code == 0
+    manifest = json.loads((tmp_path / "dcp/fastshard.manifest.json").read_text())
+    entry = next(t for t in manifest["tensors"] if t["name"] == "model.norm.weight")
+    flip_bit(tmp_path / "dcp" / entry["file"], entry["offset"] + 3)
+    ran = cli("verify", tmp_path / "dcp")
+    assert ran.code == 1
+    assert ran.having("FS301", tensor="model.norm.weight") or ran.having("FS308", tensor="model.norm.weight")
+
+
+def test_chunks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    assert_refused(HF, tmp_path / "out", "FS204", exit=2, command=("convert", "--to", "dcp", "--tp", "3"))
+    assert_refused(HF, tmp_path / "out", "FS515", exit=2, command=("convert", "--to", "dcp", "--pp", "2"))
 
 
 def test_a_hole_is_named(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def make_plan(
         raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
     include, exclude = list(include), list(exclude)
     check(to, tp, pp, bool(include or exclude))
-    source = opened.source
+    source = opened.source if to is None else opened.source.model()
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise FastshardError.of(
@@ -137,6 +137,7 @@ def make_plan(
     if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     findings = _weights(source, opened.findings, weights, optimizer, to)
+    findings += [f for f in source.findings if f not in opened.source.findings]
     request: dict[str, Any] = {
         "source": source.to_request(weights, optimizer),
         "dtype": _DTYPES[dtype],

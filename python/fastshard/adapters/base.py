@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from .. import _core, layouts
@@ -177,7 +177,7 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
-    #: Where the model's own names begin; what lies elsewhere is no part of the model.
+    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
     weights_prefix: str = ""
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
@@ -197,6 +197,33 @@ class Source:
     unstepped: bool = False
     #: Optimizer steps by file.
     steps: dict[int, list[float]] = field(default_factory=dict)
+
+    def model(self) -> Source:
+        """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
+        if not self.weights_prefix and not any(
+            _is_state(name) for a in self.assembled for name, *_ in a.tensors
+        ):
+            return self
+        if not self.hf_names:
+            return self
+        kept, left = [], 0
+        for group in self.assembled:
+            tensors = [
+                (name.removeprefix(self.weights_prefix), shape, pieces)
+                for name, shape, pieces in group.tensors
+                if name.startswith(self.weights_prefix) and not _is_state(name)
+            ]
+            left += len(group.tensors) - len(tensors)
+            kept.append(replace(group, tensors=tensors))
+        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        note = Finding.of("FS212", f"the model is what lies {where}; {left} other tensors are not converted")
+        return replace(
+            self,
+            assembled=kept,
+            layout=f"hf.{self.family}",
+            weights_prefix="",
+            findings=[*self.findings, note],
+        )
 
     def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
         """The form that the core takes, for one copy of the weights, with optimizer slots or without."""
@@ -221,6 +248,14 @@ class Source:
             "vocab_size": self.vocab_size,
             "pass_unknown": self.pass_unknown,
         }
+
+
+#: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
+_STATE = ("optim.", "optimizer.", "optimizer_states.", "lr_scheduler", "train_state", "dataloader")
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(_STATE)
 
 
 #: Files that a target prescribes, small texts besides (by path), and what had to be assumed.

@@ -256,7 +256,8 @@ class Dcp:
         prefix = next((p for p in _PREFIXES if any(p + name in names for name in _TELLING)), None)
         if config and layout and prefix is not None:
             source.config, source.hf_names, source.weights_prefix = config, True, prefix
-            source.layout, source.family = layout, layout.removeprefix("hf.")
+            # Below a prefix a merge keeps names that the layout does not know.
+            source.layout, source.family = None if prefix else layout, layout.removeprefix("hf.")
             source.axes, source.facts = hf_config.axes_and_facts(config, path)
             if options.vocab_size:
                 source.axes.pop("V", None)

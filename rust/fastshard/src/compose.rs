@@ -189,7 +189,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             let whole = volume(&held.lo, &held.hi);
             let parts = ledger.used.get(&(i as u32, b as u32));
             let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
-            if taken < whole && judge_leftovers {
+            // What is left out by name has no place, as was asked.
+            if taken < whole && judge_leftovers && (target.wanted)(&stored.name) {
                 let unit = &source.units[instance.unit as usize];
                 let mut finding = Finding::new(
                     codes::UNKNOWN_TENSOR,

@@ -1,0 +1,220 @@
+"""Megatron-LM checkpoints that are written: against the files of real megatron-core, and there and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import HF, assert_refused, cli, edit_pt, load_pt, read_result, sha256
+from test_megatron import DIST, LEGACY, expected, hashes, rank_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+#: The fixtures pad the vocabulary to a multiple of this times tp.
+PADDING = ("--make-vocab-size-divisible-by", 64)
+FORMS = ["megatron:legacy", "megatron:legacy-local", "megatron:torch_dist"]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama_biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "mistral": MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3_tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+def model(name: str, folder: Path) -> Any:
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(MODELS[name])
+    with torch.no_grad():
+        for parameter in made.parameters():
+            # Norms and biases that are not one and zero show where they belong.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(folder)
+    return made.eval()
+
+
+def same(have: Path, want: Path) -> None:
+    ours, theirs = read_result(have), read_result(want)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_hugging_face_and_back_is_bit_exact(form: str, tp: int, pp: int, tmp_path: Path) -> None:
+    ran = cli("convert", HF, tmp_path / "megatron", "--to", form, "--tp", tp, "--pp", pp)
+    assert ran.code == 0, ran.out
+    assert cli("verify", tmp_path / "megatron").code == 0
+    assert (
+        cli("convert", tmp_path / "megatron", tmp_path / "hf", "--to", "hf", "--vocab-size", "1000").code == 0
+    )
+    same(tmp_path / "hf", HF)
+
+
+def test_rank_files_hold_what_megatron_core_holds(tmp_path: Path) -> None:
+    command = ("--to", "megatron:legacy-local", "--tp", 2, "--pp", 2, *PADDING)
+    assert cli("convert", HF, tmp_path / "out", *command).code == 0
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "release"
+    for tp in (0, 1):
+        for pp in (0, 1):
+            ours = load_pt(tmp_path / "out/release" / f"mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt")
+            theirs = load_pt(LEGACY / rank_file(tp, pp))
+            assert set(ours["model"]) == set(theirs["model"])
+            assert list(ours) == [key for key in theirs if key != "opt_param_scheduler"]
+            for name, tensor in theirs["model"].items():
+                have = ours["model"][name]
+                assert have is tensor is None or (have.dtype == tensor.dtype and torch.equal(have, tensor)), (
+                    name
+                )
+
+
+def test_arguments_say_what_the_model_is(tmp_path: Path) -> None:
+    assert (
+        cli("convert", HF, tmp_path / "out", "--to", "megatron:legacy-local", "--tp", 2, *PADDING).code == 0
+    )
+    ours = load_pt(tmp_path / "out/release/mp_rank_00/model_optim_rng.pt")["args"]
+    theirs = load_pt(LEGACY / rank_file(0, 0))["args"]
+    assert type(ours) is argparse.Namespace
+    run = {"pipeline_model_parallel_size": 1, "iteration": 0}
+    assert {key: getattr(ours, key) for key in vars(theirs)} == vars(theirs) | run
+
+
+def test_whole_tensors_are_those_of_the_other_form(tmp_path: Path) -> None:
+    for source in (DIST, LEGACY):
+        out = tmp_path / source.name
+        assert cli("convert", source, out, "--to", "megatron:legacy").code == 0
+        state = load_pt(out / "iter_0000010/mp_rank_00/model_optim_rng.pt")
+        assert state["iteration"] == 10
+        have = {name: sha256(t) for name, t in state["model"].items() if t is not None}
+        assert have == expected(DIST, "expected_global.json")
+
+
+def test_torch_reads_the_chunks_of_torch_dist(tmp_path: Path) -> None:
+    command = ("--to", "megatron", "--tp", 4, "--pp", 2, *PADDING)
+    assert cli("convert", DIST, tmp_path / "out", *command).code == 0
+    assert cli("verify", tmp_path / "out").code == 0
+    folder = tmp_path / "out/iter_0000010"
+    described = dcp.FileSystemReader(folder).read_metadata()
+    wanted = json.loads((DIST / "expected.json").read_text())["tensors"]
+    state = {n: torch.empty(t["shape"], dtype=torch.bfloat16) for n, t in wanted.items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert {n: sha256(t) for n, t in state.items()} == {n: t["sha256"] for n, t in wanted.items()}
+    chunks = described.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks
+    # Layer by layer, gate and up of each of the four ranks.
+    assert len(chunks) == 4 * 2 * 4
+    assert all(list(chunk.sizes) == [1, 24, 64] for chunk in chunks)
+    theirs = dcp.FileSystemReader(DIST / "iter_0000010").read_metadata()
+    objects = {n for n, m in theirs.state_dict_metadata.items() if not hasattr(m, "chunks")}
+    assert objects <= set(described.state_dict_metadata)
+    for name in objects:
+        at = next(info for index, info in described.storage_data.items() if index.fqn == name)
+        content = (folder / at.relative_path).read_bytes()[at.offset : at.offset + at.length]
+        path = tmp_path / "object.pt"
+        path.write_bytes(content)
+        assert load_pt(path) == [None]
+
+
+@pytest.mark.parametrize("form", ["megatron:legacy", "megatron:torch_dist"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_that_comes_back_computes_the_same(name: str, form: str, tmp_path: Path) -> None:
+    before = model(name, tmp_path / "before")
+    ran = cli("convert", tmp_path / "before", tmp_path / "megatron", "--to", form, "--tp", 2, "--pp", 2)
+    assert ran.code == 0, ran.out
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "after", "--to", "hf", "--vocab-size", 200)
+    assert ran.code == 0, ran.out
+    same(tmp_path / "after", tmp_path / "before")
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "after").eval()
+    assert after.config.model_type == before.config.model_type
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 200
+    with torch.no_grad():
+        assert torch.equal(after(tokens).logits, before(tokens).logits)
+
+
+def test_tied_embeddings_have_a_copy_in_the_last_stage(tmp_path: Path) -> None:
+    model("llama_tied", tmp_path / "hf")
+    out = tmp_path / "out"
+    assert cli("convert", tmp_path / "hf", out, "--to", "megatron:legacy", "--tp", 2, "--pp", 2).code == 0
+    last = out / "release/mp_rank_01_001/model_optim_rng.pt"
+    first = load_pt(out / "release/mp_rank_01_000/model_optim_rng.pt")["model"]
+    copy = load_pt(last)["model"]["output_layer.weight"]
+    assert torch.equal(copy, first["embedding.word_embeddings.weight"])
+    (out / "fastshard.manifest.json").unlink()
+
+    def change(state: dict[str, Any]) -> None:
+        state["model"]["output_layer.weight"][3, 4] += 1
+
+    edit_pt(last, change)
+    assert_refused(out, tmp_path / "again", "FS311", command=("convert", "--to", "hf"), file="mp_rank_01_001")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tp_and_pp_change_from_megatron_to_megatron(form: str, tmp_path: Path) -> None:
+    assert cli("convert", DIST, tmp_path / "out", "--to", form, "--tp", 1, "--pp", 4).code == 0
+    assert cli("convert", tmp_path / "out", tmp_path / "hf", "--to", "hf", "--vocab-size", "1000").code == 0
+    assert hashes(tmp_path / "hf") == expected(DIST, "expected_hf.json")
+
+
+def test_between_megatron_and_gpt_neox(tmp_path: Path) -> None:
+    assert (
+        cli("convert", LEGACY, tmp_path / "neox", "--to", "gpt_neox", "--tp", 4, "--vocab-size", 1000).code
+        == 0
+    )
+    assert cli("convert", tmp_path / "neox", tmp_path / "megatron", "--to", "megatron", "--tp", 2).code == 0
+    assert (
+        cli("convert", tmp_path / "megatron", tmp_path / "hf", "--to", "hf", "--vocab-size", 1000).code == 0
+    )
+    assert hashes(tmp_path / "hf") == expected(LEGACY, "expected_hf.json")
+
+
+def test_degrees_that_do_not_divide_name_those_that_do(tmp_path: Path) -> None:
+    command = ("convert", "--to", "megatron:legacy", "--pp", "3")
+    assert_refused(
+        HF, tmp_path / "out", "FS204", exit=2, command=command, expected="--pp 1, 2, 4", got="4 layers"
+    )
+    command = ("convert", "--to", "megatron:torch_dist", "--tp", "8")
+    assert_refused(HF, tmp_path / "out", "FS204", exit=2, command=command, expected="1, 2, 4")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"mlp_bias": True}, "biases"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "window"),
+    ],
+)
+def test_a_model_that_megatron_lacks_is_refused_by_name(
+    change: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    model(
+        "qwen2" if "model_type" in change else "llama_biases" if "mlp_bias" in change else "llama",
+        tmp_path / "hf",
+    )
+    path = tmp_path / "hf/config.json"
+    config = json.loads(path.read_text()) | change
+    if "mlp_bias" in change:
+        config |= {"attention_bias": False}
+    path.write_text(json.dumps(config))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert ran.code == 2, ran.out
+    assert any(f["code"] == "FS514" and what in f["message"] for f in ran.doc["findings"]), ran.out
+    assert not (tmp_path / "out").exists()
