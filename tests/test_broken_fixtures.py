@@ -29,6 +29,11 @@ REJECTED = {
     "tp4_replicated_disagree": (1, "FS302", {"tensor": "model.layers.1.input_layernorm.weight", "rank": "1"}),
     "tp4_duplicate_rank": (1, "FS303", {"rank": "1"}),
     "tp4_truncated": (1, "FS312", {"file": "tp_rank_01.safetensors"}),
+    "dcp_names_absent_file": (3, "FS101", {"file": "__1_0.distcp", "rank": "rank 1"}),
+    "dcp_no_metadata": (3, "FS104", {"file": ".metadata"}),
+    "dcp_hole": (1, "FS205", {"tensor": "model.embed_tokens.weight"}),
+    "dcp_bitflip": (1, "FS301", {"file": "__0_0.distcp", "tensor": "mlp.down_proj.weight"}),
+    "hf_rank_sharded_missing_shard2": (3, "FS101", {"file": "sharded/shard-00002", "rank": "rank 1"}),
     "hf_embed_is_rank0_slice": (1, "FS208", {"tensor": "model.embed_tokens.weight"}),
 }
 

@@ -1,0 +1,83 @@
+"""megatron-core loads what is written, strictly, and computes what transformers does.
+
+Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. One launch of two gloo ranks serves all models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cli
+from tiny_models import MODELS, model
+
+HERE = Path(__file__).parent
+
+#: Megatron's local attention has no window, and its scaled rotary embeddings are compared beyond 64 positions only.
+NAMES = [name for name in MODELS if name != "mistral"]
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, by model and degrees."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: pip install '.[megatron]' (CONTRIBUTING.md)")
+    root = tmp_path_factory.mktemp("real_megatron")
+    source = tmp_path_factory.mktemp("source")
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 200
+    for name in NAMES:
+        made = model(name, source / name)
+        folder = root / name
+        folder.mkdir()
+        torch.save(tokens, folder / "tokens.pt")
+        with torch.no_grad():
+            torch.save(made(tokens).logits, folder / "logits.pt")
+        for tp, pp in ((2, 1), (1, 2)):
+            for form, target in (("legacy", "megatron:legacy-local"), ("torch_dist", "megatron:torch_dist")):
+                out = folder / f"tp{tp}_pp{pp}" / form
+                # One form at other degrees than those it is loaded at: torch_dist serves all of them.
+                at = (pp, tp) if form == "torch_dist" else (tp, pp)
+                out.parent.mkdir(exist_ok=True)
+                ran = cli("convert", source / name, out, "--to", target, "--tp", at[0], "--pp", at[1],
+                          "--make-vocab-size-divisible-by", 256 // at[0])  # fmt: skip
+                assert ran.code == 0, ran.out
+    ranks = []
+    for rank in range(WORLD):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        with (source / f"rank_{rank}.log").open("wb") as log:
+            command = [sys.executable, str(HERE / "loading.py"), str(root)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    tails = "\n".join((source / f"rank_{r}.log").read_text(errors="replace")[-3000:] for r in range(WORLD))
+    assert codes == [0] * WORLD, tails
+    return [json.loads((root / f"report_{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_forms_load_alike(name: str, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for degrees in ("tp2 pp1", "tp1 pp2"):
+            entry = report[f"{name} {degrees}"]
+            assert entry["tensors"] > 10
+            assert entry["torch_dist_is_legacy"], (name, degrees)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report[f"{name} tp2 pp1"]["difference"] < 1e-4, report
