@@ -202,7 +202,8 @@ def _weights(
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
     if weights not in (None, "params", "masters"):
         raise FastshardError.of("FS515", "weights", expected="params | masters", got=repr(weights))
-    if (weights == "masters" or optimizer) and not source.masters:
+    held = source.masters or source.moments_only
+    if (weights == "masters" and not source.masters) or (optimizer and not held):
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds no fp32 masters or optimizer state",
@@ -222,7 +223,7 @@ def _weights(
             f"the layout {to} holds no optimizer state",
             help="`fastshard merge --optimizer` keeps it",
         )
-    if not source.masters:
+    if not held:
         return list(opened)
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
@@ -232,7 +233,8 @@ def _weights(
             else Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")
         ]
     taken = weights or source.weights
-    lenient = weights == "params" and not optimizer
+    # Masters are compared with the parameters unless that is declined; moments alone are compared with nothing.
+    lenient = not optimizer and (weights == "params" or source.moments_only)
 
     def weighed(finding: Finding, about_optimizer: bool) -> Finding:
         if lenient and about_optimizer and finding.severity == "error":
@@ -253,6 +255,8 @@ def _weights(
     if not any(f.severity == "error" for f in found):
         # Otherwise what is wrong with the optimizer files is the cause.
         found += unread
+    if source.moments_only:
+        return found
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
 
 

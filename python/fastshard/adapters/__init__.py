@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..discover import Listing
 from ..errors import FastshardError, raise_errors
 from .base import Adapter, Found, Options, Source, Unit
+from .colossalai import ColossalAI
 from .dcp import Dcp
 from .deepspeed import DeepSpeed
 from .hf import HuggingFace
@@ -27,6 +28,7 @@ ADAPTERS: list[Adapter] = [
     Megatron(),
     TpSafetensors(),
     HfRankShards(),
+    ColossalAI(),
     HuggingFace(),
 ]
 

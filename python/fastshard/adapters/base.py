@@ -187,6 +187,8 @@ class Source:
     params_stored: bool = True
     #: True if the files hold fp32 masters (or should).
     masters: bool = False
+    #: True if the files hold optimizer state (or should), but no masters.
+    moments_only: bool = False
     #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
     optimizer_findings: list[Finding] = field(default_factory=list)
     #: Files that hold masters.

@@ -41,7 +41,7 @@ def whole(model: Model, findings: list[Finding]) -> list[Assembled]:
         [(t, tensors[t]["shape"]) for value in group if (t := tensor_index(value)) is not None]
         for group in groups
     ]
-    found = _assign(names, [[shape for _, shape in group] for group in masters])
+    found = assign(names, [[shape for _, shape in group] for group in masters])
     if found is None:
         findings.append(
             Finding.of(
@@ -103,7 +103,7 @@ def steps(model: Model) -> list[float]:
     return found
 
 
-def _assign(names: list[tuple[str, list[int]]], groups: list[list[list[int]]]) -> list[list[str]] | None:
+def assign(names: list[tuple[str, list[int]]], groups: list[list[list[int]]]) -> list[list[str]] | None:
     """The one way in which groups of shapes are subsequences of the parameters in order, if it is one.
 
     What is left over are frozen parameters. Several ways, or none, give None.
