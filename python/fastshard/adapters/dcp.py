@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _core
+from .. import _core, layouts
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
 from . import hf_config, megatron_config
@@ -256,8 +256,10 @@ class Dcp:
         prefix = next((p for p in _PREFIXES if any(p + name in names for name in _TELLING)), None)
         if config and layout and prefix is not None:
             source.config, source.hf_names, source.weights_prefix = config, True, prefix
-            # Below a prefix a merge keeps names that the layout does not know.
-            source.layout, source.family = None if prefix else layout, layout.removeprefix("hf.")
+            source.layout, source.family = layout, layout.removeprefix("hf.")
+            if prefix:
+                # The same table with the names as they are here, so that a merge keeps them.
+                source.layout_text = layouts.get(layout).replace('\nname = "', f'\nname = "{prefix}')
             source.axes, source.facts = hf_config.axes_and_facts(config, path)
             if options.vocab_size:
                 source.axes.pop("V", None)
