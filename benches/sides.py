@@ -137,6 +137,28 @@ def zero_to_fp32(a: dict[str, Any]) -> Job:
     return job
 
 
+def consolidate_ranks(a: dict[str, Any]) -> Job:
+    """torch's consolidation of rank shards that its HuggingFaceStorageWriter wrote."""
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    def job() -> None:
+        Path(a["out"]).mkdir()
+        consolidate_safetensors_files(a["src"], a["out"], a["index"], num_threads=a["threads"])
+
+    return job
+
+
+def torch_save(a: dict[str, Any]) -> Job:
+    """torch's conversion of a distributed checkpoint to one file."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    def job() -> None:
+        Path(a["out"]).mkdir()
+        dcp_to_torch_save(a["src"], Path(a["out"]) / "model.pt")
+
+    return job
+
+
 def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
@@ -156,14 +178,19 @@ def cli(a: dict[str, Any]) -> Job:
     return job
 
 
-SIDES = {f.__name__: f for f in (fastshard, verify, copy, consolidate, script, zero_to_fp32, command, cli)}
+SIDES = {
+    f.__name__: f
+    for f in (
+        fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
+    )
+}  # fmt: skip
 
 
 def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     job = SIDES[name](arguments)
     threads = arguments.get("threads")
-    if name in ("consolidate", "script", "zero_to_fp32"):
+    if name in ("consolidate", "consolidate_ranks", "torch_save", "script", "zero_to_fp32"):
         import torch
 
         torch.set_num_threads(threads)
