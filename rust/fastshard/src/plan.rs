@@ -133,9 +133,10 @@ pub struct StoredTensor {
     pub rank: Option<String>,
     /// The rule it was matched to: tensors of one rule are alike over layers and ranks.
     pub rule: u32,
-    /// Position on the axes bound by its name, e.g. the layer.
+    /// Position on the axes bound by its name, e.g. the layer; from the rank's first where ranks divide the axis.
     pub index: Vec<u64>,
-    /// Tensor-parallel rank, if the rule divides the tensor (or sums it) over ranks.
+    /// Number of its part, if the rule divides the tensor over ranks: the tensor-parallel rank, or one for each
+    /// pair of ranks where two dimensions divide it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
     /// The same tensor in another precision (a parameter and its fp32 masters): the wider of the two,

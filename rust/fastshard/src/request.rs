@@ -12,7 +12,8 @@ use crate::compose::{self, Replicas, Source, Target};
 use crate::error::{Finding, Result, Severity};
 use crate::files::{self, FileSide};
 use crate::layout::bind::Known;
-use crate::layout::resolve::{self, generic_entry, Outside, Placement, Registry, Unknown};
+use crate::layout::expr::{names_in, Extents};
+use crate::layout::resolve::{self, generic_entry, Instance, Outside, Placement, Registry, Unknown};
 use crate::layout::table::Table;
 use crate::plan::{Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
@@ -357,16 +358,8 @@ impl Made {
         for instance in &resolved.instances {
             let tensor = &mut stored[pass.tensors[instance.tensor as usize] as usize];
             tensor.rule = first_rule + instance.entry;
-            tensor.index = instance.index.values().copied().collect();
-            let entry = &table.entries[instance.entry as usize];
-            if let (Some(shape), Placement::Parts) = (&entry.shape, &instance.placement) {
-                let mut names = Vec::new();
-                shape.dims.iter().for_each(|d| crate::layout::expr::names_in(d, &table.derived, &mut names));
-                let dimension = names.iter().find_map(|n| table.divided_by(&entry.class, n));
-                tensor.shard = dimension
-                    .filter(|d| outside.known.degree(d) > 1)
-                    .and_then(|d| units[instance.unit as usize].coords.get(d).copied());
-            }
+            let unit = &units[instance.unit as usize];
+            (tensor.shard, tensor.index) = division(table, instance, unit, &outside.known, &resolved.extents);
         }
         let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside };
         let composed = compose::compose(&side, target, &mut registry);
@@ -391,6 +384,42 @@ impl Made {
     }
 }
 
+/// Which part of its tensor an instance is, as a number among all ranks that divide it, and where it lies on
+/// the axes that its name numbers: counted from the rank's first where ranks divide such an axis (experts), so
+/// that what two ranks hold at one place are shards of one tensor.
+fn division(
+    table: &Table,
+    instance: &Instance,
+    unit: &resolve::Unit,
+    known: &Known,
+    extents: &Extents,
+) -> (Option<u64>, Vec<u64>) {
+    let entry = &table.entries[instance.entry as usize];
+    let mut index = instance.index.clone();
+    let (Some(shape), Placement::Parts) = (&entry.shape, &instance.placement) else {
+        return (None, index.into_values().collect());
+    };
+    let mut names: Vec<String> = index.keys().cloned().collect();
+    shape.dims.iter().for_each(|d| names_in(d, &table.derived, &mut names));
+    let mut dimensions: Vec<&String> = table.shards.values().flat_map(|map| map.keys()).collect();
+    dimensions.sort();
+    dimensions.dedup();
+    let (mut shard, mut stride) = (None, 1u64);
+    for dimension in dimensions {
+        let degree = known.degree(dimension);
+        let divided = names.iter().find(|n| table.divided_by(&entry.class, n) == Some(dimension.as_str()));
+        let rank = unit.coords.get(dimension).filter(|_| degree > 1);
+        if let (Some(axis), Some(&rank)) = (divided, rank) {
+            shard = Some(shard.unwrap_or(0) + rank.saturating_mul(stride));
+            if let (Some(at), Some(extent)) = (index.get_mut(axis), extents.get(axis)) {
+                *at = at.saturating_sub(rank.saturating_mul(extent / degree));
+            }
+        }
+        stride = stride.saturating_mul(degree);
+    }
+    (shard, index.into_values().collect())
+}
+
 /// One note per kind of cast.
 fn casts(
     wanted: Option<Dtype>,
@@ -413,4 +442,90 @@ fn casts(
 
 fn widens(from: Dtype, to: Dtype) -> bool {
     matches!((from, to), (Dtype::F16 | Dtype::Bf16, Dtype::F32 | Dtype::F64) | (Dtype::F32, Dtype::F64))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    /// Over all degrees: tensors are shards of one (rule, position) exactly where their ranks differ on what divides them.
+    #[test]
+    fn parts_of_experts_are_numbered_by_both_ranks() {
+        let text = r#"
+            layout = "toy"
+            family = "toy"
+            [shard]
+            tp = ["F"]
+            [class.experts]
+            shard = { tp = ["F"], ep = ["E"] }
+            [[tensor]]
+            name = "{L}.experts.{E}"
+            shape = "[F, H]"
+            as = "expert"
+            class = "experts"
+            [[tensor]]
+            name = "{L}.stacked"
+            shape = "[E, F, H]"
+            as = "expert"
+            class = "experts"
+            [[tensor]]
+            name = "{L}.router"
+            shape = "[E, H]"
+            as = "router"
+            [[tensor]]
+            name = "{L}.dense"
+            shape = "[F, H]"
+            as = "dense"
+        "#;
+        let table = Table::parse(text).unwrap();
+        let (layers, experts) = (2u64, 12u64);
+        let extents = Extents::from([("E".into(), experts), ("L".into(), layers)]);
+        let number =
+            |rule: u32, index: BTreeMap<String, u64>, coords: &BTreeMap<String, u64>, known: &Known| {
+                let instance = Instance {
+                    tensor: 0,
+                    entry: rule,
+                    unit: 0,
+                    index,
+                    choices: Vec::new(),
+                    boxes: Vec::new(),
+                    placement: Placement::Parts,
+                };
+                let unit = resolve::Unit { coords: coords.clone(), ..Default::default() };
+                division(&table, &instance, &unit, known, &extents)
+            };
+        for (tp, ep) in [(1, 1), (2, 1), (1, 3), (2, 3), (4, 12)] {
+            let known = Known {
+                extents: Extents::new(),
+                degrees: [("tp".to_string(), tp), ("ep".to_string(), ep)].into(),
+            };
+            let local = experts / ep;
+            // (layer, local expert) -> part -> rank; two ranks may not have one part.
+            let mut parts: HashMap<(Vec<u64>, Option<u64>), (u64, u64)> = HashMap::new();
+            for (t, e) in (0..tp).flat_map(|t| (0..ep).map(move |e| (t, e))) {
+                let coords = BTreeMap::from([("tp".to_string(), t), ("ep".to_string(), e), ("pp".into(), 5)]);
+                for layer in 0..layers {
+                    let at = BTreeMap::from([("L".to_string(), layer)]);
+                    for i in 0..local {
+                        let mut at = at.clone();
+                        at.insert("E".into(), e * local + i);
+                        let (shard, index) = number(0, at, &coords, &known);
+                        assert_eq!(index, [i, layer]);
+                        assert_eq!(shard.is_some(), tp * ep > 1);
+                        assert_eq!(parts.insert((index, shard), (t, e)), None);
+                    }
+                    let stacked = number(1, at.clone(), &coords, &known);
+                    assert_eq!(stacked.1, [layer]);
+                    assert!(parts.contains_key(&(vec![0, layer], stacked.0)), "numbered as its experts are");
+                    assert_eq!(number(2, at.clone(), &coords, &known), (None, vec![layer]), "replicated");
+                    let (dense, same) = (number(3, at.clone(), &coords, &known).0, t);
+                    let other = BTreeMap::from([("tp".to_string(), same), ("ep".to_string(), 0)]);
+                    assert_eq!(dense, number(3, at, &other, &known).0, "copies over ep are one part");
+                    assert_eq!(dense.is_some(), tp > 1);
+                }
+            }
+        }
+    }
 }

@@ -16,7 +16,8 @@ type Layer<'p> = &'p [u64];
 ///
 /// Equality that is the same over all ranks and layers of a rule can be meant and warns; equality of
 /// some ranks or layers only, of a tensor that no layer repeats (an embedding), or of everything that
-/// two ranks hold, is a file copied over another.
+/// two ranks hold, is a file copied over another. What repeats inside its own rank (the experts of a model
+/// made of a dense one) tells nothing of other ranks.
 pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     let mut reader = Reader::new(sources);
     // (rule, index) -> shards
@@ -62,6 +63,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
             }
         }
     }
+    let repeated = repeated_inside(plan, sources, equal.iter().map(|&(a, _)| a));
     // One finding per pair of files, naming the first tensor.
     let mut files: BTreeMap<(u32, u32), (u32, u32, u64, bool)> = BTreeMap::new();
     for (a, b) in equal {
@@ -69,7 +71,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
         let symmetric = rules[&x.rule].1 == 0 && repeats[&x.rule] > 1;
         let whole_rank = pairs[&(r.min(s), r.max(s))].1 == 0;
-        let bad = !symmetric || whole_rank;
+        let bad = (!symmetric || whole_rank) && !repeated.contains(&a);
         let file = |t: &StoredTensor| blobs_of(t).first().map_or(0, |b| plan.blobs[*b as usize].file);
         let entry = files.entry((file(x), file(y))).or_insert((a, b, 0, false));
         entry.2 += 1;
@@ -93,6 +95,22 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         findings.push(place(plan, b, finding));
     }
     Ok(findings)
+}
+
+/// Those of `tensors` whose checksum another tensor of their rule and rank has as well.
+fn repeated_inside(plan: &Plan, sources: &Sources, tensors: impl Iterator<Item = u32>) -> BTreeSet<u32> {
+    let asked: BTreeSet<u32> = tensors.collect();
+    let rules: BTreeSet<u32> = asked.iter().map(|&t| plan.stored[t as usize].rule).collect();
+    // (rule, rank, checksum, bytes) -> positions
+    let mut alike: HashMap<(u32, u64, u32, u64), BTreeSet<Layer>> = HashMap::new();
+    let key = |s: &StoredTensor| Some((s.rule, s.shard?, crc_of(sources, s)?, s.nbytes()));
+    for stored in plan.stored.iter().filter(|s| rules.contains(&s.rule)) {
+        if let Some(key) = key(stored) {
+            alike.entry(key).or_default().insert(&stored.index);
+        }
+    }
+    let repeated = |s: &StoredTensor| key(s).is_some_and(|k| alike[&k].len() > 1);
+    asked.into_iter().filter(|&t| repeated(&plan.stored[t as usize])).collect()
 }
 
 /// Pieces that two roots hold and that are not the same.
@@ -165,9 +183,12 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         let code = if all { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD };
         let more = if count > 1 { format!(" (and {} more tensors)", count - 1) } else { String::new() };
         let original = &plan.stored[a as usize].name;
-        let finding = Finding::new(code, format!("the same bytes as {original}, another layer{more}"))
-            .expected("a layer of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
-            .help("copy the right file from the node that ran this rank, unless the layer was copied on purpose");
+        let finding = Finding::new(
+            code,
+            format!("the same bytes as {original}, another layer or expert{more}"),
+        )
+        .expected("one of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
+        .help("copy the right file from the node that ran this rank, unless the layer was copied on purpose");
         findings.push(place(plan, b, finding));
     }
     Ok(findings)
