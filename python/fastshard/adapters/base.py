@@ -38,6 +38,11 @@ class Contents:
             self._tensors[file] = json.loads(self._catalog.tensors(file))
         return self._tensors[file]
 
+    def names(self) -> set[str]:
+        """Names of all tensors, as the files that can be read give them."""
+        files = (i for i in range(len(self._readable)) if self.readable(i))
+        return {".".join(map(str, t["path"])) for i in files for t in self.tensors(i)}
+
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor.
 
@@ -222,7 +227,7 @@ class Source:
         return replace(
             self,
             assembled=kept,
-            layout=f"hf.{self.family}",
+            layout_text=None,
             weights_prefix="",
             findings=[*self.findings, note],
         )

@@ -216,6 +216,8 @@ class Dcp:
                 False,
             )
             source.values |= {"iteration": megatron.get("iteration"), "args": megatron}
+            if megatron_config.mixture(megatron, names):
+                megatron_config.refuse_mixtures(megatron, found.notes["folder"] or None)
             megatron_config.describe(source, megatron, names)
         else:
             self._model(source, found, listing, options, names)
@@ -260,7 +262,7 @@ class Dcp:
             if prefix:
                 # The same table with the names as they are here, so that a merge keeps them.
                 source.layout_text = layouts.get(layout).replace('\nname = "', f'\nname = "{prefix}')
-            source.axes, source.facts = hf_config.axes_and_facts(config, path)
+            source.axes, source.facts = hf_config.axes_and_facts(config, path, names)
             if options.vocab_size:
                 source.axes.pop("V", None)
 

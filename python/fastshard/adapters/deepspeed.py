@@ -356,7 +356,7 @@ def _plain(
     if config and layout and names & {"model.embed_tokens.weight", "gpt_neox.embed_in.weight"}:
         source.config, source.hf_names = config, True
         source.layout, source.family = layout, layout.removeprefix("hf.")
-        source.axes, source.facts = hf_config.axes_and_facts(config, path)
+        source.axes, source.facts = hf_config.axes_and_facts(config, path, names)
         if options.vocab_size:
             source.axes.pop("V", None)
     return source, str

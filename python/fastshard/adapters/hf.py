@@ -183,7 +183,7 @@ class HuggingFace:
         if config and layout:
             source.layout = layout
             source.family = layout.removeprefix("hf.")
-            source.axes, source.facts = hf_config.axes_and_facts(config, path)
+            source.axes, source.facts = hf_config.axes_and_facts(config, path, values.names())
             source.provable = True
             if options.vocab_size:
                 source.axes.pop("V", None)

@@ -9,12 +9,16 @@ from ..errors import FastshardError
 
 #: model_type -> layout table. source: transformers models/*/modeling_*.py
 LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
-           "qwen3": "hf.llama"}  # fmt: skip
+           "qwen3": "hf.llama", "mixtral": "hf.mixtral", "qwen2_moe": "hf.qwen_moe",
+           "qwen3_moe": "hf.qwen_moe"}  # fmt: skip
 
 
 def layout_of(config: dict[str, Any]) -> str | None:
     """Name of the layout table for a config; None for a model type without one."""
-    return LAYOUTS.get(str(config.get("model_type")))
+    # Layers with experts and layers without: a position on L would have tensors of two kinds.
+    mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    layout = LAYOUTS.get(str(config.get("model_type")))
+    return None if layout == "hf.qwen_moe" and mixed else layout
 
 
 def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
@@ -28,8 +32,15 @@ def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
     return value
 
 
-def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dict[str, int], dict[str, bool]]:
+def axes_and_facts(
+    config: dict[str, Any], file: str | None = None, names: Iterable[str] = ()
+) -> tuple[dict[str, int], dict[str, bool]]:
     """Extents of the layout's axes (as stored by one unsharded file) and facts of a config.
+
+    Args:
+        config: content of ``config.json``.
+        file: its path, for messages.
+        names: of the tensors stored, for what no config says: whether experts are stacked.
 
     Raises:
         FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.
@@ -79,7 +90,27 @@ def axes_and_facts(config: dict[str, Any], file: str | None = None) -> tuple[dic
         facts["out_bias"] = kind != "qwen2" and facts["attention_bias"]
         facts["qk_norm"] = kind == "qwen3"
         facts["mlp_bias"] = bool(config.get("mlp_bias", False))
+        if layout_of(config) in ("hf.mixtral", "hf.qwen_moe"):
+            _experts(config, file, axes, facts)
+            facts["stacked_experts"] = any(name.endswith(".experts.gate_up_proj") for name in names)
     return {k: v for k, v in axes.items() if v is not None}, facts
+
+
+def _experts(
+    config: dict[str, Any], file: str | None, axes: dict[str, int | None], facts: dict[str, bool]
+) -> None:
+    """What a mixture of experts has besides. source: transformers models/{mixtral,qwen2_moe,qwen3_moe}"""
+    kind = config.get("model_type")
+    axes["E"] = _int(config, "num_local_experts", file) or _int(config, "num_experts", file)
+    if kind == "mixtral":
+        return
+    axes["F"] = _int(config, "moe_intermediate_size", file)
+    facts["shared_expert"] = kind == "qwen2_moe"
+    if kind == "qwen2_moe":
+        axes["S"] = _int(config, "shared_expert_intermediate_size", file)
+        # Biases on q, k and v, and its config can do without them.
+        facts |= {"attention_bias": bool(config.get("qkv_bias", True)), "out_bias": False}
+    facts["qk_norm"] = kind == "qwen3_moe"
 
 
 def weight_block(config: dict[str, Any] | None) -> list[int]:

@@ -100,7 +100,7 @@ class HfRankShards:
         if layout is not None:
             source.layout, source.family = layout, layout.removeprefix("hf.")
             if config:
-                source.axes, source.facts = hf_config.axes_and_facts(config, path)
+                source.axes, source.facts = hf_config.axes_and_facts(config, path, chunks)
                 source.provable = True
             else:
                 # Rows of heads are enough to check shapes; how they divide only a config tells.

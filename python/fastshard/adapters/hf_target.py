@@ -49,6 +49,11 @@ class HfTarget:
                 raise FastshardError.of(
                     "FS514" if config else "FS209",
                     f"no layout for model_type {config.get('model_type')!r}"
+                    + (
+                        " with dense layers among the others"
+                        if config.get("model_type") in hf_config.LAYOUTS
+                        else ""
+                    )
                     if config
                     else "the model's config is not known",
                     help="give the config.json with --config; `fastshard merge` needs none",

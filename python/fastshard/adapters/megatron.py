@@ -1,28 +1,98 @@
 """Megatron-LM checkpoints of the legacy form: ``iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
 
-Layers are numbered from the first of their pipeline stage (and of their virtual stage).
+Layers are numbered from the first of their pipeline stage (and of their virtual stage), experts from the first of
+their expert-parallel rank.
 source: Megatron-LM megatron/training/checkpointing.py
 """
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import megatron_config
-from .base import Contents, Found, Options, Source, Unit, missing
+from .base import Assembled, Contents, Found, Options, Source, Unit, missing
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
+_FLAT = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
 _MODEL = re.compile(r"^model(\d*)$")
 
 
 def _number(step: str) -> int:
     digits = step.removeprefix("iter_")
     return int(digits) if digits.isdigit() else -1
+
+
+@dataclass
+class _Grid:
+    """Degrees, and the (tp, pp, ep) rank of each file."""
+
+    tp: int
+    pp: int
+    ep: int
+    places: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, found: Found, args: dict[str, Any], mixture: bool) -> _Grid:
+        """Folders end in the stage where there are several, then in the expert rank where there are several.
+
+        Raises:
+            FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
+        """
+        suffixes: list[tuple[int, ...]] = found.notes["suffixes"]
+        pp = megatron_config.number(args, "pipeline_model_parallel_size")
+        ep = megatron_config.number(args, "expert_model_parallel_size")
+        longest = max(len(s) for s in suffixes)
+        if longest == 2 and mixture and pp is None and ep is None:
+            raise FastshardError.of(
+                "FS106",
+                "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
+                file=found.files[0].path,
+                help="the rank files must hold their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
+            )
+        expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
+        places = [
+            (
+                s[0],
+                s[1] if len(s) > 1 and not expert else 0,
+                s[2] if len(s) > 2 else s[1] if expert and len(s) > 1 else 0,
+            )
+            for s in suffixes
+        ]
+        tp = megatron_config.number(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
+        pp = pp or max(p[1] for p in places) + 1
+        ep = ep or max(p[2] for p in places) + 1
+        return cls(tp, pp, ep, places)
+
+    def all(self) -> list[tuple[int, int, int]]:
+        """Every place that a file must be there for."""
+        return [(t, p, e) for t in range(self.tp) for p in range(self.pp) for e in range(self.ep)]
+
+    def folder(self, place: tuple[int, int, int]) -> str:
+        """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
+        rank, stage, expert = place
+        name = f"mp_rank_{rank:02d}"
+        name += f"_{stage:03d}" if self.pp > 1 else ""
+        return name + (f"_{expert:03d}" if self.ep > 1 else "")
+
+    def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
+        """As the layout takes them."""
+        return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
+
+    def rank(self, place: tuple[int, int, int]) -> str:
+        """In the field's words."""
+        return ", ".join(f"{dimension} {n}" for dimension, n in self.coords(place).items())
+
+    def long_rank(self, place: tuple[int, int, int]) -> str:
+        """In more of them."""
+        return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())
 
 
 class Megatron:
@@ -46,16 +116,9 @@ class Megatron:
         chosen = sorted(
             steps[step], key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root)
         )
-        if any(m[4] for _, m in chosen):
-            raise FastshardError.of(
-                "FS514",
-                "a Megatron-LM checkpoint with expert-parallel ranks: not read",
-                file=chosen[0][0].path,
-            )
         notes = {
             "folder": chosen[0][1][1] or "",
-            "ranks": [(int(m[2]), int(m[3] or 0)) for _, m in chosen],
-            "widths": (len(chosen[0][1][2]), len(chosen[0][1][3] or "")),
+            "suffixes": [tuple(int(n) for n in m.group(2, 3, 4) if n) for _, m in chosen],
         }
         return Found(self, "Megatron-LM", [f for f, _ in chosen], step=step, notes=notes)
 
@@ -89,25 +152,24 @@ class Megatron:
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
-        ranks: list[tuple[int, int]] = found.notes["ranks"]
-        states = [contents(i) for i in range(len(ranks))]
+        states = [contents(i) for i in range(len(found.files))]
         source = Source(found.framework, units=[], layout="megatron.legacy", step=found.step)
         source.vocab_size = options.vocab_size
         args = next((a for s in states if (a := megatron_config.arguments(s))), {})
-        tp = megatron_config.number(args, "tensor_model_parallel_size") or max(t for t, _ in ranks) + 1
-        pp = megatron_config.number(args, "pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
-        if (megatron_config.number(args, "expert_model_parallel_size") or 1) > 1 or args.get("num_experts"):
-            raise FastshardError.of(
-                "FS514", "a mixture-of-experts checkpoint of Megatron-LM: not read", file=found.files[0].path
-            )
-        source.degrees = {"tp": tp}
-        source.provable = bool(args)
-        source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
-        self._ranks(found, states, tp, pp, source)
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
-        self._units(ranks, models, tp, source)
+        grid = _Grid.of(found, args, megatron_config.mixture(args, names))
+        found.notes["ranks"] = grid.places
+        source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
+        source.provable = bool(args)
+        source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
+        self._ranks(found, states, grid, source)
+        if megatron_config.mixture(args, names):
+            _check_experts(args, grid, found.files[0].path)
         megatron_config.describe(source, args, names)
+        self._units(grid, models, _experts_of_rank(args, grid, names), source)
+        if source.facts["experts_flat"]:
+            _flat_experts(grid, contents, source)
         if args.get("use_distributed_optimizer"):
             source.findings.append(
                 Finding.of(
@@ -129,12 +191,13 @@ class Megatron:
         return [(key, [str(name) for name in state[key]]) for key, _ in found]
 
     @staticmethod
-    def _units(
-        ranks: list[tuple[int, int]], models: list[list[tuple[str, list[str]]]], tp: int, source: Source
-    ) -> None:
-        """Units with the number of the first layer: virtual stage by virtual stage, stage by stage."""
+    def _units(grid: _Grid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source) -> None:
+        """Units with the number of the first layer: virtual stage by virtual stage, stage by stage.
+
+        Experts are numbered from the first of the rank: as many before it as the ranks before it hold.
+        """
         counts: dict[tuple[int, int], int] = {}
-        for (_, stage), model in zip(ranks, models, strict=True):
+        for (_, stage, _), model in zip(grid.places, models, strict=True):
             for chunk, (_, names) in enumerate(model):
                 layers = [int(m[1]) + 1 for name in names if (m := _LAYER.match(name))]
                 counts[chunk, stage] = max(counts.get((chunk, stage), 0), max(layers, default=0))
@@ -142,50 +205,55 @@ class Megatron:
         for place in sorted(counts):
             bases[place] = at
             at += counts[place]
-        for i, ((rank, stage), model) in enumerate(zip(ranks, models, strict=True)):
-            for chunk, (key, _) in enumerate(model):
-                if rank < tp:
+        for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):
+            tensor_rank, stage, expert_rank = rank
+            for chunk, (key, names) in enumerate(model):
+                if tensor_rank < grid.tp and expert_rank < grid.ep:
+                    flat = any(_FLAT.search(name) for name in names)
+                    first = {"E": expert_rank * experts} if grid.ep > 1 else {}
                     source.units.append(
                         Unit(
                             file=i,
                             under=[key],
-                            coords={"tp": rank, "pp": stage},
-                            bases={"L": bases[chunk, stage]},
-                            rank=f"tp {rank}, pp {stage}",
+                            coords=grid.coords(rank),
+                            bases={"L": bases[chunk, stage]} | first,
+                            rank=grid.rank(rank),
+                            only=[name for name in names if not _FLAT.search(name)] if flat else None,
                         )
                     )
 
     @staticmethod
-    def _ranks(found: Found, states: list[Any], tp: int, pp: int, source: Source) -> None:
+    def _ranks(found: Found, states: list[Any], grid: _Grid, source: Source) -> None:
         """All ranks must be there, of one iteration and one set of arguments."""
-        ranks, folder = found.notes["ranks"], found.notes["folder"]
-        wide_tp, wide_pp = found.notes["widths"]
-        for rank in range(tp):
-            for stage in range(pp):
-                if (rank, stage) not in ranks:
-                    suffix = f"_{stage:0{wide_pp or 3}d}" if pp > 1 else ""
-                    name = f"mp_rank_{rank:0{wide_tp}d}{suffix}"
-                    source.findings.append(
-                        missing(
-                            f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
-                            f"tp {rank}, pp {stage}",
-                            f"tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} in the arguments",
-                            f"copy {name} from the node that ran tp rank {rank}, pp rank {stage}",
-                        )
+        folder = found.notes["folder"]
+        stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
+        stated += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
+        for place in grid.all():
+            if place not in grid.places:
+                name = grid.folder(place)
+                source.findings.append(
+                    missing(
+                        f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
+                        grid.rank(place),
+                        f"{stated} in the arguments",
+                        f"copy {name} from the node that ran {grid.long_rank(place)}",
                     )
+                )
         known = [(i, megatron_config.arguments(s)) for i, s in enumerate(states) if isinstance(s, dict)]
         for i, args in known:
-            if ranks[i][0] >= tp or ranks[i][1] >= pp:
+            if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
+                degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
                 source.findings.append(
                     Finding.of(
                         "FS108",
-                        f"tp rank {ranks[i][0]}, pp rank {ranks[i][1]} of a {tp} x {pp} checkpoint: a leftover?",
+                        f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: a leftover?",
                         file=found.files[i].path,
                     )
                 )
             first = known[0][1]
-            for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size",
-                        "tensor_model_parallel_size", "pipeline_model_parallel_size"):  # fmt: skip
+            for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
+                        "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                        "expert_model_parallel_size"):  # fmt: skip
                 if args.get(key) != first.get(key):
                     source.findings.append(
                         Finding.of(
@@ -204,9 +272,78 @@ class Megatron:
                         "FS107",
                         "iteration differs between ranks",
                         file=found.files[i].path,
-                        rank=f"tp {ranks[i][0]}, pp {ranks[i][1]}",
+                        rank=grid.rank(grid.places[i]),
                         expected=str(steps[0]),
                         got=str(steps[1]),
                         help="take all files from one step",
                     )
                 )
+
+
+def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
+    """What is read of mixtures of experts.
+
+    Raises:
+        FastshardError: ``FS514`` for another one, ``FS211`` where experts do not divide.
+    """
+    megatron_config.refuse_mixtures(args, file)
+    expert_tp = megatron_config.number(args, "expert_tensor_parallel_size")
+    if expert_tp not in (None, grid.tp):
+        raise FastshardError.of(
+            "FS514",
+            "experts with a tensor-parallel degree of their own: not read from rank files",
+            file=file,
+            expected=f"expert_tensor_parallel_size {grid.tp}, as tensor_model_parallel_size",
+            got=str(expert_tp),
+            help="save it in the torch_dist format, which says where each part belongs",
+        )
+    experts = megatron_config.number(args, "num_experts")
+    if experts is not None and experts % grid.ep:
+        raise FastshardError.of(
+            "FS211", "args.num_experts", file=file, expected=f"a multiple of {grid.ep}", got=str(experts)
+        )
+
+
+def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:
+    experts = megatron_config.number(args, "num_experts")
+    if experts is not None:
+        return experts // grid.ep
+    numbers = (m[1] or m[2] for name in names if (m := _EXPERT.search(name)))
+    return max((int(n) + 1 for n in numbers), default=0)
+
+
+def _flat_experts(grid: _Grid, contents: Contents, source: Source) -> None:
+    """GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions say.
+
+    source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size, -1)``
+    """
+    experts, hidden = source.axes.get("E"), source.axes.get("H")
+    if not experts or not hidden:
+        raise FastshardError.of(
+            "FS209",
+            "the shapes of experts.weight1 and weight2 do not tell how many experts they hold",
+            help="the rank files must hold their arguments (num_experts, hidden_size)",
+        )
+    local = experts // grid.ep
+    for unit in source.units:
+        tensors: list[Any] = []
+        for number, tensor in enumerate(contents.tensors(unit.file)):
+            under, name = [str(p) for p in tensor["path"][:-1]], str(tensor["path"][-1])
+            match = _FLAT.search(name)
+            if match is None or under != unit.under:
+                continue
+            total = math.prod(tensor["shape"])
+            first = match[2] == "1"
+            whole = [hidden, total // hidden] if first else [total // hidden, hidden]
+            shape = (
+                [local, hidden, total // (local * hidden)]
+                if first
+                else [local, total // (local * hidden), hidden]
+            )
+            if tensor["shape"] != whole or math.prod(shape) != total:
+                shape = tensor["shape"]
+            layer = int(match[1]) + unit.bases["L"]
+            named = f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
+            tensors.append((named, shape, [(total, unit.file, number, 0)]))
+        if tensors:
+            source.assembled.append(Assembled(unit.file, unit.coords, unit.rank, None, tensors, frozen=True))

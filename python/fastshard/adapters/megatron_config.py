@@ -1,10 +1,12 @@
 """What the arguments in a Megatron-LM checkpoint say of its model, and the Hugging Face config of the same.
 
-source: Megatron-LM megatron/training/arguments.py; transformers models/{llama,mistral,qwen2,qwen3}
+source: Megatron-LM megatron/training/arguments.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py;
+transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import FastshardError, Finding
@@ -40,6 +42,37 @@ def number(args: dict[str, Any], key: str) -> int | None:
     return value
 
 
+def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
+    """True for a mixture of experts; without arguments the names tell."""
+    return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
+
+
+def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
+    """Mixtures of experts that the tables have no names for.
+
+    Raises:
+        FastshardError: ``FS514`` naming the argument.
+    """
+    every = args.get("moe_layer_freq", 1)
+    dense = every not in (None, 1) and not (isinstance(every, list) and set(every) == {1})
+    reasons = [
+        ("moe_layer_freq", "1: experts in every layer", dense),
+        ("moe_shared_expert_intermediate_size", "None: no shared experts", args.get("moe_shared_expert_intermediate_size")),
+        ("moe_latent_size", "None: experts of the hidden size", args.get("moe_latent_size")),
+        ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
+    ]  # fmt: skip
+    for name, expected, got in reasons:
+        if got:
+            raise FastshardError.of(
+                "FS514",
+                f"a mixture of experts with this {name}: not read",
+                file=file,
+                expected=expected,
+                got=str(args[name]),
+                help="describe its tensors in a layout of your own (--layout)",
+            )
+
+
 def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
     heads, groups = number(args, "num_attention_heads"), number(args, "num_query_groups")
@@ -53,10 +86,14 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
         "P": number(args, "padded_vocab_size"),
         "F": number(args, "ffn_hidden_size"),
     }
+    moe = mixture(args, names)
+    if moe:
+        axes["E"] = number(args, "num_experts")
+        axes["F"] = number(args, "moe_ffn_hidden_size") or axes["F"]
     if axes["d"] is None and axes["H"] and heads and axes["H"] % heads == 0:
         axes["d"] = axes["H"] // heads
     source.axes = {k: v for k, v in axes.items() if v is not None}
-    source.family = "llama"
+    source.family = "mixtral" if moe else "llama"
 
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
@@ -72,6 +109,10 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
         "qkv_bias": has("self_attention.linear_qkv.bias"),
         "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
         "qk_norm": has("self_attention.q_layernorm.weight"),
+        "moe": moe,
+        "experts_sequential": any(".mlp.experts.local_experts." in name for name in names),
+        "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
+        "experts_flat": has(".mlp.experts.weight2"),
     }
     gated = args.get("swiglu")
     if isinstance(gated, bool):
@@ -95,11 +136,14 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
         ("apply_layernorm_1p", "False", bool(config.get("apply_layernorm_1p", False))),
         ("rotary_interleaved", "False", bool(config.get("rotary_interleaved", False))),
     ]
+    if facts["moe"]:
+        reasons += _routing(config, facts)
     for what, expected, got in reasons:
         if str(got) != expected:
+            kind = "Mixtral" if facts["moe"] else "Llama"
             raise FastshardError.of(
                 "FS514",
-                f"transformers has no model of the Llama kind with this {what}",
+                f"transformers has no model of the {kind} kind with this {what}",
                 expected=expected,
                 got=str(got),
                 help="`fastshard merge` writes the whole tensors under Megatron's own names",
@@ -111,7 +155,41 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
         "mlp_bias": facts["linear_bias"],
         "qk_norm": facts["qk_norm"],
     }
+    if facts["moe"]:
+        # Mixtral has no norms of queries and keys, Qwen3 has them always.
+        wanted |= {"stacked_experts": False, "shared_expert": False}
+        return ("hf.qwen_moe" if facts["qk_norm"] else "hf.mixtral"), wanted
     return "hf.llama", wanted
+
+
+def _routing(config: dict[str, Any], facts: dict[str, bool]) -> list[tuple[str, str, Any]]:
+    """What transformers' routers do: softmax, the best k, and (Mixtral always) weights that add up to 1.
+
+    Megatron's softmax over the best k alone gives the same as one over all, normalised afterwards; with
+    moe_router_pre_softmax nothing is normalised, which only Qwen can do.
+    source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
+    """
+    reasons: list[tuple[str, str, Any]] = [
+        ("moe_router_score_function", "softmax", config.get("moe_router_score_function") or "softmax"),
+        ("moe_router_enable_expert_bias", "False", bool(config.get("moe_router_enable_expert_bias"))),
+        ("moe_router_topk_scaling_factor", "None", config.get("moe_router_topk_scaling_factor")),
+        ("moe_router_num_groups", "None", config.get("moe_router_num_groups")),
+        ("moe_apply_probs_on_input", "False", bool(config.get("moe_apply_probs_on_input"))),
+        ("moe_expert_capacity_factor", "None", config.get("moe_expert_capacity_factor")),
+        ("moe_router_load_balancing_type", "no sinkhorn", _balancing(config)),
+    ]
+    if not facts["qk_norm"]:
+        reasons += [
+            ("add_qkv_bias", "False", facts["qkv_bias"]),
+            ("moe_router_pre_softmax", "False", bool(config.get("moe_router_pre_softmax"))),
+        ]
+    return reasons
+
+
+def _balancing(config: dict[str, Any]) -> str:
+    kinds = config.get("moe_router_load_balancing_type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return "sinkhorn" if "sinkhorn" in kinds else "no sinkhorn"
 
 
 def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
@@ -139,6 +217,10 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         kind, name = "qwen2", "Qwen2ForCausalLM"
     elif config.get("window_size"):
         kind, name = "mistral", "MistralForCausalLM"
+    if facts["moe"]:
+        kind, name = "mixtral", "MixtralForCausalLM"
+        if facts["qk_norm"]:
+            kind, name = "qwen3_moe", "Qwen3MoeForCausalLM"
     out = {
         "architectures": [name],
         "model_type": kind,
@@ -156,14 +238,27 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "tie_word_embeddings": facts["tied"],
         "use_cache": True,
     }
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "qwen3_moe"):
         out["attention_bias"] = facts["qkv_bias"]
     if kind == "llama":
         out["mlp_bias"] = facts["linear_bias"]
     if config.get("use_rope_scaling"):
         factor = known("rope_scaling_factor", 8.0)
         out["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
-    if kind == "mistral":
-        window = config["window_size"]
+    if facts["moe"]:
+        # source: megatron/core/transformer/transformer_config.py, moe_router_topk = 2
+        out["num_experts_per_tok"] = known("moe_router_topk", 2)
+    if kind == "mixtral":
+        out["num_local_experts"] = axes["E"]
+    if kind == "qwen3_moe":
+        out |= {
+            "num_experts": axes["E"],
+            "moe_intermediate_size": axes["F"],
+            "norm_topk_prob": not config.get("moe_router_pre_softmax"),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    window = config.get("window_size")
+    if window and kind in ("mistral", "mixtral"):
         out["sliding_window"] = window[0] + 1 if isinstance(window, list) and window else window
     return out, findings

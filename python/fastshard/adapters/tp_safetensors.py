@@ -130,7 +130,7 @@ class TpSafetensors:
             source.layout = table
             source.family = table.removeprefix("hf.")
             source.hf_names = True
-            source.axes, source.facts = hf_config.axes_and_facts(config, config_path)
+            source.axes, source.facts = hf_config.axes_and_facts(config, config_path, values.names())
             # Each rank holds rows of the padded vocabulary: its extent comes from the shards.
             source.axes.pop("P", None)
             source.vocab_size = source.axes.get("V")
