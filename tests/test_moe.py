@@ -374,6 +374,27 @@ def test_a_saved_state_dict_is_converted(whole: dict[str, torch.Tensor], tmp_pat
     assert torch.equal(moe_maker.logits(load(tmp_path / "out")), moe_maker.logits(load(HF)))
 
 
+def test_layers_that_torch_dist_does_not_stack(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """As megatron-core saves with a list in moe_layer_freq: whole tensors by layer, experts stacked."""
+    state: dict[str, Any] = {}
+    for name, tensor in moe_maker.rank_state(whole, (0, 0, 0), (1, 1, 1)).items():
+        name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+        if ".local_experts." in name:
+            before, after = name.split("local_experts.")
+            state.setdefault(f"{before}experts.{after.partition('.')[2]}", []).append(tensor)
+        else:
+            state[name] = tensor
+    tensors = {name: torch.stack(t) if isinstance(t, list) else t for name, t in state.items()}
+    step = tmp_path / "ckpt/iter_0000010"
+    dcp.save(tensors, checkpoint_id=step, no_dist=True)
+    shutil.copy(DIST / "iter_0000010/metadata.json", step)
+    args = moe_maker.arguments(1, 1, 1, moe_layer_freq=[1, 1])
+    torch.save({"args": args, "iteration": 10}, step / "common.pt")
+    ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", *TO_HF)
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", load_file(HF / "model.safetensors"))
+
+
 def test_a_chunk_of_experts_that_was_not_saved_is_named(tmp_path: Path) -> None:
     root = copy(DIST, tmp_path / "ckpt")
     path = root / "iter_0000010/.metadata"

@@ -210,11 +210,11 @@ class Dcp:
             source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         names = {entry["name"] for entry in described["tensors"]}
         if megatron is not None:
-            source.framework, source.layout, source.pass_unknown = (
-                "Megatron-LM (torch_dist)",
-                "megatron.dist",
-                False,
-            )
+            source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
+            # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
+            # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers
+            numbered = any(name.startswith("decoder.layers.0.") for name in names)
+            source.layout = "megatron.legacy" if numbered else "megatron.dist"
             source.values |= {"iteration": megatron.get("iteration"), "args": megatron}
             if megatron_config.mixture(megatron, names):
                 megatron_config.refuse_mixtures(megatron, found.notes["folder"] or None)

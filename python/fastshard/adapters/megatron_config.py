@@ -113,6 +113,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
         "experts_sequential": any(".mlp.experts.local_experts." in name for name in names),
         "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
         "experts_flat": has(".mlp.experts.weight2"),
+        "experts_stacked": has(".mlp.experts.experts.linear_fc2.weight"),
     }
     gated = args.get("swiglu")
     if isinstance(gated, bool):
