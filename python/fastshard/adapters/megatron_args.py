@@ -34,6 +34,7 @@ def facts_of(facts: dict[str, bool]) -> dict[str, bool]:
         "linear_bias": linear,
         "qk_norm": facts["qk_norm"],
         "gated": True,
+        "moe": False,
     }
 
 

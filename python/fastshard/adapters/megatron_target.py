@@ -66,6 +66,12 @@ class MegatronTarget:
         whole = None
         if source.layout in ("megatron.legacy", "megatron.dist"):
             facts = dict(source.facts)
+            if facts["moe"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "a mixture of experts is not written for Megatron-LM",
+                    help="convert it to hf, or merge it under Megatron's own names",
+                )
             stated = (source.config or {}).get("make_vocab_size_divisible_by")
             if multiple is None and isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
                 multiple = stated
