@@ -12,7 +12,7 @@ from helpers import FIXTURES
 BROKEN = ("neox_", "tp4_", "zero", "stale_masters_", "dcp_", "hf_", "latest_points_nowhere")
 #: fixture argument -> (folder, prefix of the names)
 KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_"),
-         "deepspeed": ("deepspeed", ""), "universal": ("universal", "")}  # fmt: skip
+         "sharded": ("sharded", ""), "deepspeed": ("deepspeed", ""), "universal": ("universal", "")}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import FIXTURES, assert_refused, cli, copy, edit_pt, read_result, sha256
 from transformers import AutoModelForCausalLM
 
@@ -123,3 +124,62 @@ def test_a_model_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> N
     assert_refused(
         root, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "hf"), expected="RMSNorm", got="LayerNorm"
     )  # fmt: skip
+
+
+def with_optimizer(root: Path, extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of the torch_dist fixture, saved again by torch with these tensors besides; its weights."""
+    copy(DIST, root)
+    folder = root / "iter_0000010"
+    weights = {
+        name: torch.empty(entry["shape"], dtype=torch.bfloat16)
+        for name, entry in json.loads((DIST / "expected.json").read_text())["tensors"].items()
+    }
+    dcp.load(weights, checkpoint_id=folder, no_dist=True)
+    for path in [*folder.glob("*.distcp"), folder / ".metadata"]:
+        path.unlink()
+    dcp.save({**weights, **extra}, checkpoint_id=folder, no_dist=True)
+    return weights
+
+
+def test_optimizer_state_by_parameter_is_taken_on_request(tmp_path: Path) -> None:
+    shapes = {n: t["shape"] for n, t in json.loads((DIST / "expected.json").read_text())["tensors"].items()}
+    slots = ("exp_avg", "exp_avg_sq", "fp32_param")
+    state = {f"{slot}.{name}": torch.randn(shape) for slot in slots for name, shape in shapes.items()}
+    prefix = "chained_0.optimizer.state"
+    root = tmp_path / "ckpt"
+    with_optimizer(root, {f"{prefix}.{key}": tensor for key, tensor in state.items()})
+    ran = cli("merge", root, tmp_path / "weights")
+    assert ran.code == 0, ran.out
+    assert ran.having("FS212", message="exp_avg, exp_avg_sq, fp32_param")
+    assert hashes(tmp_path / "weights") == expected(DIST, "expected.json")
+    assert cli("convert", root, tmp_path / "hf", "--to", "hf", "--vocab-size", "1000").code == 0
+    assert hashes(tmp_path / "hf") == expected(DIST, "expected_hf.json")
+    assert cli("merge", root, tmp_path / "all", "--optimizer").code == 0
+    have = read_result(tmp_path / "all")
+    for key, tensor in state.items():
+        slot, _, name = key.partition(".")
+        assert torch.equal(have[f"{name}.{slot}"], tensor)
+
+    lacking = tmp_path / "lacking"
+    gone = "exp_avg.decoder.layers.mlp.linear_fc2.weight"
+    with_optimizer(lacking, {f"{prefix}.{key}": tensor for key, tensor in state.items() if key != gone})
+    assert cli("merge", lacking, tmp_path / "fine").code == 0
+    assert_refused(
+        lacking,
+        tmp_path / "none",
+        "FS102",
+        exit=3,
+        command=("merge", "--optimizer"),
+        tensor="linear_fc2.weight",
+    )
+
+
+def test_optimizer_state_in_flat_buffers_is_refused_by_name(tmp_path: Path) -> None:
+    flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_bfloat16.bucket_idx_0.exp_avg"
+    root = tmp_path / "ckpt"
+    with_optimizer(root, {flat: torch.randn(999)})
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert ran.having("FS514", tensor=flat)
+    assert hashes(tmp_path / "out") == expected(DIST, "expected.json")
+    assert_refused(root, tmp_path / "all", "FS514", exit=2, command=("merge", "--optimizer"), tensor=flat)

@@ -15,7 +15,7 @@ from typing import Any
 from .. import _core, layouts
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
-from . import hf_config, megatron_config
+from . import hf_config, megatron_config, megatron_optim
 from .base import Assembled, Contents, Found, Options, Source, missing
 from .hf import config_of, safe_relative
 
@@ -206,6 +206,8 @@ class Dcp:
             if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
                 tensors.append((name, entry["shape"], chunks))
         megatron = self._megatron(found, listing, contents)
+        if megatron is not None:
+            tensors = megatron_optim.divide(source, tensors)
         if found.files:
             source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         names = {entry["name"] for entry in described["tensors"]}
