@@ -189,3 +189,47 @@ def test_a_model_that_megatron_lacks_is_refused_by_name(
     assert ran.code == 2, ran.out
     assert any(f["code"] == "FS514" and what in f["message"] for f in ran.doc["findings"]), ran.out
     assert not (tmp_path / "out").exists()
+
+
+def plain_gpt() -> dict[str, torch.Tensor]:
+    """A GPT with LayerNorm, biases and a plain MLP, under the names of one rank without parallelism."""
+    torch.manual_seed(5)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (128, 32)}
+    for layer in range(4):
+        inside = {
+            "input_layernorm.weight": (32,), "input_layernorm.bias": (32,),
+            "self_attention.linear_proj.weight": (32, 32), "self_attention.linear_proj.bias": (32,),
+            "self_attention.linear_qkv.weight": (64, 32), "self_attention.linear_qkv.bias": (64,),
+            "pre_mlp_layernorm.weight": (32,), "pre_mlp_layernorm.bias": (32,),
+            "mlp.linear_fc1.weight": (128, 32), "mlp.linear_fc1.bias": (128,),
+            "mlp.linear_fc2.weight": (32, 128), "mlp.linear_fc2.bias": (32,),
+        }  # fmt: skip
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    shapes |= {"decoder.final_layernorm.weight": (32,), "decoder.final_layernorm.bias": (32,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpt_that_is_no_llama_changes_its_degrees(form: str, tmp_path: Path) -> None:
+    weights = plain_gpt()
+    args = argparse.Namespace(
+        num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
+        kv_channels=8, ffn_hidden_size=128, swiglu=False, padded_vocab_size=128, normalization="LayerNorm",
+        add_bias_linear=True, untie_embeddings_and_output_weights=False, tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1, transformer_impl="local", iteration=7,
+    )  # fmt: skip
+    source = tmp_path / "source/iter_0000007/mp_rank_00"
+    source.mkdir(parents=True)
+    torch.save({"args": args, "iteration": 7, "model": weights}, source / "model_optim_rng.pt")
+    (tmp_path / "source/latest_checkpointed_iteration.txt").write_text("7")
+    ran = cli("convert", tmp_path / "source", tmp_path / "there", "--to", form, "--tp", 2, "--pp", 4)
+    assert ran.code == 0, ran.out
+    back = ("--to", "megatron:legacy-local", "--vocab-size", 128)
+    ran = cli("convert", tmp_path / "there", tmp_path / "back", *back)
+    assert ran.code == 0, ran.out
+    state = load_pt(tmp_path / "back/iter_0000007/mp_rank_00/model_optim_rng.pt")["model"]
+    assert {name for name, value in state.items() if value is not None} == set(weights)
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    ran = cli("convert", tmp_path / "there", tmp_path / "hf", "--to", "hf")
+    assert ran.code == 2
+    assert ran.having("FS514", message="normalization")
