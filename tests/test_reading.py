@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import HF, NEOX, STEP, TP4, copy, edit_pt, layer_file, load_file
+from helpers import HF, NEOX, STEP, TP4, assert_refused, cli, copy, edit_pt, layer_file, load_file
 from neox_forward import read_shards
 from neox_maker import merge as merge_plainly
 from safetensors.torch import save_file
@@ -203,3 +203,18 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_steps_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
+    for step in (100, 1100):
+        copy(HF, tmp_path / f"run/checkpoint-{step}")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="checkpoint-100, checkpoint-1100")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS501", exit=2, options=("--step", "10"))
+    for step in ("100", "checkpoint-1100"):
+        ran = cli("merge", tmp_path / "run", tmp_path / step, "--step", step)
+        assert ran.code == 0, ran.out
+
+
+def test_a_file_in_two_directories_is_ambiguous(tmp_path: Path) -> None:
+    roots = [copy(HF, tmp_path / name) for name in ("one", "two")]
+    assert_refused(roots, tmp_path / "out", "FS106", exit=3, got="one")

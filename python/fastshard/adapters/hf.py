@@ -71,17 +71,72 @@ class HuggingFace:
         if listing.single:
             files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
             return Found(self, "Hugging Face", files[:1], notes={"folder": files[0].folder})
-        for folder in listing.folders():
-            inside = {f.name: f for f in listing.within(folder)}
-            for index, single in _FORMS:
-                if index in inside:
-                    return self._from_index(listing, inside[index], inside)
-                if single in inside:
-                    return Found(self, "Hugging Face", [inside[single]], notes={"folder": folder})
-            shards = [(f, m) for f in inside.values() if (m := _SHARD.match(f.name))]
-            if shards:
-                return self._without_index(folder, shards)
-        return None
+        folder = self._folder(listing, options)
+        if folder is None:
+            return None
+        inside = {f.name: f for f in reversed(listing.within(folder))}
+        found = self._found(listing, folder, inside)
+        for file in found.files:
+            copies = [f for f in listing.within(file.folder) if f.name == file.name]
+            if len(copies) > 1:
+                raise FastshardError.of(
+                    "FS106",
+                    "several of the directories given have a file of this name",
+                    file=file.path,
+                    expected="one",
+                    got=", ".join(str(listing.roots[f.root]) for f in copies),
+                    help="give only the directory that is meant; slices of several ranks need a config.json beside them",
+                )
+        return found
+
+    @staticmethod
+    def _folder(listing: Listing, options: Options) -> str | None:
+        """The folder that holds a model; ``--step`` chooses among several side by side.
+
+        Raises:
+            FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.
+        """
+        holding = [
+            folder
+            for folder in listing.folders()
+            if any(
+                f.name in names or _SHARD.match(f.name) for names in _FORMS for f in listing.within(folder)
+            )
+        ]
+        if not holding:
+            return None
+        depth = holding[0].count("/") if holding[0] else -1
+        beside = [f for f in holding if (f.count("/") if f else -1) == depth]
+        named = {folder.rpartition("/")[2]: folder for folder in beside}
+        have = ", ".join(sorted(named))
+        if options.step is not None and holding[0]:
+            for name, folder in named.items():
+                if name == options.step or re.search(r"\d*$", name)[0] == options.step:  # type: ignore[index]
+                    return folder
+            raise FastshardError.of(
+                "FS501",
+                f"there is no step {options.step}",
+                expected=f"one of {have}",
+                help="choose one of these with --step",
+            )
+        if len(beside) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several folders hold a model",
+                expected="one",
+                got=", ".join(sorted(beside)),
+                help="name the folder that is meant as CKPT, or choose it with --step",
+            )
+        return holding[0]
+
+    def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
+        for index, single in _FORMS:
+            if index in inside:
+                return self._from_index(listing, inside[index], inside)
+            if single in inside:
+                return Found(self, "Hugging Face", [inside[single]], notes={"folder": folder})
+        shards = [(f, m) for f in inside.values() if (m := _SHARD.match(f.name))]
+        return self._without_index(folder, shards)
 
     def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found:
         content = read_json(listing, index)
