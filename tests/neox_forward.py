@@ -95,8 +95,10 @@ def _attention(x: torch.Tensor, shard: Shard, layer: int, config: dict[str, Any]
     scores = _rotate(q, rotary, base) @ _rotate(k, rotary, base).transpose(-1, -2) / math.sqrt(head)
     past = torch.arange(sequence)[:, None] - torch.arange(sequence)[None, :]
     hidden = past < 0
-    if window := config.get("sliding_window_width"):
-        hidden = hidden | (past >= window)
+    if (window := config.get("sliding_window_width")) is not None:
+        # flash-attn's window_size=(window, -1): so many keys besides the position's own.
+        assert {kind for block in config["attention_config"] for kind in block[0]} == {"flash"}
+        hidden = hidden | (past > window)
     mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
     mixed = mixed.transpose(1, 2).reshape(batch, sequence, -1)
     return F.linear(mixed, shard[f"{out}.weight"])
@@ -126,7 +128,7 @@ def _mlp(x: torch.Tensor, shard: Shard, layer: int, config: dict[str, Any], eps:
         up, second = inner.chunk(2, dim=-1)
         inner = gate(second) * up
     else:
-        inner = F.gelu(inner)
+        inner = F.gelu(inner, approximate="tanh" if config.get("bias_gelu_fusion") else "none")
     return F.linear(inner, shard[f"{prefix}.linear2.weight"])
 
 

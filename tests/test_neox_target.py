@@ -24,6 +24,7 @@ from helpers import (
     NEOX,
     NEOX_SEQ,
     STEP,
+    Ran,
     assert_refused,
     cli,
     copy,
@@ -36,7 +37,7 @@ from helpers import (
 )
 from neox_maker import ROW_BIAS, Spec, make_shards, write
 from test_neox_logits import TOLERANCE, largest_difference
-from test_neox_parallel import same_bits
+from test_neox_parallel import edit_yaml, same_bits
 from test_neox_variants import VARIANTS, variant
 from test_neox_zero import write_zero
 
@@ -339,9 +340,15 @@ def test_what_cannot_be_written_is_refused(
         ({"hidden_act": "quick_gelu"}, "FS514"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "FS514"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "FS514"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "FS514"),
+        ({"rope_theta": 10000.7, "rope_parameters": None}, "FS514"),
+        ({"rope_parameters": {"rope_theta": 10000.7}}, "FS514"),
         ({"model_type": "bloom"}, "FS514"),
+        ({"rms_norm_eps": "small"}, "FS211"),
+        ({"max_position_embeddings": "x"}, "FS211"),
+        ({"max_position_embeddings": None}, "FS211"),
     ],
-    ids=["activation", "rope_scaling", "rope_parameters", "family"],
+    ids=str,
 )
 def test_models_that_gpt_neox_does_not_have_are_refused(
     change: dict[str, Any], code: str, tmp_path: Path
@@ -350,6 +357,170 @@ def test_models_that_gpt_neox_does_not_have_are_refused(
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | change))
     assert_refused(hf, tmp_path / "out", code, exit=2, command=("convert",), options=("--to", "gpt_neox"))
+
+
+def written_config(out: Path) -> dict[str, Any]:
+    (file,) = out.glob("global_step*/configs/fastshard.yml")
+    config: dict[str, Any] = yaml.safe_load(file.read_text())
+    return config
+
+
+def resharded(spec: Spec, tmp_path: Path, **states: Any) -> tuple[dict[str, Any], Ran]:
+    """The config that is written for a checkpoint of this model, whose own says `states`; None takes a key out."""
+    root = write(tmp_path / "ckpt", spec)
+    if states:
+        edit_yaml(root, **states)
+    ran = cli("convert", root, tmp_path / "out", "--to", "gpt_neox", "--tp", 2)
+    assert (ran.code, ran.errors) == (0, []), ran.out
+    return written_config(tmp_path / "out"), ran
+
+
+@pytest.mark.parametrize("norm, suffix", [("te_layernorm", "norm.weight"), ("rmsnorm", "scale")])
+def test_norms_of_queries_and_keys_keep_their_names(norm: str, suffix: str, tmp_path: Path) -> None:
+    spec = Spec(norm=norm, more={"use_qk_layernorm": True})
+    shards = make_shards(spec)
+    for shard in shards:
+        shard[f"2.attention.qk_layernorm.{suffix}"] = torch.randn(4, 8)
+        shard[f"3.attention.qk_layernorm.{suffix}"] = torch.randn(4, 8)
+    root = write(tmp_path / "ckpt", spec, shards)
+    to_neox(root, tmp_path / "out", "gpt_neox", "--tp", 2)
+    for rank, shard in enumerate(shards):
+        have = tensors_of(tmp_path / "out", rank)
+        assert have.keys() == shard.keys()
+        assert torch.equal(
+            have[f"3.attention.qk_layernorm.{suffix}"], shard[f"3.attention.qk_layernorm.{suffix}"]
+        )
+
+
+@pytest.mark.parametrize(
+    "spec, told",
+    [
+        (Spec(te_mlp=True, residual=False, more={"layernorm_epsilon": 1e-3}), {"layernorm_epsilon", "gelu"}),
+        (Spec(te_mlp=True, residual=False), {"gelu"}),
+        (Spec(te_mlp=True, residual=False, more={"bias_gelu_fusion": True}), set()),
+        (Spec(te_mlp=True, residual=False, activation="swiglu"), set()),
+        (Spec(te_mha=True, residual=False, more={"layernorm_epsilon": 1e-3}), set()),
+    ],
+    ids=["eps", "gelu", "tanh", "swiglu", "attention_alone"],
+)
+def test_what_transformer_engine_computed_otherwise_is_said(
+    spec: Spec, told: set[str], tmp_path: Path
+) -> None:
+    _, ran = resharded(spec, tmp_path)
+    said = ran.having("FS215")
+    assert {f["severity"] for f in said} <= {"warning"}
+    assert len(said) == len(told) and all(any(key in f["message"] for f in said) for key in told)
+
+
+def test_config_says_which_biases_the_tensors_have(tmp_path: Path) -> None:
+    """GPT-NeoX's defaults are true; what a config states beside TE's modules need not be what they did."""
+    stated = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    config, _ = resharded(Spec(te_mha=True, residual=False, more=stated), tmp_path)
+    assert config["use_bias_in_attn_linear"] is config["use_bias_in_mlp"] is True
+    assert "use_bias_in_norms" not in config
+    config, _ = resharded(Spec(norm="rmsnorm", biases=False), tmp_path / "without")
+    assert not any(config[f"use_bias_in_{part}"] for part in ("attn_linear", "mlp", "norms"))
+
+
+def test_biases_on_one_of_two_projections_are_refused(tmp_path: Path) -> None:
+    spec = Spec(residual=False)
+    shards = make_shards(spec)
+    for shard in shards:
+        for name in [n for n in shard if n.endswith("dense.bias")]:
+            del shard[name]
+    root = write(tmp_path / "ckpt", spec, shards)
+    options = ("--to", "gpt_neox")
+    assert_refused(root, tmp_path / "out", "FS514", exit=2, command=("convert",), options=options)
+
+
+def test_position_embeddings_that_were_assumed_are_written(tmp_path: Path) -> None:
+    config, ran = resharded(Spec(), tmp_path, **{"pos-emb": None})
+    assert config["pos_emb"] == "rotary" and ran.having("FS109", message="pos_emb")
+
+
+@pytest.mark.parametrize(
+    "spec, stated, want",
+    [
+        (Spec(inner=512), {"expansion_factor": 8}, {"expansion_factor": 8}),
+        (Spec(inner=256), {"expansion_factor": 8}, {"intermediate_size": 256}),
+        (
+            Spec(inner=256),
+            {"expansion_factor": 4, "intermediate_size": 256},
+            {"intermediate_size": 256},
+        ),
+        (Spec(inner=96, activation="swiglu"), {"expansion_factor": 8}, {"intermediate_size": 288}),
+    ],
+    ids=["fits", "other", "both", "gated"],
+)
+def test_inner_size_is_said_once(
+    spec: Spec, stated: dict[str, Any], want: dict[str, Any], tmp_path: Path
+) -> None:
+    config, _ = resharded(spec, tmp_path, **stated)
+    assert {k: v for k, v in config.items() if k in ("expansion_factor", "intermediate_size")} == want
+
+
+@pytest.mark.parametrize("to", ["gpt_neox", "gpt_neox:sequential"])
+def test_norm_without_parameters_has_its_file(to: str, tmp_path: Path) -> None:
+    """DeepSpeed loads a file for each module, empty or not."""
+    spec = Spec(more={"norm": "non_parametric_layernorm"})
+    shards = [
+        {n: t for n, t in shard.items() if "norm" not in n} | {"5.none": torch.ones(1)}
+        for shard in make_shards(spec)
+    ]
+    root = write(tmp_path / "ckpt", spec, shards)
+    for rank in range(2):
+        torch.save({}, root / "global_step7" / layer_file(5, rank))
+    to_neox(root, tmp_path / "out", to, "--tp", 2)
+    file = tmp_path / "out/global_step7" / layer_file(5, 1)
+    assert to.endswith("sequential") or (load_pt(file) == {} and isinstance(load_pt(file), OrderedDict))
+    assert written_config(tmp_path / "out")["norm"] == "non_parametric_layernorm"
+    assert cli("verify", tmp_path / "out").code == 0
+
+
+def test_window_of_mistral_counts_the_token_itself(tmp_path: Path) -> None:
+    hf = copy(HF, tmp_path / "hf")
+    config = json.loads((hf / "config.json").read_text())
+    config |= {"model_type": "mistral", "sliding_window": 8}
+    (hf / "config.json").write_text(json.dumps(config))
+    to_neox(hf, tmp_path / "out")
+    said = written_config(tmp_path / "out")
+    assert (said["sliding_window_width"], said["attention_config"]) == (7, [[["flash"], said["num_layers"]]])
+
+
+def test_tanh_form_of_gelu_there_and_back(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec(more={"bias_gelu_fusion": True}))
+    to_hf(root, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["hidden_act"] == "gelu_pytorch_tanh"
+    assert "bos_token_id" not in config and "eos_token_id" not in config
+    to_neox(tmp_path / "hf", tmp_path / "neox")
+    assert written_config(tmp_path / "neox")["bias_gelu_fusion"] is True
+    to_hf(tmp_path / "neox", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("to", ["gpt_neox", "hf"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"te_mlp": True}, {"split_gate": True}],
+    ids=["linear1", "te_mlp", "w1_w3"],
+)
+def test_activation_of_a_gate_that_nothing_states_is_refused(
+    changes: dict[str, Any], to: str, tmp_path: Path
+) -> None:
+    """GPT-NeoX's default is not gated: a config without the key is not the one of the run."""
+    root = write(tmp_path / "ckpt", variant("llama_gqa", **changes))
+    edit_yaml(root, activation=None, mlp_type="llama" if "split_gate" in changes else None)
+    options = ("--to", to)
+    ran = assert_refused(root, tmp_path / "out", "FS209", exit=2, command=("convert",), options=options)
+    assert "activation" in ran.errors[0]["message"] and len(ran.errors) == 1
+    assert cli("merge", root, tmp_path / "merged").code == 0
+
+
+def test_gate_without_a_form_in_gpt_neox_is_refused(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", variant("llama_w1_w3", activation="mish"))
+    options = ("--to", "gpt_neox")
+    assert_refused(root, tmp_path / "out", "FS514", exit=2, command=("convert",), options=options)
 
 
 def test_unknown_residual_is_refused(tmp_path: Path) -> None:

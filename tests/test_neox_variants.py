@@ -20,6 +20,7 @@ from test_neox_parallel import edit_yaml, same_bits
 LLAMA: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "biases": False, "residual": False, "rotary_pct": 1.0, "inner": 96,
 }  # fmt: skip
+FLASH = {"attention-config": [[["flash"], 2]]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama_mha": LLAMA,
     "llama_mha_stated": LLAMA | {"kv_heads": 8},
@@ -29,7 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama_biases": LLAMA | {"biases": True, "activation": "geglu", "kv_heads": 4},
     "llama_rope_base": LLAMA | {"more": {"rotary_emb_base": 500}},
     "llama_te_rmsnorm": LLAMA | {"norm": "te_rmsnorm", "kv_heads": 4},
-    "mistral": LLAMA | {"kv_heads": 4, "more": {"sliding_window_width": 7}},
+    "mistral": LLAMA | {"kv_heads": 4, "more": FLASH | {"sliding_window_width": 7}},
+    "flash": LLAMA | {"more": FLASH},
+    "neox_tanh": {"more": {"bias_gelu_fusion": True}},
     "neox_rope_base": {"more": {"rotary_emb_base": 500}},
     "neox_te_layernorm": {"norm": "te_layernorm"},
     "te_mha": {"te_mha": True, "residual": False},
@@ -101,8 +104,20 @@ REFUSED = {
     "llama_parallel": (LLAMA | {"residual": True}, "norm"),
     "no_biases": ({"biases": False}, "MLP"),
     "rotary_pct": (LLAMA | {"rotary_pct": 0.5}, "rotary_pct"),
-    "mistral_biases": (LLAMA | {"biases": True, "more": {"sliding_window_width": 7}}, "sliding_window_width"),
-    "window": ({"more": {"sliding_window_width": 7}}, "sliding_window_width"),
+    "mistral_biases": (
+        LLAMA | {"biases": True, "more": FLASH | {"sliding_window_width": 7}},
+        "sliding_window_width",
+    ),
+    "window": ({"more": FLASH | {"sliding_window_width": 7}}, "sliding_window_width"),
+    "window_unstated": (LLAMA | {"more": {"sliding_window_width": 7}}, "sliding_window_width"),
+    "window_global": (
+        LLAMA | {"more": {"sliding_window_width": 7, "attention-config": [[["global"], 2]]}},
+        "sliding_window_width",
+    ),
+    "window_mixed": (
+        LLAMA | {"more": {"sliding_window_width": 7, "attention-config": [[["global", "flash"], 1]]}},
+        "sliding_window_width",
+    ),
     "gpt_j_tied": ({"more": {"gpt_j_tied": True}}, "gpt_j_tied"),
     "mup": ({"more": {"use_mup": True}}, "use_mup"),
     "activation": ({"activation": "softsign"}, "activation"),

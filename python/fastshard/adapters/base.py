@@ -305,6 +305,36 @@ def positive(options: dict[str, Any], single: str | None = None) -> None:
         )
 
 
+def positive_number(config: dict[str, Any], key: str, default: float) -> float:
+    """A positive number of the config; YAML reads `1e-5` as text.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    value = config.get(key, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0.0
+    if not 0 < number < float("inf") or isinstance(value, bool):
+        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=repr(value))
+    return number
+
+
+def whole_number(config: dict[str, Any], key: str, default: int) -> int:
+    """A positive whole number of the config, as a number of today's formats can be.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    number = positive_number(config, key, default)
+    if not number.is_integer() or number >= 1 << 53:
+        raise FastshardError.of(
+            "FS211", f"config: {key}", expected="a positive whole number", got=repr(config.get(key))
+        )
+    return int(number)
+
+
 class Target(Protocol):
     """What a conversion makes of a source; the names of the formats are in :mod:`.targets`."""
 

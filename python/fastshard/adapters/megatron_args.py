@@ -9,6 +9,8 @@ from typing import Any
 
 from ..errors import FastshardError
 from ..trees import Global
+from .base import positive_number, whole_number
+from .hf_config import rope_of
 from .megatron_config import LLAMA3_SCALING
 
 
@@ -52,12 +54,11 @@ def from_hf(config: dict[str, Any], axes: dict[str, int], facts: dict[str, bool]
     activation = str(config.get("hidden_act", "silu"))
     if activation not in ("silu", "swish"):
         raise _refuse("activation of a gated MLP", "silu", activation)
-    # transformers 4 has rope_theta and rope_scaling, 5 has both in rope_parameters.
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    rope = rope_of(config, "Megatron-LM", 1.0)
+    kind, scaling = rope.kind, rope.scaling
     if kind not in ("default", "llama3"):
         raise _refuse("scaling of rotary embeddings", "default or llama3", kind)
+    positions = whole_number(config, "max_position_embeddings", 2048)
     out: dict[str, Any] = {
         "num_layers": axes["L"],
         "hidden_size": axes["H"],
@@ -66,19 +67,19 @@ def from_hf(config: dict[str, Any], axes: dict[str, int], facts: dict[str, bool]
         "group_query_attention": axes["r"] > 1,
         "num_query_groups": axes["g"],
         "kv_channels": axes["d"],
-        "max_position_embeddings": config.get("max_position_embeddings", 2048),
-        "seq_length": config.get("max_position_embeddings", 2048),
+        "max_position_embeddings": positions,
+        "seq_length": positions,
         "swiglu": True,
         "normalization": "RMSNorm",
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "norm_epsilon": positive_number(config, "rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
         "add_bias_linear": facts["linear_bias"],
         "add_qkv_bias": facts["qkv_bias"] and not facts["linear_bias"],
         "qk_layernorm": facts["qk_norm"],
         "untie_embeddings_and_output_weights": not facts["tied"],
         "position_embedding_type": "rope",
-        "rotary_base": int(rope.get("rope_theta", config.get("rope_theta", 10000))),
-        "rotary_percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
+        "rotary_base": rope.base,
+        "rotary_percent": rope.share,
         "rotary_interleaved": False,
         "use_rope_scaling": kind == "llama3",
         "hidden_dropout": 0.0,
@@ -89,7 +90,7 @@ def from_hf(config: dict[str, Any], axes: dict[str, int], facts: dict[str, bool]
         for key, value in LLAMA3_SCALING.items():
             if scaling.get(key, value) != value:
                 raise _refuse(f"scaling of rotary embeddings ({key})", str(value), scaling[key])
-        out["rope_scaling_factor"] = scaling.get("factor", 8.0)
+        out["rope_scaling_factor"] = positive_number(scaling, "factor", 8.0)
     window = config.get("sliding_window")
     if window and config.get("model_type") in ("qwen2", "qwen3"):
         # These have a window in some layers only, and only where they say so.
@@ -97,6 +98,7 @@ def from_hf(config: dict[str, Any], axes: dict[str, int], facts: dict[str, bool]
             raise _refuse("sliding window in some layers", "in all layers or none", window)
         window = None
     if window:
+        window = whole_number(config, "sliding_window", 1)
         # Positions to the left besides the token itself, and to the right.
         out["window_size"] = (window - 1, 0)
     return out

@@ -18,8 +18,10 @@ import yaml
 
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
-from .base import Bound, Completed, Source, positive
+from .base import Bound, Completed, Source, positive, positive_number, whole_number
+from .hf_config import rope_of
 from .hf_target import HfTarget
+from .neox_features import GATED, activation_of, te_differences
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -42,6 +44,9 @@ _RUN_KEYS = ("load", "save", "iteration", "padded_vocab_size", "s3_path", "finet
 #: Modules of Transformer Engine: the tensors are written under GPT-NeoX's own names.
 _TE_KEYS = ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_format", "te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin", "te_fp8_mha")  # fmt: skip
 
+#: What messages call the config that is written.
+_CONFIG = "configs/fastshard.yml"
+
 _PRECISION: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": "bfloat16", "bf16": {"enabled": True}},
     "float16": {"precision": "fp16", "fp16": {"enabled": True}},
@@ -49,7 +54,7 @@ _PRECISION: dict[str, dict[str, Any]] = {
 }
 
 _NORM = re.compile(
-    r"^(input_layernorm|post_attention_layernorm|norm)\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
+    r"^(input_layernorm|post_attention_layernorm|attention\.qk_layernorm|norm)\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
 )
 #: Norm -> names of its weight and bias. source: gpt-neox megatron/model/norms.py
 _NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), "scalenorm": ("g", "bias")}
@@ -76,7 +81,8 @@ class NeoxTarget:
 
         Raises:
             FastshardError: ``FS514`` for a model that GPT-NeoX does not have, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for degrees that no run has.
+                that decides values is unknown, ``FS515`` for degrees that no run has,
+                ``FS211`` for a config with values of another kind.
         """
         pipeline = not to.endswith(":sequential")
         positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
@@ -125,6 +131,17 @@ class NeoxTarget:
                 "the model depends on `gpt_j_residual`, which nothing here states",
                 help="give the training config with --config (it must say gpt_j_residual: true or false)",
             )
+        if whole is None:
+            features = source.values["features"]
+            activation_of(source)
+            for kind, first, last in (
+                ("attention", "attention_bias", "dense_bias"),
+                ("MLP", "mlp_bias", "mlp_out_bias"),
+            ):
+                if features[first] != features[last]:
+                    raise FastshardError.of(
+                        "FS514", f"GPT-NeoX has biases on both projections of its {kind}, or on none"
+                    )
         # Transformer Engine's modules and old names become GPT-NeoX's own of today.
         facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
         if multiple is None:
@@ -158,6 +175,8 @@ class NeoxTarget:
         by_layer: dict[int, list[str]] = {}
         for name in sorted(bound.shapes):
             by_layer.setdefault(int(name.split(".", 1)[0]), []).append(name)
+        # DeepSpeed looks for a file of each module, also of a norm without parameters.
+        by_layer.setdefault(bound.axes["L"] + 3, [])
         files: list[dict[str, Any]] = []
 
         def add(name: str, rank: int, value: Any) -> None:
@@ -228,7 +247,7 @@ class NeoxTarget:
                     "FS109",
                     "config: GPT-NeoX adds rms_norm_epsilon to the root mean square, transformers to the mean square",
                     severity="note",
-                    file="configs/fastshard.yml",
+                    file=_CONFIG,
                     help="logits agree but for activations about as small as its root",
                 )
             )
@@ -254,20 +273,37 @@ class NeoxTarget:
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
             config[key] = axes[axis]
         config["num_attention_heads"] = axes["g"] * axes["r"]
-        features = self.source.values.get("features", {})
-        if "norm" in features:
-            config["norm"] = features["norm"]
-        if features.get("gqa"):
+        features = self.source.values["features"]
+        config["norm"] = features["norm"]
+        if features["gqa"]:
             config["num_kv_heads"] = axes["g"]
-        _inner_size(config, axes["F"], axes["H"], bool(features.get("gated")))
-        for key, default in (("max_position_embeddings", 2048), ("tokenizer_type", "GPT2BPETokenizer")):
-            if key not in config:
+        # source: gpt-neox megatron/neox_arguments/neox_args.py, all three are true by default
+        for key, feature in (
+            ("use_bias_in_attn_linear", "attention_bias"),
+            ("use_bias_in_mlp", "mlp_bias"),
+            ("use_bias_in_norms", "norm_bias"),
+        ):
+            if config.get(key, True) is not features[feature]:
+                config[key] = features[feature]
+        if features["gated"] or config.get("activation") is not None:
+            config["activation"] = activation_of(self.source)
+        _inner_size(config, axes["F"], axes["H"], features["gated"], self.source.facts["split_gate"])
+        findings += te_differences(self.source, _CONFIG)
+        if features["learned_positions"]:
+            config["pos_emb"] = "learned"
+        for key, default in (
+            ("max_position_embeddings", 2048),
+            ("tokenizer_type", "GPT2BPETokenizer"),
+            # Not its default: learned positions would be among the tensors.
+            ("pos_emb", "rotary"),
+        ):
+            if config.get(key) is None:
                 findings.append(
                     Finding.of(
                         "FS109",
                         f"config: {key} is stated nowhere; {default!r} is written",
                         severity="note",
-                        file="configs/fastshard.yml",
+                        file=_CONFIG,
                     )
                 )
                 config[key] = default
@@ -285,21 +321,16 @@ class NeoxTarget:
                 expected=f"head_dim {axes['H'] // heads}",
                 got=str(axes["d"]),
             )
-        # transformers 4 has rope_theta and rope_scaling, 5 has both in rope_parameters.
-        rope = config.get("rope_parameters") or {}
-        for stated in (rope, config.get("rope_scaling") or {}):
-            kind = stated.get("rope_type", stated.get("type", "default"))
-            if kind != "default":
-                raise FastshardError.of(
-                    "FS514",
-                    "GPT-NeoX has no rotary embedding with this scaling",
-                    expected="default",
-                    got=str(kind),
-                )
-        positions = config.get("max_position_embeddings", 2048)
         # transformers: configuration_gpt_neox.py has a quarter, Llama rotates all of a head.
-        share = rope.get("partial_rotary_factor", config.get("rotary_pct", 1.0 if llama else 0.25))
-        base = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000)))
+        rope = rope_of(config, "GPT-NeoX", 1.0 if llama else 0.25)
+        if rope.kind != "default":
+            raise FastshardError.of(
+                "FS514",
+                "GPT-NeoX has no rotary embedding with this scaling",
+                expected="default",
+                got=rope.kind,
+            )
+        positions = whole_number(config, "max_position_embeddings", 2048)
         out: dict[str, Any] = {
             "num_layers": axes["L"],
             "hidden_size": axes["H"],
@@ -307,8 +338,8 @@ class NeoxTarget:
             "seq_length": positions,
             "max_position_embeddings": positions,
             "pos_emb": "rotary",
-            "rotary_pct": share,
-            "rotary_emb_base": int(base),
+            "rotary_pct": rope.share,
+            "rotary_emb_base": rope.base,
             "output_layer_parallelism": "column",
             "tokenizer_type": "HFTokenizer",
         }
@@ -318,7 +349,7 @@ class NeoxTarget:
             biased = bool(config.get("attention_bias", False))
             out |= {
                 "norm": "rmsnorm",
-                "rms_norm_epsilon": config.get("rms_norm_eps", 1e-6),
+                "rms_norm_epsilon": positive_number(config, "rms_norm_eps", 1e-6),
                 # A gated MLP takes two thirds of this for gate and up together.
                 "intermediate_size": 3 * axes["F"],
                 "mlp_multiple_of": 1,
@@ -328,13 +359,15 @@ class NeoxTarget:
             }
             if axes["r"] > 1:
                 out["num_kv_heads"] = axes["g"]
-            if config.get("sliding_window"):
-                out["sliding_window_width"] = config["sliding_window"]
+            if config.get("model_type") == "mistral" and config.get("sliding_window") is not None:
+                # transformers counts the token itself; GPT-NeoX has windows in flash attention alone.
+                out["sliding_window_width"] = whole_number(config, "sliding_window", 1) - 1
+                out["attention_config"] = [[["flash"], axes["L"]]]
         else:
             named = _ACTIVATIONS.get(activation)
             out |= {
                 "norm": "layernorm",
-                "layernorm_epsilon": config.get("layer_norm_eps", 1e-5),
+                "layernorm_epsilon": positive_number(config, "layer_norm_eps", 1e-5),
                 "intermediate_size": axes["F"],
                 "use_bias_in_norms": True,
                 "use_bias_in_attn_linear": bool(config.get("attention_bias", True)),
@@ -345,19 +378,33 @@ class NeoxTarget:
         return out | named
 
 
-def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool) -> None:
+def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, split: bool) -> None:
     """Makes a config say the size that the tensors have, as GPT-NeoX of today computes it.
 
-    source: gpt-neox megatron/model/transformer.py, ParallelMLP: two thirds for gated ones, rounded up
+    source: gpt-neox megatron/model/transformer.py, ParallelMLP: two thirds for gated ones, rounded up; it
+    takes either `intermediate_size` or `expansion_factor`
+
+    Raises:
+        FastshardError: ``FS514`` for a gated MLP whose activation has no gated form in GPT-NeoX.
     """
     if gated:
         # `mlp_type: llama` names the old modules (w1, w2, w3), whose activation is not called gated.
         config.pop("mlp_type", None)
-        activation = str(config.get("activation", "silu"))
-        config["activation"] = _GATED.get(activation, activation)
-    stated, multiple = config.get("intermediate_size") or 4 * hidden, config.get("mlp_multiple_of") or 1
-    rows = int(stated * 2 / 3) if gated else stated
-    if -(-rows // multiple) * multiple != (2 if gated else 1) * inner:
+        activation = config["activation"]
+        named = _GATED.get(activation, activation) if split else activation
+        if named not in GATED:
+            raise FastshardError.of("FS514", "GPT-NeoX has no gated form of this activation", got=activation)
+        config["activation"] = named
+    stated = float(4 * hidden)
+    if config.get("expansion_factor") is not None:
+        stated = float(int(positive_number(config, "expansion_factor", 4) * hidden))
+    if config.get("intermediate_size") is not None:
+        stated = float(whole_number(config, "intermediate_size", 0))
+    multiple = 1 if config.get("mlp_multiple_of") is None else whole_number(config, "mlp_multiple_of", 1)
+    rows = int(stated * 2 / 3) if gated else int(stated)
+    both = config.get("expansion_factor") is not None and config.get("intermediate_size") is not None
+    if both or -(-rows // multiple) * multiple != (2 if gated else 1) * inner:
+        config.pop("expansion_factor", None)
         config |= {"intermediate_size": 3 * inner if gated else inner, "mlp_multiple_of": 1}
 
 

@@ -8,20 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import FastshardError, Finding, error_for
-from .base import Source
+from .base import Source, positive_number, whole_number
+from .neox_features import DEFAULT_ACTIVATION, EPS, activation_of, te_differences
 
 #: GPT-NeoX activation -> transformers'. A gated one by what it applies to the gate.
 _ACTIVATIONS = {
     "gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish",
     "swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid", "bilinear": "linear",
 }  # fmt: skip
-#: eps by kind of norm: key and default. source: gpt-neox megatron/neox_arguments/neox_args.py
-_EPS = {
-    "layernorm": ("layernorm_epsilon", 1e-5), "te_layernorm": ("layernorm_epsilon", 1e-5),
-    "rmsnorm": ("rms_norm_epsilon", 1e-8), "te_rmsnorm": ("rms_norm_epsilon", 1e-8),
-}  # fmt: skip
-#: What LayerNormMLP uses, whatever the config says. source: gpt-neox megatron/model/transformer_engine.py
-_TE_EPS = {"layernorm": 1e-5, "te_layernorm": 1e-5, "rmsnorm": 1e-8, "te_rmsnorm": 1e-8}
 
 _Reason = tuple[str, str, str]
 
@@ -30,7 +24,8 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
     """Layout table and facts of the Hugging Face model for a GPT-NeoX source.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each thing that no class of transformers computes.
+        FastshardError: ``FS514``, one finding for each thing that no class of transformers computes;
+            ``FS209`` if nothing states the activation of a gated MLP.
     """
     features = source.values["features"]
     llama = source.family == "llama"
@@ -49,6 +44,7 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
                 for what, expected, got in reasons
             ]
         )
+    activation_of(source)
     facts = {"tied": source.facts.get("tied", False), "attention_bias": features["attention_bias"]}
     if llama:
         facts |= {"mlp_bias": features["mlp_bias"], "out_bias": features["attention_bias"], "qk_norm": False}
@@ -68,7 +64,7 @@ def _common(source: Source, features: dict[str, Any]) -> list[_Reason]:
         reasons.append(("head", "final_linear", "rm_linear"))
     if config.get("use_mup"):
         reasons.append(("use_mup", "no scaling of what layers give", "true"))
-    activation = str(config.get("activation", "gelu"))
+    activation = str(config.get("activation", DEFAULT_ACTIVATION))
     if activation not in _ACTIVATIONS:
         reasons.append(("activation", ", ".join(_ACTIVATIONS), activation))
     if features["attention_bias"] != features["dense_bias"]:
@@ -77,37 +73,64 @@ def _common(source: Source, features: dict[str, Any]) -> list[_Reason]:
         )
     if features["mlp_bias"] != features["mlp_out_bias"]:
         reasons.append(("MLP bias", "on all of its projections or on none", _some(features["mlp_bias"])))
-    kinds = {kind for block in config.get("attention_config") or [] for kind in _kinds(block)}
+    kinds = attention_kinds(config)
     # Flash and ring attention compute what global attention does.
     if kinds - {"global", "flash", "ring"}:
         reasons.append(("attention_config", "global or flash", ", ".join(sorted(kinds))))
+    elif _window(config) is not None and (kinds != {"flash"} or features["te_mha"]):
+        # Documented for flash attention alone. The mask of global attention has the window too, but fused
+        # kernels do not look at it; Transformer Engine takes another kind of value.
+        # source: gpt-neox neox_arguments/neox_args.py, megatron/utils.py get_attn_mask, model/fused_softmax.py
+        got = "Transformer Engine's attention" if features["te_mha"] else ", ".join(sorted(kinds))
+        reasons.append(("sliding_window_width", "attention_config: flash in all layers", got))
     return reasons
 
 
-def _number(config: dict[str, Any], key: str, default: float) -> float:
-    """A positive number of the config; YAML reads `1e-5` as text.
+def _window(config: dict[str, Any]) -> int | None:
+    """Positions that a token sees besides itself, to its left; None for all.
+
+    source: gpt-neox megatron/model/transformer.py: flash-attn gets ``window_size=(width, -1)``
 
     Raises:
-        FastshardError: ``FS211`` if it is none.
+        FastshardError: ``FS211`` if it is no whole number.
     """
-    value = config.get(key, default)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if not 0 < number < float("inf") or isinstance(value, bool):
-        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=repr(value))
-    return number
+    width = config.get("sliding_window_width")
+    if width is None:
+        return None
+    if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width < 1 << 31:
+        raise FastshardError.of(
+            "FS211", "config: sliding_window_width", expected="a whole number", got=repr(width)
+        )
+    return width
 
 
 def _some(first: bool) -> str:
     return "the first only" if first else "the last only"
 
 
-def _kinds(block: Any) -> list[str]:
-    """Kinds of attention in one entry of ``attention_config``, e.g. ``[["global", "flash"], 12]``."""
-    inner = block[0] if isinstance(block, list) and block else block
-    return [str(kind) for kind in (inner if isinstance(inner, list) else [inner])]
+def attention_kinds(config: dict[str, Any]) -> set[str]:
+    """Kinds of attention in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per layer.
+
+    Raises:
+        FastshardError: ``FS211`` if it is of another form.
+    """
+    stated = config.get("attention_config")
+    if stated is None:
+        return {"global"}
+    kinds: list[Any] = []
+    for block in stated if isinstance(stated, list) else [None]:
+        if isinstance(block, list) and len(block) == 2:
+            kinds += block[0] if isinstance(block[0], list) else [block[0]]
+        else:
+            kinds.append(block)
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise FastshardError.of(
+            "FS211",
+            "config: attention_config",
+            expected='kinds and numbers of layers, as [[["flash"], 12]]',
+            got=repr(stated)[:80],
+        )
+    return set(kinds)
 
 
 def _gpt_neox(source: Source, features: dict[str, Any]) -> list[_Reason]:
@@ -133,7 +156,7 @@ def _gpt_neox(source: Source, features: dict[str, Any]) -> list[_Reason]:
         )
     if config.get("gpt_j_tied") and source.facts.get("gpt_j_residual"):
         reasons.append(("gpt_j_tied", "a norm of its own before the MLP", "true"))
-    if config.get("sliding_window_width"):
+    if _window(config) is not None:
         reasons.append(("sliding_window_width", "none", str(config["sliding_window_width"])))
     return reasons
 
@@ -141,9 +164,9 @@ def _gpt_neox(source: Source, features: dict[str, Any]) -> list[_Reason]:
 def _llama(source: Source, features: dict[str, Any]) -> list[_Reason]:
     config = source.config or {}
     reasons = []
-    if _number(config, "rotary_pct", 1.0) != 1.0:
+    if positive_number(config, "rotary_pct", 1.0) != 1.0:
         reasons.append(("rotary_pct", "1.0", str(config["rotary_pct"])))
-    if config.get("sliding_window_width") and (features["attention_bias"] or features["mlp_bias"]):
+    if _window(config) is not None and (features["attention_bias"] or features["mlp_bias"]):
         reasons.append(("sliding_window_width", "no biases, as in Mistral", "biases"))
     return reasons
 
@@ -179,35 +202,29 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         if config.get(key) is None:
             note(f"config: {key} is stated nowhere; GPT-NeoX's default {default!r} is written")
             return default
-        if isinstance(default, (int, float)):
-            number = _number(config, key, default)
-            return int(number) if number.is_integer() and isinstance(default, int) else number
+        if isinstance(default, int):
+            return whole_number(config, key, default)
+        if isinstance(default, float):
+            return positive_number(config, key, default)
         return config[key]
 
-    activation = str(known("activation", "gelu"))
+    activation = activation_of(source)
+    known("activation", activation)
     norm = features["norm"]
-    eps_key, eps_default = _EPS[norm]
+    eps_key, eps_default = EPS[norm]
     eps = known(eps_key, eps_default)
     if norm == "rmsnorm" and eps > 1e-7:
         note(
             f"config: GPT-NeoX's RMSNorm divides by rms + eps, Llama's by sqrt(rms^2 + eps); {eps_key} is written"
         )
-    if features["te_layernorm_mlp"] and eps != _TE_EPS[norm]:
-        note(
-            f"config: transformers has one eps for all norms; {eps_key} is written",
-            "warning",
-            "FS215",
-            expected=f"{_TE_EPS[norm]:g}, as Transformer Engine's LayerNormMLP used before each MLP",
-            got=f"{eps:g}",
-            help="compare logits with the run's own; the norms before attention and the last one used it",
-        )
-    tanh = "bias_gelu_fusion" if config.get("bias_gelu_fusion") else ""
-    tanh = "Transformer Engine" if features["te_layernorm_mlp"] else tanh
-    if activation == "gelu" and tanh:
-        note(
-            "config: hidden_act gelu is written, as GPT-NeoX's own converter does; "
-            f"{tanh} computes its tanh form, gelu_pytorch_tanh"
-        )
+    findings += te_differences(source, "config.json")
+    hidden_act = _ACTIVATIONS[activation]
+    if activation == "gelu" and not features["gated"] and config.get("bias_gelu_fusion"):
+        # source: gpt-neox megatron/model/fused_bias_gelu.py
+        hidden_act = "gelu_pytorch_tanh"
+        note(f"config: hidden_act {hidden_act} is written, the form of gelu that bias_gelu_fusion computes")
+    if "pos_emb" not in config:
+        note("config: pos_emb is stated nowhere, and no position embedding is there; rotary is assumed")
     out: dict[str, Any] = {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",
@@ -216,14 +233,16 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "num_hidden_layers": axes["L"],
         "num_attention_heads": axes["g"] * axes["r"],
         "intermediate_size": axes["F"],
-        "hidden_act": _ACTIVATIONS[activation],
+        "hidden_act": hidden_act,
         "max_position_embeddings": known("max_position_embeddings", 2048),
         "tie_word_embeddings": source.facts.get("tied", False),
         "attention_bias": features["attention_bias"],
         "use_cache": True,
-        "bos_token_id": config.get("bos_token_id", 0),
-        "eos_token_id": config.get("eos_token_id", 0),
     }
+    tokens = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    out |= {key: value for key, value in tokens.items() if isinstance(value, int)}
+    if unknown := [key for key, value in tokens.items() if not isinstance(value, int)]:
+        note(f"config: left out, since the tokenizer alone knows: {', '.join(unknown)}")
     base = known("rotary_emb_base", 10000)
     if source.family == "gpt_neox":
         out |= {
@@ -242,8 +261,11 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         "head_dim": axes["d"],
         "mlp_bias": features["mlp_bias"],
     }
-    if window := config.get("sliding_window_width"):
+    window = _window(config)
+    if window is not None:
         # Mistral has no biases; facts_of has seen to it.
         del out["attention_bias"], out["mlp_bias"]
-        out |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+        out |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        # transformers counts the token itself.
+        out["sliding_window"] = window + 1
     return out, findings
