@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from helpers import (
     rank_file,
 )
 from neox_maker import Spec, write
+from test_neox_parallel import edit_yaml
 
 COMMANDS = [pytest.param(("merge",), id="merge"), pytest.param(("convert", "--to", "hf"), id="convert")]
 MEAN = ("--replicas", "mean")
@@ -300,3 +303,141 @@ def test_tracker_that_points_nowhere(ckpt: Path, out: Path) -> None:
 
 def test_step_that_is_not_there(ckpt: Path, out: Path) -> None:
     assert_refused(ckpt, out, "FS501", exit=2, options=("--step", 5))
+
+
+# Configs and values that are not what they should be: one finding, whatever asks for them.
+
+#: Eight lists of nine, each of them nine times the one before.
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+TARGETS = ["gpt_neox", "hf"]
+
+
+@pytest.mark.parametrize("place", ["saved", "given"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x: 2024-02-30", "x: 0b_", "x: !!float a", "x: !!bool a", "x: !!timestamp a", "x: !!int", "x: !!set [a]",
+        "x: 99999999999999999999999", "x: &a [*a]", "x: [" * 3000, BOMB, f"{BOMB}norm: *a8", "x: \0", "? [1]: {}",
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_yaml_that_does_not_fit_is_one_finding(text: str, place: str, tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    given = tmp_path / "given.yml"
+    (given if place == "given" else root / "global_step7/configs/z.yml").write_text(text)
+    options = ("--config", given) if place == "given" else ()
+    for command in (("merge",), ("convert", "--to", "gpt_neox")):
+        ran = assert_refused(root, tmp_path / "out", "FS211", exit=2, command=command, options=options)
+        assert len(ran.errors) == 1 and len(ran.errors[0]["message"]) < 300
+
+
+def test_config_of_json_has_bounds_too(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    (tmp_path / "given.json").write_text('{"hidden_size": 99999999999999999999}')
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, options=("--config", tmp_path / "given.json"))
+
+
+@pytest.mark.parametrize(
+    "key, value, to",
+    [
+        ("attention_config", 5, "hf"),
+        ("attention_config", [[["global"], 12], 5, None, {}], "hf"),
+        ("attention_config", [], "hf"),
+        ("sliding_window_width", "7", "hf"),
+        ("max_position_embeddings", 1.5, "hf"),
+        ("rotary_emb_base", 10000.5, "hf"),
+        ("norm", ["layernorm"], "hf"),
+        ("activation", ["gelu"], "hf"),
+        ("activation", {"gelu": 1}, "gpt_neox"),
+        ("intermediate_size", "abc", "gpt_neox"),
+        ("intermediate_size", float("inf"), "gpt_neox"),
+        ("intermediate_size", float("nan"), "gpt_neox"),
+        ("mlp_multiple_of", "abc", "gpt_neox"),
+        ("mlp_multiple_of", 0, "gpt_neox"),
+        ("expansion_factor", "abc", "gpt_neox"),
+        ("make_vocab_size_divisible_by", 1 << 40, "gpt_neox"),
+        ("make_vocab_size_divisible_by", "abc", "gpt_neox"),
+        ("num_layers", 1 << 60, "gpt_neox"),
+        ("tokenizer_type", 2024, "gpt_neox"),
+        ("tokenizer_type", {"a": None}, "gpt_neox"),
+        ("max_position_embeddings", 1 << 60, "gpt_neox"),
+    ],
+    ids=str,
+)
+def test_value_of_another_kind_is_one_finding(key: str, value: Any, to: str, tmp_path: Path) -> None:
+    """In the saved config of a run whose rank files carry no arguments."""
+    root = write(tmp_path / "ckpt", Spec())
+    for rank in (0, 1):
+        edit_pt(root / "global_step7" / rank_file(rank), lambda state: state.pop("args"))
+    edit_yaml(root, **{key: value})
+    command = ("convert", "--to", to)
+    ran = assert_refused(root, tmp_path / "out", "FS211", exit=2, command=command, message=f"config: {key}")
+    assert len(ran.errors) == 1
+
+
+def test_date_as_the_name_of_a_tokenizer_is_one_finding(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    for rank in (0, 1):
+        edit_pt(root / "global_step7" / rank_file(rank), lambda state: state.pop("args"))
+    path = root / "global_step7/configs/config.yml"
+    for name in ("2024-01-01", "!!set {a}"):
+        path.write_text(f"{path.read_text()}\ntokenizer_type: {name}\n")
+        options = ("--to", "gpt_neox")
+        assert_refused(root, tmp_path / "out", "FS211", exit=2, command=("convert",), options=options)
+
+
+@pytest.mark.parametrize("state", [[1, 2], "abc", 5, None])
+def test_arguments_that_are_no_arguments_are_passed_over(state: Any, tmp_path: Path) -> None:
+    """A dict of the file with a key that stands for an object's class, and an object with another state."""
+    root = write(tmp_path / "ckpt", Spec())
+    for rank in (0, 1):
+        edit_pt(
+            root / "global_step7" / rank_file(rank),
+            lambda content: content["args"].update({"__class__": "x", "state": state}),
+        )
+    assert cli("merge", root, tmp_path / "out").code == 0
+    for rank in (0, 1):
+        edit_pt(root / "global_step7" / rank_file(rank), lambda content: content.update(args=torch.Size([1])))
+    assert cli("merge", root, tmp_path / "other").code == 0
+
+
+def test_arguments_of_a_namespace_are_compared(tmp_path: Path, out: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    for rank in (0, 1):
+        edit_pt(
+            root / "global_step7" / rank_file(rank),
+            lambda state, rank=rank: state.update(
+                args=argparse.Namespace(**state["args"] | {"hidden_size": 64 + 8 * rank})
+            ),
+        )
+    assert_refused(root, out, "FS110", file=rank_file(1), message="args.hidden_size")
+
+
+def test_name_that_is_no_text_is_shown_escaped(tmp_path: Path, out: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    (root / "global_step7/configs" / os.fsdecode(b"\xff\xfe.yml")).write_text("num-layers: 3\n")
+    for as_json in (True, False):
+        ran = cli("merge", root, out, json_output=as_json)
+        assert ran.code == 1 and "\\udcff\\udcfe.yml" in (ran.errors[0]["file"] if as_json else ran.err)
+
+
+def test_more_values_than_are_looked_at_are_said(tmp_path: Path, out: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    file = root / "global_step7" / rank_file(0)
+    edit_pt(file, lambda state: state.update(history=[1.0] * 250_000))
+    ran = cli("merge", root, out)
+    (said,) = ran.having("FS109", message="looked at")
+    assert (ran.code, said["severity"]) == (0, "warning") and said["file"].endswith(rank_file(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--tp", 10**30), ("--pp", 1 << 17), ("--make-vocab-size-divisible-by", 10**23)],
+    ids=lambda options: options[0],
+)
+def test_degrees_that_no_run_has_are_refused(options: tuple[object, ...], tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    command = ("convert", "--to", "gpt_neox")
+    assert_refused(root, tmp_path / "out", "FS515", exit=2, command=command, options=options)

@@ -142,6 +142,20 @@ def test_state_that_cannot_be_read_is_left_out_all_the_same(damage: str, tmp_pat
     assert ran.having("FS212", tensor="2.mlp._extra_state")
 
 
+@pytest.mark.parametrize("index", [999, -1, "x", None, {}])
+def test_key_that_reads_like_a_tensor_is_none(index: Any, tmp_path: Path) -> None:
+    """Neither in a state nor in a layer's file does a dict of the file's own stand for a tensor."""
+    state = packed("pickle", {"scale_fwd": {"__tensor__": index}, "scale_bwd": torch.ones(2)})
+    root = write(tmp_path / "ckpt", Spec(layers=1, tp=1, te_mlp=True, residual=False, extra_state=state))
+    edit_pt(
+        root / "global_step7" / layer_file(2, 0),
+        lambda c: c.update({"own": {"__tensor__": index}, "other": {"__class__": index}}),
+    )
+    ran = cli("inspect", root)
+    assert (ran.code, ran.errors) == (0, [])
+    assert ran.doc["metadata"]["features"]["fp8"] == {"states": 1, "scale_bwd": [1.0, 1.0]}
+
+
 def test_fp8_weights_are_refused_by_name(tmp_path: Path) -> None:
     root = write(tmp_path / "ckpt", Spec(tp=1, te_mlp=True, residual=False))
 

@@ -347,6 +347,12 @@ def test_what_cannot_be_written_is_refused(
         ({"rms_norm_eps": "small"}, "FS211"),
         ({"max_position_embeddings": "x"}, "FS211"),
         ({"max_position_embeddings": None}, "FS211"),
+        ({"max_position_embeddings": 1 << 80}, "FS211"),
+        ({"rope_parameters": None, "rope_theta": "abc"}, "FS211"),
+        ({"rope_parameters": {"rope_theta": None}}, "FS211"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "FS211"),
+        ({"rope_parameters": [1]}, "FS211"),
+        ({"rope_scaling": "x"}, "FS211"),
     ],
     ids=str,
 )
@@ -356,7 +362,12 @@ def test_models_that_gpt_neox_does_not_have_are_refused(
     hf = copy(HF, tmp_path / "hf")
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | change))
-    assert_refused(hf, tmp_path / "out", code, exit=2, command=("convert",), options=("--to", "gpt_neox"))
+    targets = ["gpt_neox"]
+    if code == "FS211" or "rope_theta" in str(change.get("rope_parameters", change)):
+        # The same keys, with the same bounds.
+        targets += ["megatron:legacy"] if "llama3" not in str(change) else []
+    for to in targets:
+        assert_refused(hf, tmp_path / "out", code, exit=2, command=("convert",), options=("--to", to))
 
 
 def written_config(out: Path) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class Catalog:
         """JSON array of findings: the files that could not be read."""
     def files(self) -> str:
         """JSON array in the order given: path, root, format, size in bytes, tensors; null if unreadable."""
-    def values(self, file: int) -> str:
-        """JSON of what a file holds besides tensors."""
+    def values(self, file: int) -> tuple[str, bool]:
+        """JSON of what a file holds besides tensors, and whether that is all of it: JSON is bounded."""
     def tensors(self, file: int) -> str:
         """JSON array of a file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
     def tensor_bytes(self, file: int, tensor: int, limit: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _core, adapters
 from .adapters.base import Contents, Options, Source
+from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding, from_core
 from .planning import Opened, Plan, default_threads, make_plan
@@ -67,7 +68,18 @@ def open(
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
     readable = json.loads(catalog.files())
 
-    source = found.adapter.declare(found, listing, Contents(catalog, readable), options)
+    contents = Contents(catalog, readable)
+    source = found.adapter.declare(found, listing, contents, options)
+    findings.extend(
+        Finding.of(
+            "FS109",
+            "the file says more besides its tensors than is looked at; what lies beyond was not read",
+            severity="warning",
+            file=found.files[file].path,
+            help="give the training config with --config if something is missed",
+        )
+        for file in sorted(contents.cut)
+    )
     if options.layout:
         from . import layouts
 
@@ -102,20 +114,23 @@ def _relative(finding: Finding, prefixes: list[str]) -> Finding:
 
 
 def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
-    if config is None or isinstance(config, Mapping):
-        return (None if config is None else dict(config)), None
-    import yaml
-
+    if config is None:
+        return None, None
+    if isinstance(config, Mapping):
+        try:
+            return dict(checked(config)), None
+        except ValueError as error:
+            raise FastshardError.of("FS211", f"not a config: {error}") from None
     path = Path(config)
     try:
         # JSON is YAML too, but its own reader gives better messages and is faster.
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
     except OSError as error:
         raise FastshardError.of(
             "FS501", f"cannot read the config: {error.strerror}", file=str(path)
         ) from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except ValueError as error:
         raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
     if not isinstance(content, dict) or not content:
         raise FastshardError.of("FS211", "not a config: no keys", file=str(path))

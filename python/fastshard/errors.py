@@ -36,6 +36,12 @@ class Finding:
     got: str | None = None
     help: str | None = None
 
+    def __post_init__(self) -> None:
+        # Names of files are bytes; those that are no text come with lone surrogates, which no output takes.
+        for key, value in vars(self).items():
+            if isinstance(value, str) and not value.isascii():
+                object.__setattr__(self, key, value.encode("utf-8", "backslashreplace").decode())
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
         """A finding from its JSON form."""

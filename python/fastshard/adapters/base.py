@@ -8,8 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from .. import _core, layouts
+from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
+
+#: Ranks of one parallel dimension at most; no run has as many.
+MAX_DEGREE = 1 << 16
+#: Multiple of a vocabulary at most.
+MAX_MULTIPLE = 1 << 31
 
 
 class Contents:
@@ -21,11 +27,18 @@ class Contents:
         # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
         self._values: dict[int, Any] = {}
         self._tensors: dict[int, list[dict[str, Any]]] = {}
+        #: Files of which more values were asked for than are looked at.
+        self.cut: set[int] = set()
 
     def __call__(self, file: int) -> Any:
         """Contents that are not tensors; None for a file that cannot be read."""
         if file not in self._values:
-            self._values[file] = json.loads(self._catalog.values(file)) if self.readable(file) else None
+            self._values[file] = None
+            if self.readable(file):
+                text, whole = self._catalog.values(file)
+                self._values[file] = json.loads(text)
+                if not whole:
+                    self.cut.add(file)
         return self._values[file]
 
     def readable(self, file: int) -> bool:
@@ -291,11 +304,16 @@ def positive(options: dict[str, Any], single: str | None = None) -> None:
     """Checks degrees and multiples that a caller gave; ``single`` is the one that the target does not have.
 
     Raises:
-        FastshardError: ``FS515`` for one that is no positive whole number.
+        FastshardError: ``FS515`` for one that is no positive whole number, or beyond what a run has.
     """
     for option, value in options.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise FastshardError.of("FS515", option, expected="a positive whole number", got=repr(value))
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FastshardError.of("FS515", option, expected="a positive whole number", got=shown(value))
+        largest = MAX_DEGREE if option in ("--tp", "--pp") else MAX_MULTIPLE
+        if value > largest:
+            raise FastshardError.of("FS515", option, expected=f"{largest} at most", got=shown(value))
     if single is not None and options[single] != 1:
         raise FastshardError.of(
             "FS515",
@@ -317,7 +335,7 @@ def positive_number(config: dict[str, Any], key: str, default: float) -> float:
     except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not 0 < number < float("inf") or isinstance(value, bool):
-        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=repr(value))
+        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=shown(value))
     return number
 
 
@@ -330,7 +348,7 @@ def whole_number(config: dict[str, Any], key: str, default: int) -> int:
     number = positive_number(config, key, default)
     if not number.is_integer() or number >= 1 << 53:
         raise FastshardError.of(
-            "FS211", f"config: {key}", expected="a positive whole number", got=repr(config.get(key))
+            "FS211", f"config: {key}", expected="a positive whole number", got=shown(config.get(key))
         )
     return int(number)
 

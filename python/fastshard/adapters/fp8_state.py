@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import FastshardError, Finding
 from .base import Contents, Found, Unit
+from .zero.model import tensor_index
 
 #: Unit, keys from the file's root, name of the tensor, and whether it is stored as a tensor.
 State = tuple[Unit, list[str], str, bool]
@@ -53,9 +54,10 @@ def summary(
             settings |= {k: fields[k] for k in _SETTINGS if isinstance(fields.get(k), (int, str))}
             told = True
         for key, value in content.items():
-            if not isinstance(value, dict) or "__tensor__" not in value:
+            index = tensor_index(value)
+            if index is None or index >= len(tensors):
                 continue
-            tensor = tensors[value["__tensor__"]]
+            tensor = tensors[index]
             if key.startswith("amax_history") and tensor["shape"]:
                 histories.add(tensor["shape"][0])
                 told = True

@@ -231,7 +231,8 @@ def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding
                 help="take all files from one step",
             )
         )
-    known = [(i, s["args"]) for i, s in enumerate(states) if isinstance(s.get("args"), dict)]
+    each = [(i, neox_config.arguments_of(s)) for i, s in enumerate(states)]
+    known = [(i, args) for i, args in each if args is not None]
     for i, args in known:
         for key in (
             "num_layers",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError
 from .base import positive_number
 
@@ -29,7 +30,7 @@ def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 48:
         raise FastshardError.of(
-            "FS211", f"config: {key}", file=file, expected="a positive whole number", got=repr(value)
+            "FS211", f"config: {key}", file=file, expected="a positive whole number", got=shown(value)
         )
     return value
 
@@ -145,7 +146,7 @@ def rope_of(config: dict[str, Any], target: str, share: float) -> Rope:
     for key in ("rope_parameters", "rope_scaling"):
         stated = config.get(key)
         if not isinstance(stated, (dict, type(None))):
-            raise FastshardError.of("FS211", f"config: {key}", expected="a table", got=repr(stated)[:80])
+            raise FastshardError.of("FS211", f"config: {key}", expected="a table", got=shown(stated))
         tables[key] = stated or {}
         if nested := [name for name, value in tables[key].items() if isinstance(value, dict)]:
             raise FastshardError.of(
@@ -167,7 +168,7 @@ def rope_of(config: dict[str, Any], target: str, share: float) -> Rope:
             "FS514",
             f"{target} has a whole number as {base_key}",
             expected="a whole number",
-            got=repr(flat[base_key]),
+            got=shown(flat[base_key]),
         )
     return Rope(
         kind=next((kind for kind in kinds if kind != "default"), "default"),

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import FastshardError, Finding
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
-from .base import Bound, Completed, Source, positive
+from .base import MAX_MULTIPLE, Bound, Completed, Source, positive
 from .dcp_target import Records
 from .hf_target import HfTarget
 
@@ -73,7 +73,12 @@ class MegatronTarget:
                     help="convert it to hf, or merge it under Megatron's own names",
                 )
             stated = (source.config or {}).get("make_vocab_size_divisible_by")
-            if multiple is None and isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+            if (
+                multiple is None
+                and isinstance(stated, int)
+                and not isinstance(stated, bool)
+                and 0 < stated <= MAX_MULTIPLE
+            ):
                 multiple = stated
         else:
             whole = HfTarget.of(source)

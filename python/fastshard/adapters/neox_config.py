@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from ..configs import parse_yaml, shown
 from ..discover import Listing
 from ..errors import FastshardError, Finding
 from .base import Options
@@ -31,9 +30,9 @@ def read(
         if not file.name.endswith((".yml", ".yaml")):
             continue
         try:
-            content = yaml.safe_load(listing.read_text(file, limit=4 << 20))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise FastshardError.of("FS211", f"not valid YAML: {error}", file=file.path) from None
+            content = parse_yaml(listing.read_text(file, limit=4 << 20))
+        except ValueError as error:
+            raise FastshardError.of("FS211", str(error), file=file.path) from None
         if not isinstance(content, dict):
             continue
         for key, value in content.items():
@@ -45,8 +44,8 @@ def read(
                         "FS110",
                         f"the saved configs disagree on {key}",
                         file=file.path,
-                        expected=str(merged[key]),
-                        got=str(value),
+                        expected=shown(merged[key]),
+                        got=shown(value),
                         help="give the right one with --config",
                     )
                 )
@@ -55,14 +54,18 @@ def read(
     return merged, path
 
 
+def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments that a rank file carries, as a dict; None if there are none."""
+    args = state.get("args")
+    if isinstance(args, dict) and "__class__" in args:
+        # A Namespace arrives as an inert record with its state.
+        args = args.get("state")
+    return args if isinstance(args, dict) else None
+
+
 def arguments(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments that the first rank file carries, as a dict."""
-    for state in states:
-        args = state.get("args")
-        if isinstance(args, dict):
-            # A Namespace arrives as an inert record with its state.
-            return dict(args.get("state") or {}) if "__class__" in args else args
-    return {}
+    """The arguments that the first rank file with any carries."""
+    return next((args for state in states if (args := arguments_of(state)) is not None), {})
 
 
 @dataclass
@@ -87,13 +90,14 @@ class Model:
         def number(key: str) -> int | None:
             inside, outside = args.get(key), config.get(key)
             for value in (inside, outside):
-                if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                if value is not None and not (whole and 0 < value < 1 << 48):
                     raise FastshardError.of(
                         "FS211",
                         f"config: {key}",
                         file=path,
                         expected="a positive whole number",
-                        got=repr(value),
+                        got=shown(value),
                     )
             if inside is not None and outside is not None and inside != outside:
                 findings.append(
@@ -114,7 +118,11 @@ class Model:
         hidden, heads = number("hidden_size"), number("num_attention_heads")
         padded = args.get("padded_vocab_size")
         model.heads, model.kv_heads = heads, number("num_kv_heads")
-        axes = {"L": model.layers, "H": hidden, "P": padded if isinstance(padded, int) else None}
+        axes = {
+            "L": model.layers,
+            "H": hidden,
+            "P": padded if isinstance(padded, int) and padded > 0 else None,
+        }
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
         model.axes = {k: v for k, v in axes.items() if v}

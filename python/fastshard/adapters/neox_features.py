@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError, Finding, error_for
 from . import fp8_state
 from .base import Contents, Found, Source, Unit, positive_number
@@ -99,7 +100,7 @@ def read(units: list[Unit], values: Contents) -> Parts:
 
 def norm_of(parts: Parts, config: dict[str, Any]) -> str:
     """The kind of norm, in the words of GPT-NeoX's ``norm``: names decide where they differ."""
-    stated = str(config.get("norm", "layernorm"))
+    stated = str(config.get("norm") or "layernorm")
     inside = [n.removeprefix("input_layernorm.") for n in parts.shapes if n.startswith("input_layernorm.")]
     if "scale" in inside:
         return "rmsnorm"
@@ -140,12 +141,16 @@ def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
     """Chooses the layout and its facts for a declared source, and records what it was trained with.
 
     Raises:
-        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads.
+        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no name.
     """
     parts = read(source.units, values)
     config = model.config
-    stated = config.get("activation")
-    activation = str(stated) if stated is not None else None
+    for key in ("norm", "activation", "pos_emb"):
+        if not isinstance(config.get(key), (str, type(None))):
+            raise FastshardError.of(
+                "FS211", f"config: {key}", file=model.path, expected="a name", got=shown(config[key])
+            )
+    activation: str | None = config.get("activation")
     kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1)) or model.kv_heads or model.heads
     if model.heads and model.kv_heads and model.heads % model.kv_heads:
         raise FastshardError.of(

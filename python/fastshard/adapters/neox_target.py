@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
+from ..configs import shown
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
-from .base import Bound, Completed, Source, positive, positive_number, whole_number
+from .base import MAX_MULTIPLE, Bound, Completed, Source, positive, positive_number, whole_number
 from .hf_config import rope_of
 from .hf_target import HfTarget
 from .neox_features import GATED, activation_of, te_differences
@@ -145,9 +146,14 @@ class NeoxTarget:
         # Transformer Engine's modules and old names become GPT-NeoX's own of today.
         facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
         if multiple is None:
-            multiple = config.get("make_vocab_size_divisible_by") if whole is None else None
-            if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-                multiple = DEFAULT_VOCAB_MULTIPLE
+            multiple = DEFAULT_VOCAB_MULTIPLE
+            key = "make_vocab_size_divisible_by"
+            if whole is None and config.get(key) is not None:
+                multiple = whole_number(config, key, multiple)
+                if multiple > MAX_MULTIPLE:
+                    raise FastshardError.of(
+                        "FS211", f"config: {key}", expected=f"{MAX_MULTIPLE} at most", got=str(multiple)
+                    )
         return cls(source, to, pipeline, tp, pp, multiple, layout, facts, whole)
 
     def request(self, table: str) -> dict[str, Any]:
@@ -163,7 +169,9 @@ class NeoxTarget:
     def step(self) -> int:
         """The step that is continued; 0 for models that come from elsewhere."""
         iteration = self.source.values.get("iteration") if self.whole is None else None
-        return iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0
+        if isinstance(iteration, bool) or not isinstance(iteration, int):
+            return 0
+        return max(iteration, 0)
 
     def complete(self, bound: Bound) -> Completed:
         """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""
@@ -307,6 +315,10 @@ class NeoxTarget:
                     )
                 )
                 config[key] = default
+        config["max_position_embeddings"] = whole_number(config, "max_position_embeddings", 2048)
+        if not isinstance(config["tokenizer_type"], str):
+            got = shown(config["tokenizer_type"])
+            raise FastshardError.of("FS211", "config: tokenizer_type", expected="a name", got=got)
         config.setdefault("seq_length", config["max_position_embeddings"])
         return config
 

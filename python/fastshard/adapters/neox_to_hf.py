@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError, Finding, error_for
 from .base import Source, positive_number, whole_number
 from .neox_features import DEFAULT_ACTIVATION, EPS, activation_of, te_differences
@@ -99,7 +100,7 @@ def _window(config: dict[str, Any]) -> int | None:
         return None
     if not isinstance(width, int) or isinstance(width, bool) or not 0 <= width < 1 << 31:
         raise FastshardError.of(
-            "FS211", "config: sliding_window_width", expected="a whole number", got=repr(width)
+            "FS211", "config: sliding_window_width", expected="a whole number", got=shown(width)
         )
     return width
 
@@ -128,7 +129,7 @@ def attention_kinds(config: dict[str, Any]) -> set[str]:
             "FS211",
             "config: attention_config",
             expected='kinds and numbers of layers, as [[["flash"], 12]]',
-            got=repr(stated)[:80],
+            got=shown(stated),
         )
     return set(kinds)
 

@@ -165,9 +165,11 @@ impl Catalog {
         to_json(&files)
     }
 
-    fn values(&self, file: usize) -> PyResult<String> {
-        let value = self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| f.parsed.values.to_json());
-        to_json(&value)
+    fn values(&self, file: usize) -> PyResult<(String, bool)> {
+        let value =
+            self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| f.parsed.values.to_json_whole());
+        let (value, whole) = value.map_or((None, true), |(value, whole)| (Some(value), whole));
+        Ok((to_json(&value)?, whole))
     }
 
     fn tensors(&self, file: usize) -> PyResult<String> {

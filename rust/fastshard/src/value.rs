@@ -49,6 +49,8 @@ const JSON_NODES: usize = 200_000;
 const JSON_TEXT: usize = 16 << 20;
 /// Nesting followed at most when a value is turned into JSON.
 const JSON_DEPTH: usize = 64;
+/// Keys that stand for what JSON has no word for.
+const OWN_KEYS: [&str; 5] = ["tensor__", "class__", "bytes__", "bigint_bytes__", "global__"];
 /// Elements of a tuple at most that has a text as a key.
 const KEY_TUPLE: usize = 8;
 
@@ -56,6 +58,7 @@ const KEY_TUPLE: usize = 8;
 struct Budget {
     nodes: usize,
     text: usize,
+    cut: bool,
 }
 
 impl Budget {
@@ -63,6 +66,7 @@ impl Budget {
     fn text(&mut self, text: &str) -> String {
         if text.len() > self.text {
             self.nodes = 0;
+            self.cut = true;
             return "...".into();
         }
         self.text -= text.len();
@@ -142,16 +146,25 @@ impl Values {
 
     /// The root as JSON: bounded in nodes, text and depth, tensors as `{"__tensor__": index}`, records
     /// as `{"__class__": name, ...}`, bytes by their length, keys without a text as `"__key<node>__"`,
-    /// everything beyond the bounds as `"..."`.
+    /// everything beyond the bounds as `"..."`. A file's own key that reads like one of these gets one more
+    /// underscore.
     pub fn to_json(&self) -> serde_json::Value {
+        self.to_json_whole().0
+    }
+
+    /// [`Values::to_json`], and whether all of it is there: false where a bound was met.
+    pub fn to_json_whole(&self) -> (serde_json::Value, bool) {
         if self.nodes.is_empty() {
-            return serde_json::Value::Null;
+            return (serde_json::Value::Null, true);
         }
-        self.node_json(self.root, 0, &mut Budget { nodes: JSON_NODES, text: JSON_TEXT })
+        let mut budget = Budget { nodes: JSON_NODES, text: JSON_TEXT, cut: false };
+        let value = self.node_json(self.root, 0, &mut budget);
+        (value, !budget.cut)
     }
 
     fn node_json(&self, node: Node, depth: usize, budget: &mut Budget) -> serde_json::Value {
         if budget.nodes == 0 || depth > JSON_DEPTH {
+            budget.cut = true;
             return json!("...");
         }
         budget.nodes -= 1;
@@ -168,7 +181,7 @@ impl Values {
                 let mut items = Vec::new();
                 for &n in v {
                     items.push(self.node_json(n, depth + 1, budget));
-                    if budget.nodes == 0 {
+                    if budget.cut && budget.nodes == 0 {
                         break;
                     }
                 }
@@ -178,9 +191,10 @@ impl Values {
                 let mut map = Map::new();
                 for &(k, v) in items {
                     let key = self.key_text(k).unwrap_or_else(|| format!("__key{k}__"));
-                    let key = budget.text(&key);
+                    let own = key.starts_with("__") && OWN_KEYS.contains(&key.trim_start_matches('_'));
+                    let key = budget.text(&if own { format!("_{key}") } else { key });
                     map.insert(key, self.node_json(v, depth + 1, budget));
-                    if budget.nodes == 0 {
+                    if budget.cut && budget.nodes == 0 {
                         break;
                     }
                 }
@@ -203,5 +217,46 @@ impl Values {
                 map.into()
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dict(entries: &[(&str, i64)]) -> Values {
+        let mut values = Values::default();
+        let items = entries
+            .iter()
+            .map(|(key, n)| (values.push(Value::Str((*key).into())), values.push(Value::Int(*n))))
+            .collect();
+        let root = values.push(Value::Dict(items));
+        values.set_root(root);
+        values
+    }
+
+    #[test]
+    fn keys_of_a_file_do_not_read_like_ours() {
+        let values =
+            dict(&[("__tensor__", 1), ("___tensor__", 2), ("__class__", 3), ("_tensor__", 4), ("a", 5)]);
+        let want = json!({"___tensor__": 1, "____tensor__": 2, "___class__": 3, "_tensor__": 4, "a": 5});
+        assert_eq!(values.to_json_whole(), (want, true));
+    }
+
+    #[test]
+    fn what_lies_beyond_the_bounds_is_told() {
+        for (count, whole) in [(JSON_NODES - 1, true), (JSON_NODES, false)] {
+            let mut values = Values::default();
+            let items = (0..count).map(|_| values.push(Value::None)).collect();
+            let root = values.push(Value::List(items));
+            values.set_root(root);
+            assert_eq!(values.to_json_whole().1, whole);
+        }
+        let mut values = dict(&[]);
+        for _ in 0..=JSON_DEPTH {
+            let root = values.push(Value::List(vec![values.root()]));
+            values.set_root(root);
+        }
+        assert!(!values.to_json_whole().1);
     }
 }

@@ -118,7 +118,7 @@ def is_shape(shape: Any) -> bool:
 def tensor_index(value: Any) -> int | None:
     """Index in its file of a tensor among inert values."""
     index = value.get("__tensor__") if isinstance(value, dict) else None
-    return index if type(index) is int else None
+    return index if type(index) is int and index >= 0 else None
 
 
 def name_list(value: Any) -> list[str]:

@@ -1,0 +1,98 @@
+"""Config texts, YAML and JSON, as plain data of bounded size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: Values at most in a config, aliases counted as often as they are used.
+_VALUES = 100_000
+#: What PyYAML raises for text that its own tags do not fit, besides errors of its own.
+_MALFORMED = (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError)
+
+
+def parse_yaml(text: str) -> Any:
+    """The one document of a YAML text.
+
+    Raises:
+        ValueError: for one that is malformed, too large once its aliases are followed, or holds
+            numbers that no format has.
+    """
+    import yaml
+
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _bounded(node, {})
+        return checked(loader.construct_document(node))
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {error}") from None
+    except _MALFORMED as error:
+        raise ValueError(f"not valid YAML: {_said(error)}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: for one that is malformed or holds numbers that no format has.
+    """
+    try:
+        return checked(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {_said(error)}") from None
+
+
+def checked(value: Any) -> Any:
+    """The value itself, if its whole numbers have 64 bits.
+
+    Raises:
+        ValueError: if one has more: what is computed with it would not fit either.
+    """
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("a number of more than 64 bits")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            checked(key)
+            checked(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            checked(item)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a message has it: not longer than a line."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _said(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _bounded(node: Any, sizes: dict[int, int]) -> int:
+    """Nodes below a node, itself included; what aliases repeat is counted each time."""
+    known = sizes.get(id(node))
+    if known is not None:
+        if known == 0:
+            raise ValueError("an alias within what it stands for")
+        return known
+    sizes[id(node)] = 0
+    total = 1
+    for child in node.value if isinstance(node.value, list) else ():
+        for part in child if isinstance(child, tuple) else (child,):
+            total += _bounded(part, sizes)
+            if total > _VALUES:
+                raise ValueError(f"more than {_VALUES} values, counting what aliases repeat")
+    sizes[id(node)] = total
+    return total
