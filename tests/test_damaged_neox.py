@@ -441,3 +441,65 @@ def test_degrees_that_no_run_has_are_refused(options: tuple[object, ...], tmp_pa
     root = write(tmp_path / "ckpt", Spec())
     command = ("convert", "--to", "gpt_neox")
     assert_refused(root, tmp_path / "out", "FS515", exit=2, command=command, options=options)
+
+
+# Numbers of another world: told in few words, in the time that a header takes.
+
+
+def unstated(root: Path, *keys: str) -> Path:
+    """Takes keys out of the arguments and the saved config."""
+    for file in (root / "global_step7").glob("mp_rank_*"):
+        edit_pt(file, lambda state: [state["args"].pop(key, None) for key in keys])
+    edit_yaml(root, **dict.fromkeys(keys))
+    return root
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("key, most", [("num_layers", 1 << 14), ("model_parallel_size", 1 << 16)])
+def test_many_files_that_are_not_there_are_told_in_few_words(key: str, most: int, tmp_path: Path) -> None:
+    root = unstated(write(tmp_path / "ckpt", Spec()), key)
+    edit_yaml(root, **{key: most})
+    ran = cli("inspect", root)
+    assert len(ran.errors) < 40 and len(ran.out) < 30_000
+    said = ran.having("FS103" if key == "num_layers" else "FS101")
+    assert any(f" to {most + 1 if key == 'num_layers' else most - 1}" in str(f) for f in said)
+    edit_yaml(root, **{key: most + 1})
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, message=key)
+    unstated(root, "num_layers", "model_parallel_size")
+    edit_yaml(root, num_layers=1 << 12, model_parallel_size=1 << 12)
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, message="num_layers times model_parallel_size")
+    edit_yaml(root, num_layers=None, model_parallel_size=None)
+    step = root / "global_step7"
+    shutil.copy(step / layer_file(2, 0), step / layer_file(16_000, 60_000))
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, message="num_layers times model_parallel_size")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "sequential"])
+def test_rank_that_no_run_has_is_a_leftover(pipeline: bool, tmp_path: Path) -> None:
+    root = unstated(write(tmp_path / "ckpt", Spec(), pipeline=pipeline), "model_parallel_size")
+    step = root / "global_step7"
+    stray = layer_file(2, 9_999_999) if pipeline else rank_file(9_999_999)
+    shutil.copy(step / (layer_file(2, 0) if pipeline else rank_file(0)), step / stray)
+    ran = cli("inspect", root)
+    assert ran.doc["topology"] == {"tp": 2} and ran.errors == []
+    assert ran.having("FS108", file=stray)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_layers_are_counted_where_nothing_states_them(tied: bool, tmp_path: Path) -> None:
+    root = unstated(write(tmp_path / "ckpt", Spec(tied=tied)), "num_layers")
+    assert cli("merge", root, tmp_path / "out").code == 0
+    step = root / "global_step7"
+    shutil.copy(step / layer_file(2, 0), step / "layer_99999999999999999999999-model_00-model_states.pt")
+    assert_refused(root, tmp_path / "other", "FS108", file="layer_99999999999999999999999")
+
+
+@pytest.mark.timeout(20)
+def test_many_rank_files_that_are_not_there_are_one_finding(tmp_path: Path) -> None:
+    root = write(tmp_path / "ckpt", Spec())
+    for rank in (0, 1):
+        edit_pt(root / "global_step7" / rank_file(rank), lambda state: state.update(mp_world_size=1 << 20))
+    (said,) = cli("inspect", root).having("FS101")
+    assert (said["severity"], said["rank"]) == ("warning", "mp rank 2 to 1048575")

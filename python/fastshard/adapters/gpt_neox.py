@@ -6,12 +6,17 @@ source: gpt-neox megatron/checkpointing.py, DeepSpeed runtime/engine.py and pipe
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any
 
 from ..discover import Listing
 from ..errors import FastshardError, Finding
 from . import neox_config, neox_features
-from .base import Contents, Found, Options, Source, Unit, missing
+from .base import MAX_DEGREE, Contents, Found, Options, Source, Unit, missing
+
+#: Files that are missed one after another are told one by one up to here; of more, the first and last.
+_ONE_BY_ONE = 16
 
 _STEP = re.compile(r"^(?:global_step)?(\d+)$")
 
@@ -60,64 +65,65 @@ class GptNeox:
         notes = found.notes
         layers: list[tuple[int, int]] = notes["layers"]
         offset = len(notes["ranks"])
-        tp = model.tp or max(t for _, t in layers) + 1
+        tp = model.tp or _degree(rank for _, rank in layers)
         source.degrees = {"tp": tp}
-        have = set(layers)
+        have: dict[int, set[int]] = {}
         for i, (layer, rank) in enumerate(layers):
-            file = found.files[offset + i]
             if rank >= tp:
                 source.findings.append(
                     Finding.of(
-                        "FS108", f"tp rank {rank} of a tp {tp} checkpoint: a leftover?", file=file.path
+                        "FS108",
+                        f"tp rank {rank} of a tp {tp} checkpoint: a leftover?",
+                        file=found.files[offset + i].path,
                     )
                 )
                 continue
+            have.setdefault(layer, set()).add(rank)
             source.units.append(
                 Unit(file=offset + i, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}")
             )
         count = model.layers
         if count is None:
-            # Gaps at 1 and N+2 are normal: no tensors live there.
-            blocks = sorted({layer for layer, _ in layers})
-            count = max((b for b in blocks if b >= 2), default=1) - 1
-            norm = [b for b in blocks if b + 1 not in blocks and b - 1 not in blocks and b > 2]
-            count = norm[0] - 3 if norm else count
+            # Gaps at 1 and N+2 are normal: no tensors live there. The last one is before the norm.
+            blocks = {layer for layer in have if layer <= neox_config.MAX_LAYERS}
+            gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
+            count = max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
+        model.bounded(count, tp)
         expected = [0, *range(2, count + 2), count + 3]
         if source.facts.get("tied") is False:
             expected.append(count + 4)
         elif "tied" not in source.facts:
-            source.facts["tied"] = not any(layer == count + 4 for layer, _ in layers)
+            source.facts["tied"] = count + 4 not in have
             if not source.facts["tied"]:
                 expected.append(count + 4)
         why = f"num_layers {count} and model_parallel_size {tp} in the checkpoint's arguments"
-        absent = [layer for layer in expected if not any((layer, rank) in have for rank in range(tp))]
-        for layer in absent:
-            shown = ",".join(f"{x:02d}" if x not in absent else "_" for x in expected)
-            names = " and ".join(self._file(notes, layer, rank) for rank in range(tp))
+        absent = [layer for layer in expected if layer not in have]
+        got = f"layers {_listed(expected, have)}"
+        for first, last in _runs(absent):
+            names = [self._file(notes, layer, rank) for layer in {first, last} for rank in {0, tp - 1}]
+            names.sort()
+            one = first == last
             source.findings.append(
                 Finding.of(
                     "FS103",
-                    f"layer {layer:02d}: none of its files is there",
-                    file=_in(notes["folder"], self._file(notes, layer, 0)),
+                    f"layer {first:02d}: none of its files is there"
+                    if one
+                    else f"layers {first:02d} to {last:02d}: none of their files is there",
+                    file=_in(notes["folder"], self._file(notes, first, 0)),
                     expected=why,
-                    got=f"layers {shown}",
-                    help=f"copy {names} from the pipeline stage that owned the layer",
+                    got=got,
+                    help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
+                    f"from the pipeline {'stage that owned the layer' if one else 'stages that owned the layers'}",
                 )
             )
         for layer in expected:
-            for rank in range(tp):
-                if (layer, rank) not in have and layer not in absent:
-                    name = self._file(notes, layer, rank)
-                    source.findings.append(
-                        missing(
-                            _in(notes["folder"], name),
-                            f"tp {rank}",
-                            why,
-                            f"copy {name} from the node that ran tp rank {rank}",
-                        )
-                    )
+            if layer in have:
+                _missing_ranks(
+                    source, notes["folder"], have[layer], tp, why, partial(self._file, notes, layer)
+                )
+        wanted = set(expected)
         for i, (layer, _) in enumerate(layers):
-            if layer not in expected:
+            if layer not in wanted:
                 source.findings.append(
                     Finding.of(
                         "FS108",
@@ -148,7 +154,8 @@ class GptNeox:
                 help="copy the layer files of this step from the nodes that wrote them",
             )
         module = states[0].get("module") if states else None
-        tp = model.tp or max(ranks) + 1
+        tp = model.tp or _degree(ranks)
+        model.bounded(model.layers or 1, tp)
         source.degrees = {"tp": tp}
         why = f"model_parallel_size {tp} in the checkpoint's arguments"
         for i, rank in enumerate(ranks):
@@ -164,39 +171,81 @@ class GptNeox:
                         file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}"
                     )
                 )
-        for rank in range(tp):
-            if rank not in ranks:
-                name = f"mp_rank_{rank:02d}_model_states.pt"
-                source.findings.append(
-                    missing(
-                        _in(found.notes["folder"], name),
-                        f"tp {rank}",
-                        why,
-                        f"copy {name} from the node that ran tp rank {rank}",
-                    )
-                )
+        _missing_ranks(source, found.notes["folder"], set(ranks), tp, why, _rank_file)
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
+
+
+def _rank_file(rank: int) -> str:
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def _degree(ranks: Iterable[int]) -> int:
+    """The degree that ranks in names tell of; numbers that no run has do not count."""
+    return max((rank for rank in ranks if rank < MAX_DEGREE), default=0) + 1
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """First and last of each run of ascending numbers; those of a short run one by one."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [
+        ends
+        for run in runs
+        for ends in ([(run[0], run[-1])] if len(run) > _ONE_BY_ONE else [(n, n) for n in run])
+    ]
+
+
+def _listed(expected: list[int], have: Container[int]) -> str:
+    """The layers that are there; of many, where they begin and end."""
+    if len(expected) <= 4 * _ONE_BY_ONE:
+        return ",".join(f"{layer:02d}" if layer in have else "_" for layer in expected)
+    runs = _runs([layer for layer in expected if layer in have])
+    texts = [f"{first:02d}" if first == last else f"{first:02d}-{last:02d}" for first, last in runs]
+    return ",".join([*texts[:_ONE_BY_ONE], "..."] if len(texts) > _ONE_BY_ONE else texts)
+
+
+def _missing_ranks(
+    source: Source, folder: str, have: set[int], tp: int, why: str, file_of: Callable[[int], str]
+) -> None:
+    """Files that ranks of one layer, or of the whole, must have written."""
+    for first, last in _runs([rank for rank in range(tp) if rank not in have]):
+        names, ranks = file_of(first), f"tp {first}"
+        if last > first:
+            names, ranks = f"{names} to {file_of(last)}", f"tp {first} to {last}"
+        node = f"copy {names} from the node that ran tp rank {first}"
+        source.findings.append(
+            missing(
+                _in(folder, file_of(first)),
+                ranks,
+                why,
+                node if last == first else f"copy {names} from the nodes that ran tp ranks {first} to {last}",
+            )
+        )
 
 
 def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
     ranks, folder = found.notes["ranks"], found.notes["folder"]
-    worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
+    worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
     if not worlds:
         return
-    for rank in sorted(set(range(worlds[0])) - set(ranks)):
-        name = f"mp_rank_{rank:02d}_model_states.pt"
+    for first, last in _runs(sorted(set(range(worlds[0])) - set(ranks))):
+        more = "" if first == last else f" to {last}"
         findings.append(
             Finding.of(
                 "FS101",
                 "missing file: it holds no weights, but what step this rank's files are of cannot be compared",
                 severity="warning",
-                file=_in(folder, name),
-                rank=f"mp rank {rank}",
+                file=_in(folder, _rank_file(first)),
+                rank=f"mp rank {first}{more}",
                 expected=f"mp_world_size {worlds[0]} in the other rank files",
                 got="no such file",
-                help=f"copy {name} from the node that ran mp rank {rank}",
+                help=f"copy {_rank_file(first)}{more and f' to {_rank_file(last)}'} from the node that ran mp rank {first}{more}",
             )
         )
 

@@ -12,7 +12,13 @@ from typing import Any
 from ..configs import parse_yaml, shown
 from ..discover import Listing
 from ..errors import FastshardError, Finding
-from .base import Options
+from .base import MAX_DEGREE, Options
+
+#: Layers at most; no model has as many.
+MAX_LAYERS = 1 << 14
+#: Layers times ranks at most: each rank holds a shard of each layer.
+_MAX_SHARDS = 1 << 17
+_LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 
 def read(
@@ -91,12 +97,13 @@ class Model:
             inside, outside = args.get(key), config.get(key)
             for value in (inside, outside):
                 whole = isinstance(value, int) and not isinstance(value, bool)
-                if value is not None and not (whole and 0 < value < 1 << 48):
+                limit = _LIMITS.get(key, 1 << 48)
+                if value is not None and not (whole and 0 < value <= limit):
                     raise FastshardError.of(
                         "FS211",
                         f"config: {key}",
                         file=path,
-                        expected="a positive whole number",
+                        expected="a positive whole number" + (f", {limit} at most" if key in _LIMITS else ""),
                         got=shown(value),
                     )
             if inside is not None and outside is not None and inside != outside:
@@ -135,6 +142,21 @@ class Model:
                 model.facts[fact] = value is wanted
         model.config.update({k: v for k, v in args.items() if v is not None})
         return model
+
+    def bounded(self, layers: int, tp: int) -> None:
+        """Checks what was stated or counted before shards are looked for.
+
+        Raises:
+            FastshardError: ``FS211`` for more of them than any run has.
+        """
+        if layers * tp > _MAX_SHARDS:
+            raise FastshardError.of(
+                "FS211",
+                "num_layers times model_parallel_size, as stated or as the names of files tell",
+                file=self.path,
+                expected=f"{_MAX_SHARDS} at most",
+                got=f"{layers} times {tp}",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The merged config, for a target that writes one of its own."""
