@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,10 +13,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import HF, NEOX, STEP, TP4, assert_refused, cli, copy, edit_pt, layer_file, load_file
+from helpers import (
+    FIXTURES,
+    HF,
+    NEOX,
+    STEP,
+    TP4,
+    assert_refused,
+    cli,
+    copy,
+    edit_pt,
+    layer_file,
+    load_file,
+    read_result,
+)
 from neox_forward import read_shards
 from neox_maker import merge as merge_plainly
 from safetensors.torch import save_file
+from tiny_models import model
 
 NORM = "model.norm.weight"
 
@@ -218,3 +233,43 @@ def test_steps_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
 def test_a_file_in_two_directories_is_ambiguous(tmp_path: Path) -> None:
     roots = [copy(HF, tmp_path / name) for name in ("one", "two")]
     assert_refused(roots, tmp_path / "out", "FS106", exit=3, got="one")
+
+
+def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
+    made = model("llama_tied", tmp_path / "tied")
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    (root / "config.json").write_bytes((tmp_path / "tied/config.json").read_bytes())
+    torch.save(made.state_dict(), root / "pytorch_model.bin")
+    assert "lm_head.weight" in made.state_dict()
+    ran = cli("convert", root, tmp_path / "out", "--to", "hf")
+    assert ran.code == 0, ran.out
+    have, want = read_result(tmp_path / "out"), read_result(tmp_path / "tied")
+    assert set(have) == set(want)
+    assert all(torch.equal(have[name], tensor) for name, tensor in want.items())
+    state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    state["lm_head.weight"][1, 2] += 1
+    torch.save(state, root / "pytorch_model.bin")
+    command = ("convert", "--to", "hf")
+    assert_refused(root, tmp_path / "differs", "FS311", command=command, tensor="lm_head.weight")
+
+
+def test_numbers_beyond_any_model_are_refused(tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+    layout = json.loads((root / "layout.json").read_text())
+    (root / "layout.json").write_text(json.dumps(layout | {"tp": 10**12}))
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, got="1000000000000")
+    assert_refused(HF, tmp_path / "out", "FS211", exit=2, options=("--vocab-size", str(10**30)))
+
+
+def test_two_sizes_of_the_vocabulary_are_a_finding(tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+    layout = json.loads((root / "layout.json").read_text())
+    (root / "layout.json").write_text(json.dumps(layout | {"vocab_size": 240}))
+    assert_refused(root, tmp_path / "out", "FS215", file="layout.json", expected="250", got="240")
+
+
+def test_padding_that_is_taken_for_words_is_said(tmp_path: Path) -> None:
+    ran = cli("convert", FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / "out", "--to", "hf")
+    assert ran.code == 0
+    assert ran.having("FS109", severity="warning", message="all 1024 rows are kept")

@@ -13,7 +13,7 @@ from . import _core, adapters
 from .adapters.base import Contents, Options, Source
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
-from .errors import FastshardError, Finding, from_core
+from .errors import FastshardError, Finding
 from .planning import Opened, Plan, default_threads, make_plan
 from .tensor import Tensor
 
@@ -90,14 +90,6 @@ def open(
     findings += source.findings
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
-
-    def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
-        try:
-            text = self._catalog.packed(file, path)
-        except _core.CoreError as error:
-            raise from_core(error) from None
-        packed: dict[str, Any] | None = None if text is None else json.loads(text)
-        return packed
 
 
 def _positive(value: int | None, name: str) -> int | None:

@@ -128,7 +128,7 @@ def make_plan(
     check(to, tp, pp, bool(include or exclude))
     source = opened.source if to is None else opened.source.model()
     if vocab_size is not None:
-        if not isinstance(vocab_size, int) or vocab_size < 1:
+        if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 48:
             raise FastshardError.of(
                 "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size)
             )
@@ -191,7 +191,7 @@ def make_plan(
         # What the files are called and hold follows from the tensors that there are.
         request["target"]["files"], request["texts"], assumed = target.complete(bound)
         core = _plan(opened.catalog, request)
-        findings += assumed
+        findings += assumed + _vocabulary(source, summary["axes"])
         findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]
     return Plan(core, findings, source, to or "merge")
 
@@ -274,6 +274,20 @@ def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
             expected=f"floats that can be cast to {dtype}",
             got=kind,
             help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
+        )
+    ]
+
+
+def _vocabulary(source: Source, axes: dict[str, int]) -> list[Finding]:
+    """Padding of a vocabulary whose true size nothing states is taken for words."""
+    if "P" not in axes or source.vocab_size is not None or "V" in source.axes:
+        return []
+    return [
+        Finding.of(
+            "FS109",
+            f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding among them",
+            severity="warning",
+            help="give the tokenizer's size with --vocab-size",
         )
     ]
 

@@ -150,7 +150,7 @@ class ColossalAI:
         layout = hf_config.layout_of(config) if config else None
         if config and layout:
             source.layout, source.family = layout, layout.removeprefix("hf.")
-            source.axes, source.facts = hf_config.axes_and_facts(config, path)
+            source.axes, source.facts = hf_config.axes_and_facts(config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
         expected: dict[str, int] = {}

@@ -16,6 +16,10 @@ LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama"
            "qwen3_moe": "hf.qwen_moe"}  # fmt: skip
 
 
+#: The output layer in the models known.
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
 def layout_of(config: dict[str, Any]) -> str | None:
     """Name of the layout table for a config; None for a model type without one."""
     # Layers with experts and layers without: a position on L would have tensors of two kinds.
@@ -43,7 +47,8 @@ def axes_and_facts(
     Args:
         config: content of ``config.json``.
         file: its path, for messages.
-        names: of the tensors stored, for what no config says: whether experts are stacked.
+        names: of the tensors stored, for what no config says: whether experts are stacked, and whether
+            a tied head is stored too.
 
     Raises:
         FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.
@@ -71,6 +76,7 @@ def axes_and_facts(
     axes["d"] = head_dim
     # transformers: tie_word_embeddings defaults to False for these three model types.
     facts = {"tied": bool(config.get("tie_word_embeddings", False))}
+    facts["head"] = not facts["tied"] or any(name.endswith(_HEADS) for name in names)
     if config.get("model_type") == "gpt_neox":
         axes["g"] = heads
         # transformers: configuration_gpt_neox.py, attention_bias = True
@@ -215,7 +221,8 @@ def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
     """Facts that the presence of tensors decides."""
     have = list(names)
     return {
-        "tied": not any(name in ("lm_head.weight", "embed_out.weight") for name in have),
+        "tied": not any(name in _HEADS for name in have),
+        "head": any(name in _HEADS for name in have),
         "attention_bias": any(name.endswith(("q_proj.bias", "query_key_value.bias")) for name in have),
         "out_bias": any(name.endswith("o_proj.bias") for name in have),
         "qk_norm": any(name.endswith("q_norm.weight") for name in have),

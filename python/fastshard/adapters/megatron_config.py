@@ -151,6 +151,7 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
             )
     wanted = {
         "tied": facts["tied"],
+        "head": not facts["tied"],
         "attention_bias": facts["qkv_bias"],
         "out_bias": facts["linear_bias"],
         "mlp_bias": facts["linear_bias"],

@@ -46,7 +46,8 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
             ]
         )
     activation_of(source)
-    facts = {"tied": source.facts.get("tied", False), "attention_bias": features["attention_bias"]}
+    tied = source.facts.get("tied", False)
+    facts = {"tied": tied, "head": not tied, "attention_bias": features["attention_bias"]}
     if llama:
         facts |= {"mlp_bias": features["mlp_bias"], "out_bias": features["attention_bias"], "qk_norm": False}
     return ("hf.llama" if llama else "hf.gpt_neox"), facts

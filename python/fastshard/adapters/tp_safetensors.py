@@ -14,6 +14,8 @@ from .hf import config_of, read_json
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
+#: Beyond any run.
+_MAX_DEGREE = 1 << 16
 #: Tensors whose rows are the vocabulary, in the frameworks that write such directories.
 _VOCABULARY = re.compile(
     r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
@@ -66,6 +68,14 @@ class TpSafetensors:
                         file=path,
                         expected="the tensor-parallel degree",
                         got="nothing",
+                    )
+                if stated > _MAX_DEGREE:
+                    raise FastshardError.of(
+                        "FS211",
+                        "layout.json: tp",
+                        file=path,
+                        expected=f"at most {_MAX_DEGREE}",
+                        got=str(stated),
                     )
                 tp, why = stated, f"tp {stated} by layout.json"
                 for key in sorted(set(layout) - _KNOWN_KEYS):
@@ -138,6 +148,17 @@ class TpSafetensors:
         if layout is not None:
             source.provable = True
             if vocab := _positive(layout, "vocab_size", path):
+                if source.axes.get("V", vocab) != vocab:
+                    source.findings.append(
+                        Finding.of(
+                            "FS215",
+                            "vocab_size of layout.json and of the config differ",
+                            file=path,
+                            expected=str(source.axes["V"]),
+                            got=str(vocab),
+                            help="find out from the tokenizer which is right, and correct the other file",
+                        )
+                    )
                 source.vocab_size = vocab
                 source.axes.pop("V", None)
             if padded := _positive(layout, "padded_vocab_size", path):
