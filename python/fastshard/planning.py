@@ -285,8 +285,7 @@ def _vocabulary(source: Source, axes: dict[str, int]) -> list[Finding]:
     return [
         Finding.of(
             "FS109",
-            f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding among them",
-            severity="warning",
+            f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding too if there is any",
             help="give the tokenizer's size with --vocab-size",
         )
     ]
