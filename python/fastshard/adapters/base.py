@@ -197,6 +197,8 @@ class Source:
     expected_names: set[str] = field(default_factory=set)
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
     weights_prefix: str = ""
+    #: Where further copies of the model begin.
+    other_prefixes: list[str] = field(default_factory=list)
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
     #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
@@ -226,17 +228,36 @@ class Source:
             return self
         if not self.hf_names:
             return self
-        kept, left = [], 0
+        if self.other_prefixes:
+            raise FastshardError.of(
+                "FS106",
+                "the checkpoint holds several copies of the model",
+                expected="one",
+                got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
+                help="`fastshard merge --include 'PREFIX*'` writes the one that is meant; convert that",
+            )
+        kept: list[Assembled] = []
+        left: list[str] = []
         for group in self.assembled:
             tensors = [
                 (name.removeprefix(self.weights_prefix), shape, pieces)
                 for name, shape, pieces in group.tensors
                 if name.startswith(self.weights_prefix) and not _is_state(name)
             ]
-            left += len(group.tensors) - len(tensors)
+            left += [
+                name
+                for name, *_ in group.tensors
+                if not name.startswith(self.weights_prefix) and not _is_state(name)
+            ]
             kept.append(replace(group, tensors=tensors))
         where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
-        note = Finding.of("FS212", f"the model is what lies {where}; {left} other tensors are not converted")
+        note = Finding.of(
+            "FS212",
+            f"the model is what lies {where}; the rest is not converted"
+            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
+            severity="warning" if left else "note",
+            tensor=left[0] if left else None,
+        )
         return replace(
             self,
             assembled=kept,

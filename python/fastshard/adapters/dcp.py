@@ -6,6 +6,8 @@ source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 
 from __future__ import annotations
 
+import filecmp
+import itertools
 import json
 import os
 import re
@@ -20,7 +22,7 @@ from .base import Assembled, Contents, Found, Options, Source, missing
 from .hf import config_of, safe_relative
 
 _METADATA = ".metadata"
-_NUMBER = re.compile(r"(\d+)$")
+_NUMBER = re.compile(r"([0-9]{1,18})$")
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
@@ -36,6 +38,60 @@ def chunk_name(name: str, at: Iterable[int]) -> str:
 def _number(name: str) -> int:
     match = _NUMBER.search(name)
     return int(match[1]) if match else -1
+
+
+def _ambiguous(folders: list[str]) -> FastshardError:
+    return FastshardError.of(
+        "FS106",
+        "several folders hold a checkpoint",
+        expected="one",
+        got=", ".join(folder or "." for folder in folders),
+        help="name the folder that is meant as CKPT, or choose it with --step",
+    )
+
+
+def one_of(listing: Listing, copies: list[File]) -> File:
+    """One of several directories' files of the same name: they must be copies of each other.
+
+    Raises:
+        FastshardError: ``FS106`` if they are not.
+    """
+    paths = [listing.roots[file.root] / file.path for file in copies]
+    for path, file in zip(paths[1:], copies[1:], strict=True):
+        if not path.samefile(paths[0]) and (
+            file.size != copies[0].size or not filecmp.cmp(paths[0], path, shallow=False)
+        ):
+            raise FastshardError.of(
+                "FS106",
+                "the directories given have different files of this name: they are of different saves",
+                file=file.path,
+                expected="one, or copies of it",
+                got=f"{paths[0]}, {path}",
+                help="give the directories of one save only",
+            )
+    return copies[0]
+
+
+def _apart(stored: list[dict[str, Any]], path: str) -> None:
+    """Records must not share bytes: torch writes one after another."""
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in filter(lambda e: safe_relative(e["file"]), stored):
+        ranges.setdefault(entry["file"], []).append(
+            (entry["offset"], entry["offset"] + entry["len"], entry["name"])
+        )
+    for file, found in ranges.items():
+        found.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(found):
+            if start < end:
+                raise FastshardError.of(
+                    "FS206",
+                    f"two records share bytes of {file}",
+                    file=path,
+                    tensor=second,
+                    expected=f"a place of its own after {first}",
+                    got=f"offset {start}, before {end}",
+                    help="the metadata is damaged: take another step",
+                )
 
 
 class Dcp:
@@ -60,27 +116,48 @@ class Dcp:
                     help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
                 )
             return None
-        folder, step = self._step(listing, metadata, options)
-        tracker = next(
-            f for f in metadata if (f.folder.rpartition("/")[2] if step else f.folder) == (step or folder)
-        )
-        folder = tracker.folder
+        folder, step, others = self._step(listing, metadata, options)
+        tracker = one_of(listing, [f for f in metadata if f.folder == folder])
         path = listing.roots[tracker.root] / tracker.path
         try:
             described: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(path)))
         except _core.CoreError as error:
             raise from_core(error) from None
-        return self._found(listing, folder, step, described)
+        found = self._found(listing, folder, step, described)
+        for other in others:
+            found.findings.append(
+                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{_METADATA}")
+            )
+        return found
 
     @staticmethod
-    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[str, str | None]:
-        """Folder of the step wanted, and its name where there is more than one or it is numbered."""
-        names = {f.folder.rpartition("/")[2]: f.folder for f in metadata}
-        have = ", ".join(sorted(names, key=lambda n: (_number(n), n)))
+    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[str, str | None, list[str]]:
+        """Folder of the step wanted, its name, and folders below it that hold checkpoints of their own."""
+        folders = sorted({f.folder for f in metadata})
+
+        def matching(step: str) -> list[tuple[str, str]]:
+            number = _number(step)
+            return [
+                (folder, part)
+                for folder in folders
+                if (
+                    part := next(
+                        (p for p in folder.split("/") if p == step or (number >= 0 and _number(p) == number)),
+                        None,
+                    )
+                )
+                is not None
+            ]
+
+        def one(found: list[tuple[str, str]]) -> tuple[str, str | None, list[str]]:
+            if len(found) > 1:
+                raise _ambiguous([folder for folder, _ in found])
+            return *found[0], []
+
+        have = ", ".join(folder or "." for folder in folders)
         if options.step is not None:
-            for name, folder in names.items():
-                if name == options.step or (_number(name) == _number(options.step) >= 0):
-                    return folder, name
+            if found := matching(options.step):
+                return one(found)
             raise FastshardError.of(
                 "FS501",
                 f"there is no step {options.step}",
@@ -90,9 +167,8 @@ class Dcp:
         for file in listing.files:
             if file.name in _TRACKERS:
                 named = listing.read_text(file, limit=4096).strip()
-                for name, folder in names.items():
-                    if name == named or (named.isdigit() and _number(name) == int(named)):
-                        return folder, name
+                if found := matching(named):
+                    return one(found)
                 raise FastshardError.of(
                     "FS105",
                     "the tracker file names a step that is not there",
@@ -101,20 +177,38 @@ class Dcp:
                     got=repr(named),
                     help=f"copy step {named} from where it was saved, or choose one that is there with --step",
                 )
-        name = max(names, key=lambda n: (_number(n), n))
-        return names[name], name or None
+        first = min(folders, key=lambda f: (f.count("/") if f else -1, f))
+        if all(f == first or first == "" or f.startswith(first + "/") for f in folders):
+            return first, first.rpartition("/")[2] or None, [f for f in folders if f != first]
+        parts = [f.split("/") for f in folders]
+        differing = [d for d in range(min(map(len, parts))) if len({p[d] for p in parts}) > 1]
+        if len({len(p) for p in parts}) > 1 or len(differing) != 1:
+            raise _ambiguous(folders)
+        at = differing[0]
+        if any(_number(p[at]) < 0 for p in parts):
+            raise _ambiguous(folders)
+        newest = max(parts, key=lambda p: (_number(p[at]), p[at]))
+        return "/".join(newest), newest[at], []
 
     def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
         findings: list[Finding] = []
-        inside = {f.name: f for f in reversed(listing.within(folder))}
+        copies: dict[str, list[File]] = {}
+        for one in listing.within(folder):
+            copies.setdefault(one.name, []).append(one)
+        stored = {entry["file"] for entry in described["stored"]} | {"common.pt"}
+        inside = {
+            name: one_of(listing, found) if name in stored else found[0] for name, found in copies.items()
+        }
         files: list[File] = []
         index: dict[str, int] = {}
         records: dict[int, list[tuple[int, int, str]]] = {}
         #: (name, first index of the chunk) -> (file, name of the record in it)
         places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
-        whole = {entry["name"] for entry in described["tensors"] if len(entry["chunks"]) == 1}
+        whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
         objects = set(described["objects"])
         lacking: dict[str, list[str]] = {}
+        _apart(described["stored"], f"{folder}/{_METADATA}" if folder else _METADATA)
+        seen: set[str] = set()
         for entry in described["stored"]:
             name, file = entry["name"], entry["file"]
             if not safe_relative(file):
@@ -146,7 +240,16 @@ class Dcp:
                 index[file] = len(files)
                 files.append(inside[file])
             at = entry["at"] or []
-            record = name if name in whole else chunk_name(name, at)
+            record = name if whole.get(name) == at or name in objects else chunk_name(name, at)
+            if record in seen:
+                raise FastshardError.of(
+                    "FS106",
+                    "two tensors of .metadata cannot be told apart by their names",
+                    file=inside[file].path,
+                    tensor=record,
+                    help="save it again with names that do not end in brackets",
+                )
+            seen.add(record)
             places[name, tuple(at)] = (index[file], record)
             records.setdefault(index[file], []).append((entry["offset"], entry["len"], record))
         for file, names in lacking.items():
@@ -257,9 +360,11 @@ class Dcp:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
         config, path = config_of(listing, found.notes["folder"], options)
         layout = hf_config.layout_of(config) if config else None
-        prefix = next((p for p in _PREFIXES if any(p + name in names for name in _TELLING)), None)
+        fitting = [p for p in _PREFIXES if any(p + name in names for name in _TELLING)]
+        prefix = fitting[0] if fitting else None
         if config and layout and prefix is not None:
             source.config, source.hf_names, source.weights_prefix = config, True, prefix
+            source.other_prefixes = fitting[1:]
             source.layout, source.family = layout, layout.removeprefix("hf.")
             if prefix:
                 # The same table with the names as they are here, so that a merge keeps them.

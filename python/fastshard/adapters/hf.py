@@ -193,7 +193,16 @@ class HuggingFace:
         groups: dict[tuple[str, str, str], dict[int, File]] = {}
         for file, match in shards:
             groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = file
-        (stem, total, suffix), have = max(groups.items(), key=lambda kv: len(kv[1]))
+        if len(groups) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several sets of shards lie in one folder, and no index says which is the model",
+                file=folder or None,
+                expected="one",
+                got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
+                help="keep one of them there, or add its index",
+            )
+        ((stem, total, suffix), have) = next(iter(groups.items()))
         count = int(total)
         if count > 100_000:
             raise FastshardError.of(

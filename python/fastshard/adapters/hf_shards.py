@@ -19,6 +19,8 @@ from .hf import config_of
 
 _SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
 _INFO = "DCP_SHARDING_INFO"
+#: Beyond any run.
+_MAX_RANKS = 100_000
 
 
 class HfRankShards:
@@ -41,6 +43,16 @@ class HfRankShards:
             ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
         )
         findings: list[Finding] = []
+        for file, match in inside:
+            if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
+                raise FastshardError.of(
+                    "FS106",
+                    "the file's name counts otherwise than torch's writer does",
+                    file=file.path,
+                    expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
+                    got=file.name,
+                    help="remove the file if it is no part of this save",
+                )
         have = {(int(m[1]), int(m[3])): m for _, m in inside}
         width = len(inside[0][1][1])
         for rank in range(1, max(r for r, _ in have) + 1):
