@@ -233,3 +233,75 @@ def test_a_gpt_that_is_no_llama_changes_its_degrees(form: str, tmp_path: Path) -
     ran = cli("convert", tmp_path / "there", tmp_path / "hf", "--to", "hf")
     assert ran.code == 2
     assert ran.having("FS514", message="normalization")
+
+
+def rank_file_of(name: str, folder: Path, **stated: Any) -> Any:
+    """One of the tiny models as a Megatron checkpoint of one rank whose arguments say this besides."""
+    made = model(name, folder.parent / "made")
+    ran = cli("convert", folder.parent / "made", folder, "--to", "megatron:legacy")
+    assert ran.code == 0, ran.out
+    (folder / "fastshard.manifest.json").unlink()
+    edit_pt(folder / "release/mp_rank_00/model_optim_rng.pt", lambda c: vars(c["args"]).update(stated))
+    return made
+
+
+TO_HF = ("convert", "--to", "hf", "--vocab-size", "200")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("llama", {"rotary_seq_len_interpolation_factor": 4}),
+        ("llama", {"no_rope_freq": [0, 1, 0, 1]}),
+        ("llama", {"qk_l2_norm": True}),
+        ("llama", {"softmax_type": "off-by-one"}),
+        ("llama", {"softmax_scale": 0.5}),
+        ("llama", {"apply_residual_connection_post_layernorm": True}),
+        ("llama", {"activation_func_clamp_value": 7.0}),
+        ("llama", {"glu_linear_offset": 1.0}),
+        ("llama", {"attention_output_gate": True}),
+        ("llama", {"multi_latent_attention": True}),
+        ("llama", {"mtp_num_layers": 1}),
+        ("llama", {"heterogeneous_layers_config_encoded_json": "{}"}),
+        ("llama", {"window_size": (4, 1)}),
+        ("llama", {"window_size": (4, 0), "window_attn_skip_freq": 2}),
+        ("llama_biases", {"window_size": (4, 0)}),
+    ],
+)
+def test_arguments_that_change_the_computation_are_refused(
+    name: str, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    rank_file_of(name, tmp_path / "megatron", **stated)
+    ran = assert_refused(tmp_path / "megatron", tmp_path / "out", "FS514", exit=2, command=TO_HF)
+    assert ran.having("FS514", message=list(stated)[-1])
+
+
+def test_arguments_that_change_nothing_are_taken(tmp_path: Path) -> None:
+    rank_file_of(
+        "llama", tmp_path / "megatron", rotary_seq_len_interpolation_factor=1, no_rope_freq=None, softmax_type="vanilla",
+        qk_l2_norm=False, glu_linear_offset=0.0, mtp_num_layers=None, window_size=(-1, -1), rotary_percent=1,
+    )  # fmt: skip
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *TO_HF[1:])
+    assert ran.code == 0, ran.out
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_type"] == "llama" and "sliding_window" not in config
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_window_in_all_layers_is_computed(name: str, tmp_path: Path) -> None:
+    whole = rank_file_of(name, tmp_path / "megatron", window_size=(4, 0))
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *TO_HF[1:])
+    assert ran.code == 0, ran.out
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 200
+    # The token itself and the four before it.
+    at = torch.arange(20)
+    seen = (at[:, None] >= at) & (at[:, None] - at <= 4)
+    # Both kinds of layer get what is seen, whichever the config names.
+    masks: Any = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    if name != "llama":
+        masks = {"full_attention": masks, "sliding_attention": masks}
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        have = after(tokens).logits
+        assert (have - whole(tokens).logits).abs().max() > 1e-3
+        assert torch.allclose(have, whole(tokens, attention_mask=masks).logits, atol=1e-5)

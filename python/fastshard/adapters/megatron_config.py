@@ -9,15 +9,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError, Finding
 from .base import Source
 
 _ACTIVATION = "silu"
+_WHOLE = ("max_position_embeddings", "moe_router_topk")
 #: What `--use-rope-scaling` computes besides its factor.
 #: source: megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+#: Arguments that change what is computed and neither names nor shapes, with the values besides None that do not.
+#: source: megatron/core/transformer/transformer_config.py, Megatron-LM megatron/training/arguments.py
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "rotary_seq_len_interpolation_factor": (1,),
+    "no_rope_freq": (False,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (),
+    "activation_func_clamp_value": (),
+    "glu_linear_offset": (0,),
+    "mtp_num_layers": (0,),
+    "experimental_attention_variant": (),
+    "linear_attention_type": (),
+    "hybrid_override_pattern": (),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+} | dict.fromkeys(
+    (
+        "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "attention_output_gate",
+        "heterogeneous_block_specs", "is_hybrid_model", "layernorm_zero_centered_gamma",
+        "moe_router_force_load_balancing", "multi_latent_attention", "qk_l2_norm", "quick_geglu",
+        "retro_add_retriever", "rotary_interleaved", "squared_relu", "use_mup",
+    ),
+    (False,),
+)  # fmt: skip
 
 
 def arguments(state: Any) -> dict[str, Any]:
@@ -37,9 +63,86 @@ def number(args: dict[str, Any], key: str) -> int | None:
     value = args.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FastshardError.of("FS211", f"args.{key}", expected="a positive whole number", got=repr(value))
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 48:
+        raise FastshardError.of("FS211", f"args.{key}", expected="a positive whole number", got=shown(value))
     return value
+
+
+def real(args: dict[str, Any], key: str, default: float) -> float:
+    """A finite positive number among the arguments.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = args.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 63:
+        raise FastshardError.of("FS211", f"args.{key}", expected="a positive number", got=shown(value))
+    return value
+
+
+def flag(args: dict[str, Any], key: str) -> bool:
+    """A choice among the arguments that is off where nothing is said.
+
+    Raises:
+        FastshardError: ``FS211`` if it is neither on nor off.
+    """
+    value = args.get(key)
+    if value not in (None, True, False):
+        raise FastshardError.of("FS211", f"args.{key}", expected="True or False", got=shown(value))
+    return bool(value)
+
+
+def window(args: dict[str, Any]) -> int | None:
+    """The positions that attention sees, the token itself among them; None for all before it.
+
+    The argument has those to the left besides the token, and those to the right; -1 is all of them.
+    source: megatron/core/transformer/transformer_config.py (window_size)
+
+    Raises:
+        FastshardError: ``FS211`` if it is no pair of whole numbers, ``FS514`` for one to the right or in
+            some layers.
+    """
+    value = args.get("window_size")
+    if value is None:
+        return None
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) or n >= 1 << 48 for n in value)
+    ):
+        raise FastshardError.of(
+            "FS211", "args.window_size", expected="a pair of whole numbers", got=str(value)[:80]
+        )
+    left, right = value
+    if left < 0 and right <= 0:
+        return None
+    every = args.get("window_attn_skip_freq")
+    for key, expected, wrong in (
+        ("window_size", "none to the right", right > 0),
+        (
+            "window_attn_skip_freq",
+            "None: in all layers",
+            every is not None and not (isinstance(every, list) and all(n == 1 for n in every)),
+        ),
+    ):
+        if wrong:
+            raise FastshardError.of(
+                "FS514",
+                f"transformers has no model of the Llama kind with this {key}",
+                expected=expected,
+                got=str(args[key])[:80],
+                help="`fastshard merge` writes the whole tensors under Megatron's own names",
+            )
+    return int(left) + 1
+
+
+def _neutral(key: str, value: Any) -> bool:
+    if value is None or (key == "no_rope_freq" and isinstance(value, list) and all(n == 0 for n in value)):
+        return True
+    # False equals 0, which is a number and not the absence of one.
+    return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in _NEUTRAL[key])
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
@@ -54,7 +157,7 @@ def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
         FastshardError: ``FS514`` naming the argument.
     """
     every = args.get("moe_layer_freq", 1)
-    dense = every not in (None, 1) and not (isinstance(every, list) and set(every) == {1})
+    dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
         ("moe_layer_freq", "1: experts in every layer", dense),
         ("moe_shared_expert_intermediate_size", "None: no shared experts", args.get("moe_shared_expert_intermediate_size")),
@@ -132,11 +235,18 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
         ("normalization", "RMSNorm", config.get("normalization", "LayerNorm")),
         ("swiglu", "True", facts.get("gated")),
         ("add_bias_linear", "False", facts["linear_bias"] and (not facts["qkv_bias"] or facts["qk_norm"])),
-        ("rotary_percent", "1.0", float(config.get("rotary_percent") or 1.0)),
+        ("rotary_percent", "1.0", float(real(config, "rotary_percent", 1.0))),
         ("position_embedding_type", "rope", config.get("position_embedding_type", "rope")),
-        ("apply_layernorm_1p", "False", bool(config.get("apply_layernorm_1p", False))),
-        ("rotary_interleaved", "False", bool(config.get("rotary_interleaved", False))),
     ]
+    for key, values in _NEUTRAL.items():
+        if not _neutral(key, config.get(key)):
+            reasons.append((key, str(next(iter(values), None)), config[key]))
+    if window(config) is not None:
+        # Llama, which alone has all biases, has no window; that of Qwen3 with experts is not known to be the same.
+        reasons += [
+            ("window_size and add_bias_linear", "False", facts["linear_bias"]),
+            ("window_size, num_experts and qk_layernorm", "False", facts["moe"] and facts["qk_norm"]),
+        ]
     if facts["moe"]:
         reasons += _routing(config, facts)
     for what, expected, got in reasons:
@@ -146,7 +256,7 @@ def facts_of(source: Source) -> tuple[str, dict[str, bool]]:
                 "FS514",
                 f"transformers has no model of the {kind} kind with this {what}",
                 expected=expected,
-                got=str(got),
+                got=str(got)[:80],
                 help="`fastshard merge` writes the whole tensors under Megatron's own names",
             )
     wanted = {
@@ -199,7 +309,7 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
     config, facts = source.config or {}, source.facts
     findings: list[Finding] = []
 
-    def known(key: str, default: Any) -> Any:
+    def known(key: str, default: float) -> float:
         if config.get(key) is None:
             findings.append(
                 Finding.of(
@@ -210,14 +320,15 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
                 )
             )
             return default
-        return config[key]
+        return number(config, key) or default if key in _WHOLE else real(config, key, default)
 
+    seen = window(config)
     kind, name = "llama", "LlamaForCausalLM"
     if facts["qk_norm"]:
         kind, name = "qwen3", "Qwen3ForCausalLM"
     elif facts["qkv_bias"] and not facts["linear_bias"]:
         kind, name = "qwen2", "Qwen2ForCausalLM"
-    elif config.get("window_size"):
+    elif seen is not None:
         kind, name = "mistral", "MistralForCausalLM"
     if facts["moe"]:
         kind, name = "mixtral", "MixtralForCausalLM"
@@ -244,7 +355,7 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         out["attention_bias"] = facts["qkv_bias"]
     if kind == "llama":
         out["mlp_bias"] = facts["linear_bias"]
-    if config.get("use_rope_scaling"):
+    if flag(config, "use_rope_scaling"):
         factor = known("rope_scaling_factor", 8.0)
         out["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
     if facts["moe"]:
@@ -260,7 +371,13 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    window = config.get("window_size")
-    if window and kind in ("mistral", "mixtral"):
-        out["sliding_window"] = window[0] + 1 if isinstance(window, list) and window else window
+    if seen is not None:
+        out["sliding_window"] = seen
+        if kind in ("qwen2", "qwen3"):
+            # Both have it in the layers from some number on, and only where they say so.
+            out |= {
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention"] * axes["L"],
+            }
     return out, findings
