@@ -305,3 +305,107 @@ def test_a_window_in_all_layers_is_computed(name: str, tmp_path: Path) -> None:
         have = after(tokens).logits
         assert (have - whole(tokens).logits).abs().max() > 1e-3
         assert torch.allclose(have, whole(tokens, attention_mask=masks).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("window", ["x", -3, True, 0, 5, None])
+def test_mistral_alone_has_a_window(kind: str, window: Any, tmp_path: Path) -> None:
+    model(kind, tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": window}))
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron:legacy")
+    if kind == "mistral" and window not in (5, None):
+        assert ran.code == 2 and ran.having("FS211", message="sliding_window"), ran.out
+        assert not (tmp_path / "out").exists()
+        return
+    assert ran.code == 0, ran.out
+    args = load_pt(tmp_path / "out/release/mp_rank_00/model_optim_rng.pt")["args"]
+    seen = (4, 0) if (kind, window) == ("mistral", 5) else None
+    assert getattr(args, "window_size", None) == seen
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code"),
+    [
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 4}, "FS514"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0}}, "FS211"),
+        ("llama", {"model_type": ["llama"]}, "FS514"),
+    ],
+)
+def test_configs_that_do_not_say_enough_are_refused(
+    name: str, change: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    model(name, tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert_refused(tmp_path / "hf", tmp_path / "out", code, exit=2, command=("convert", "--to", "megatron"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_layout_of_the_run_does_not_outlive_it(form: str, tmp_path: Path) -> None:
+    rank_file_of(
+        "llama", tmp_path / "megatron", num_layers_per_virtual_pipeline_stage=1, num_virtual_stages_per_pipeline_rank=2,
+        decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=1, context_parallel_size=2,
+        pipeline_model_parallel_layout="Et|t|t|tL", account_for_loss_in_pipeline_split=True,
+        expert_tensor_parallel_size=2, hidden_dropout=0.25,
+    )  # fmt: skip
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", "--to", form, "--tp", 2)
+    assert ran.code == 0, ran.out
+    name = "common.pt" if form == "megatron:torch_dist" else "mp_rank_01/model_optim_rng.pt"
+    args = vars(load_pt(tmp_path / "out/release" / name)["args"])
+    assert args["hidden_dropout"] == 0.25 and args["tensor_model_parallel_size"] == 2
+    for key in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                "pipeline_model_parallel_layout"):  # fmt: skip
+        assert args[key] is None
+    assert args["account_for_loss_in_pipeline_split"] is False
+    assert args["context_parallel_size"] == args["expert_tensor_parallel_size"] == 1
+    assert "expert_model_parallel_size" not in args
+
+
+@pytest.mark.parametrize(
+    ("stated", "key"),
+    [
+        ({"rotary_percent": "abc"}, "rotary_percent"),
+        ({"rotary_base": float("nan")}, "rotary_base"),
+        ({"norm_epsilon": "x"}, "norm_epsilon"),
+        ({"window_size": ("a", 0)}, "window_size"),
+        ({"window_size": "9"}, "window_size"),
+        ({"num_attention_heads": "8"}, "num_attention_heads"),
+        ({"hidden_size": 10**30}, "hidden_size"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings"),
+        ({"use_rope_scaling": "no"}, "use_rope_scaling"),
+        ({"tensor_model_parallel_size": 10**9}, "parallel degrees"),
+        ({"tensor_model_parallel_size": 1 << 16, "pipeline_model_parallel_size": 32}, "parallel degrees"),
+    ],
+)
+def test_numbers_that_are_none_are_findings(stated: dict[str, Any], key: str, tmp_path: Path) -> None:
+    rank_file_of("llama", tmp_path / "megatron", **stated)
+    ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *TO_HF[1:])
+    assert ran.code == 2 and ran.having("FS211", message=key), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_in_nested_layers_are_refused(tmp_path: Path) -> None:
+    rank_file_of("llama", tmp_path / "megatron", moe_layer_freq=[[1]], num_experts=4)
+    assert_refused(tmp_path / "megatron", tmp_path / "out", "FS514", exit=2, command=TO_HF)
+
+
+def test_many_missing_ranks_are_named_and_counted(tmp_path: Path) -> None:
+    rank_file_of("llama", tmp_path / "megatron", tensor_model_parallel_size=1 << 16)
+    ran = cli("verify", tmp_path / "megatron")
+    # 1 and not 3: the sizes that follow from so many ranks are not those of the tensors either.
+    assert ran.code == 1, ran.out[:500]
+    lacking = [f for f in ran.doc["findings"] if f["code"] == "FS101"]
+    assert len(lacking) == 101
+    assert ran.having("FS101", message=f"{(1 << 16) - 101} more missing files")
+
+
+@pytest.mark.parametrize("step", ["²", "9" * 4000])
+def test_a_step_that_is_no_number_is_not_there(step: str, tmp_path: Path) -> None:
+    rank_file_of("llama", tmp_path / "megatron")
+    ran = cli("inspect", tmp_path / "megatron", "--step", step)
+    assert ran.code == 2 and ran.having("FS501"), ran.out
+    (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text(step)
+    ran = cli("inspect", tmp_path / "megatron")
+    assert ran.having("FS105"), ran.out

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError, Finding
 from . import hf_config, megatron_config, neox_to_hf
 from .base import Bound, Completed, Source
@@ -48,10 +49,10 @@ class HfTarget:
             if layout is None:
                 raise FastshardError.of(
                     "FS514" if config else "FS209",
-                    f"no layout for model_type {config.get('model_type')!r}"
+                    f"no layout for model_type {shown(config.get('model_type'))}"
                     + (
                         " with dense layers among the others"
-                        if config.get("model_type") in hf_config.LAYOUTS
+                        if str(config.get("model_type")) in hf_config.LAYOUTS
                         else ""
                     )
                     if config

@@ -7,11 +7,13 @@ source: Megatron-LM megatron/training/checkpointing.py
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import megatron_config
@@ -22,12 +24,21 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
 _FLAT = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
+#: No run has had as many ranks.
+_MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
+#: Missing files that are named one by one.
+_NAMED = 100
 _MODEL = re.compile(r"^model(\d*)$")
 
 
 def _number(step: str) -> int:
     digits = step.removeprefix("iter_")
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if _is_number(digits) else -1
+
+
+def _is_number(text: str) -> bool:
+    """True for digits that are a number of steps: neither raised ones nor thousands of them."""
+    return text.isdecimal() and len(text) <= 18
 
 
 @dataclass
@@ -69,11 +80,21 @@ class _Grid:
         tp = megatron_config.number(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
         pp = pp or max(p[1] for p in places) + 1
         ep = ep or max(p[2] for p in places) + 1
+        if max(tp, pp, ep) > _MAX_DEGREE or tp * pp * ep > _MAX_RANKS:
+            raise FastshardError.of(
+                "FS211",
+                "args: tensor-, pipeline- and expert-parallel degrees",
+                file=found.files[0].path,
+                expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
+                got=f"{tp} x {pp} x {ep}",
+            )
         return cls(tp, pp, ep, places)
 
-    def all(self) -> list[tuple[int, int, int]]:
-        """Every place that a file must be there for."""
-        return [(t, p, e) for t in range(self.tp) for p in range(self.pp) for e in range(self.ep)]
+    def lacking(self) -> list[tuple[int, int, int]]:
+        """Every place that a file must be there for and is not."""
+        there = set(self.places)
+        every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
+        return [place for place in every if place not in there]
 
     def folder(self, place: tuple[int, int, int]) -> str:
         """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
@@ -127,26 +148,26 @@ class Megatron:
         have = ", ".join(sorted(steps, key=lambda s: (_number(s), s)))
         if options.step is not None:
             for step in steps:
-                if step == options.step or (options.step.isdigit() and _number(step) == int(options.step)):
+                if step == options.step or (_is_number(options.step) and _number(step) == int(options.step)):
                     return step
             raise FastshardError.of(
                 "FS501",
-                f"there is no step {options.step}",
+                f"there is no step {options.step[:80]}",
                 expected=f"one of {have}",
                 help="choose one of these with --step",
             )
         for tracker in (f for f in listing.files if f.name == _TRACKER):
             named = listing.read_text(tracker, limit=4096).strip()
             for step in steps:
-                if step == named or (named.isdigit() and _number(step) == int(named)):
+                if step == named or (_is_number(named) and _number(step) == int(named)):
                     return step
             raise FastshardError.of(
                 "FS105",
                 "the tracker file names a step that is not there",
                 file=tracker.path,
                 expected=f"one of {have}",
-                got=repr(named),
-                help=f"copy step {named} from where it was saved, or choose one that is there with --step",
+                got=shown(named),
+                help=f"copy step {named[:80]} from where it was saved, or choose one that is there with --step",
             )
         return max(steps, key=lambda s: (_number(s), s))
 
@@ -228,17 +249,27 @@ class Megatron:
         folder = found.notes["folder"]
         stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
         stated += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
-        for place in grid.all():
-            if place not in grid.places:
-                name = grid.folder(place)
-                source.findings.append(
-                    missing(
-                        f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
-                        grid.rank(place),
-                        f"{stated} in the arguments",
-                        f"copy {name} from the node that ran {grid.long_rank(place)}",
-                    )
+        lacking = grid.lacking()
+        for place in lacking[:_NAMED]:
+            name = grid.folder(place)
+            source.findings.append(
+                missing(
+                    f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
+                    grid.rank(place),
+                    f"{stated} in the arguments",
+                    f"copy {name} from the node that ran {grid.long_rank(place)}",
                 )
+            )
+        if len(lacking) > _NAMED:
+            source.findings.append(
+                Finding.of(
+                    "FS101",
+                    f"{len(lacking) - _NAMED} more missing files",
+                    file=folder or None,
+                    expected=f"{stated} in the arguments",
+                    got=f"{len(set(grid.places))} rank files",
+                )
+            )
         known = [(i, megatron_config.arguments(s)) for i, s in enumerate(states) if isinstance(s, dict)]
         for i, args in known:
             if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):

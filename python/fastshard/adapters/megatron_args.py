@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..configs import shown
 from ..errors import FastshardError
 from ..trees import Global
 from .base import positive_number, whole_number
@@ -90,18 +91,36 @@ def from_hf(config: dict[str, Any], axes: dict[str, int], facts: dict[str, bool]
         for key, value in LLAMA3_SCALING.items():
             if scaling.get(key, value) != value:
                 raise _refuse(f"scaling of rotary embeddings ({key})", str(value), scaling[key])
-        out["rope_scaling_factor"] = positive_number(scaling, "factor", 8.0)
-    window = config.get("sliding_window")
-    if window and config.get("model_type") in ("qwen2", "qwen3"):
-        # These have a window in some layers only, and only where they say so.
-        if config.get("use_sliding_window"):
-            raise _refuse("sliding window in some layers", "in all layers or none", window)
-        window = None
-    if window:
-        window = whole_number(config, "sliding_window", 1)
+        # transformers has no default for it.
+        out["rope_scaling_factor"] = positive_number({"factor": None, **scaling}, "factor", 8.0)
+    window = _window(config)
+    if window is not None:
         # Positions to the left besides the token itself, and to the right.
         out["window_size"] = (window - 1, 0)
     return out
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """The positions that every layer sees; Mistral alone has such a window, Llama takes no notice of one.
+
+    source: transformers models/{llama,mistral,qwen2,qwen3}/configuration_*.py
+    """
+    kind = config.get("model_type")
+    if kind in ("qwen2", "qwen3"):
+        # These have a window in some layers only, and only where they say so.
+        types = config.get("layer_types")
+        if config.get("use_sliding_window") or (types and "sliding_attention" in types):
+            raise _refuse("sliding window in some layers", "none", shown(config.get("sliding_window")))
+    if kind != "mistral":
+        return None
+    window = config.get("sliding_window", 4096)
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 1 << 48:
+        raise FastshardError.of(
+            "FS211", "config: sliding_window", expected="a positive whole number", got=shown(window)
+        )
+    return window
 
 
 def plain(args: dict[str, Any]) -> dict[str, Any]:

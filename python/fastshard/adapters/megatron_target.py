@@ -37,6 +37,14 @@ _BACKEND = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
+#: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes these.
+_PLACED: dict[str, Any] = {
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None, "pipeline_model_parallel_split_rank": None,
+    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+    "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1, "context_parallel_size": 1,
+}  # fmt: skip
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -221,6 +229,9 @@ class MegatronTarget:
         if self.name == "megatron:legacy-local":
             args["transformer_impl"] = "local"
         multiple = self.multiple * self.tp
+        args |= {key: value for key, value in _PLACED.items() if key in args}
+        if "transformer_pipeline_model_parallel_size" in args:
+            args["transformer_pipeline_model_parallel_size"] = self.pp
         args |= {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
