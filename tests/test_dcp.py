@@ -248,3 +248,92 @@ def test_the_last_rank_shard_missing_shows_in_the_shared_axes(tmp_path: Path) ->
     for file in root.glob("shard-00004-*"):
         file.unlink()
     assert_refused(root, tmp_path / "out", "FS201", tensor="layernorm.weight", expected="[32]", got="[24]")
+
+
+def saved(folder: Path, fill: float, names: tuple[str, ...] = ("w",), prefix: str = "") -> Path:
+    """A small checkpoint of torch's."""
+    dcp.save({prefix + name: torch.full((4, 2), fill) for name in names}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_directories_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    one, two = saved(tmp_path / "one", 1.0), saved(tmp_path / "two", 2.0)
+    assert_refused([one, two], tmp_path / "out", "FS106", exit=3)
+    # Copies of one save are one save.
+    again = copy(one, tmp_path / "again")
+    assert cli("merge", one, again, tmp_path / "out").code == 0
+
+
+def test_the_newest_step_is_taken_whatever_lies_below_it(tmp_path: Path) -> None:
+    for step in (9, 10, 20):
+        saved(tmp_path / f"run/checkpoint-{step}/pytorch_model_fsdp_0", float(step))
+    for options, value in (((), 20.0), (("--step", "10"), 10.0), (("--step", "checkpoint-9"), 9.0)):
+        out = tmp_path / f"out_{value}"
+        assert cli("merge", tmp_path / "run", out, *options).code == 0
+        assert read_result(out)["w"].unique().item() == value
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS501", exit=2, options=("--step", "\u00b2"))
+
+
+def test_a_model_beside_its_optimizer_is_not_guessed(tmp_path: Path) -> None:
+    saved(tmp_path / "run/model", 1.0)
+    saved(tmp_path / "run/optim", 2.0, ("state.w.exp_avg",))
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="model, optim")
+    assert cli("merge", tmp_path / "run/model", tmp_path / "out").code == 0
+    # What lies within a checkpoint is not a step of it.
+    saved(tmp_path / "outer", 1.0)
+    saved(tmp_path / "outer/optim", 2.0, ("state.w.exp_avg",))
+    ran = cli("merge", tmp_path / "outer", tmp_path / "inner")
+    assert ran.code == 0
+    assert ran.having("FS108", file="optim/.metadata")
+    assert set(read_result(tmp_path / "inner")) == {"w"}
+
+
+def test_records_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    root = saved(tmp_path / "ckpt", 1.0, ("a", "b"))
+
+    def change(metadata: Any) -> None:
+        first, second = metadata.storage_data.values()
+        second.offset, second.length = first.offset, first.length
+
+    change_metadata(root, change)
+    assert_refused(root, tmp_path / "out", "FS206", tensor="b")
+
+
+def test_a_name_like_that_of_a_chunk_is_refused(tmp_path: Path) -> None:
+    root = copy(TP, tmp_path / "ckpt")
+
+    def change(metadata: Any) -> None:
+        name = "model.embed_tokens.weight"
+        other = f"{name}[0,0]"
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata["model.norm.weight"]
+        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.norm.weight")
+        del metadata.state_dict_metadata["model.norm.weight"], metadata.storage_data[index]
+        metadata.storage_data[type(index)(other, index.offset)] = info
+
+    change_metadata(root, change)
+    assert_refused(root, tmp_path / "out", "FS106", exit=3, tensor="[0,0]")
+
+
+def test_two_copies_of_a_model_are_not_guessed(tmp_path: Path) -> None:
+    model = read_result(HF)
+    state = {f"{p}.{n}": t for p in ("state_dict", "module") for n, t in model.items()}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "ckpt/config.json").write_bytes((HF / "config.json").read_bytes())
+    command = ("convert", "--to", "hf")
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS106", exit=3, command=command, got="module.*")
+
+
+def test_a_rank_shard_that_is_held_twice_is_compared(tmp_path: Path) -> None:
+    root = copy(RANKS, tmp_path / "ckpt")
+    names = sorted(p.name for p in root.glob("shard-00002-*"))
+    for name in names:
+        (root / name.replace("shard-00002", "shard-00003")).write_bytes((root / name).read_bytes())
+    assert_refused(root, tmp_path / "out", "FS206", exit=1, file="shard-00003")
+
+
+@pytest.mark.parametrize("rank", ["00000", "99999999999"])
+def test_a_rank_that_torch_does_not_count_is_refused(rank: str, tmp_path: Path) -> None:
+    root = copy(RANKS, tmp_path / "ckpt")
+    first = next(root.glob("shard-00001-*"))
+    (root / first.name.replace("shard-00001", f"shard-{rank}")).write_bytes(first.read_bytes())
+    assert_refused(root, tmp_path / "out", "FS106", exit=3, file=f"shard-{rank}")

@@ -274,3 +274,9 @@ def test_padding_that_is_taken_for_words_is_said(tmp_path: Path) -> None:
     assert ran.code == 0
     assert ran.having("FS109", message="all 1024 rows are kept")
     assert "all 1024 rows are kept" in ran.doc["not_proven"]
+
+
+def test_sets_of_shards_beside_each_other_are_ambiguous(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002", "model-00002-of-00002", "head-00001-of-00001"):
+        save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    assert_refused(tmp_path, tmp_path.parent / "out_of_shards", "FS106", exit=3, got="head-*-of-00001")

@@ -79,6 +79,8 @@ class HfRankShards:
         source = Source(found.framework, units=[], pass_unknown=True, hf_names=True)
         source.vocab_size = options.vocab_size
         chunks: dict[str, list[Any]] = {}
+        #: What is held at the same place again.
+        again: dict[str, list[Any]] = {}
         for i, file in enumerate(found.files):
             offsets = _offsets(contents(i), file)
             for number, tensor in enumerate(contents.tensors(i)):
@@ -93,10 +95,10 @@ class HfRankShards:
                         expected=f"{len(tensor['shape'])} numbers",
                         got=str(lo),
                     )
+                pieces = chunks.setdefault(name, [])
                 piece = (lo, tensor["shape"], i, number)
-                # A replicated tensor is in the file of every rank; one piece of each place is enough.
-                if not any(p[0] == lo and p[1] == tensor["shape"] for p in chunks.setdefault(name, [])):
-                    chunks[name].append(piece)
+                held = any(p[0] == lo and p[1] == tensor["shape"] for p in pieces)
+                (again.setdefault(name, []) if held else pieces).append(piece)
         tensors = [
             (
                 name,
@@ -106,6 +108,7 @@ class HfRankShards:
             for name, pieces in chunks.items()
         ]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.assembled += _copies(tensors, again, found.files)
         config, path = config_of(listing, found.notes["folder"], options)
         source.config = config
         layout = hf_config.layout_of(config) if config else hf_config.layout_by_names(chunks)
@@ -120,6 +123,34 @@ class HfRankShards:
             if options.vocab_size:
                 source.axes.pop("V", None)
         return source
+
+
+def _copies(
+    tensors: list[tuple[str, list[int], list[Any]]], again: dict[str, list[Any]], files: list[File]
+) -> list[Assembled]:
+    """Copies of tensors that no rank divides, which are in the file of every rank: to be compared.
+
+    Raises:
+        FastshardError: ``FS206`` for a part of a tensor that two files hold.
+    """
+    sets: list[list[tuple[str, list[int], list[Any]]]] = []
+    for name, shape, pieces in tensors:
+        for n, piece in enumerate(again.get(name, [])):
+            if piece[1] != shape:
+                first = next(p for p in pieces if p[0] == piece[0])
+                raise FastshardError.of(
+                    "FS206",
+                    "two files hold the same part of the tensor",
+                    file=files[piece[2]].path,
+                    tensor=name,
+                    expected=f"only {files[first[2]].path}",
+                    got=f"offset {piece[0]} in both",
+                    help="one of the two is of another save: keep the one that belongs here",
+                )
+            if n == len(sets):
+                sets.append([])
+            sets[n].append((name, shape, [piece]))
+    return [Assembled(copies[0][2][0][2], {}, None, None, copies, frozen=True) for copies in sets]
 
 
 def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
