@@ -18,7 +18,8 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import colossalai_optim, hf_config
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
-from .hf import config_of, read_json, safe_relative
+from .colossalai_index import PARTIAL, join, read_indexes
+from .hf import config_of, read_json
 
 _SHARD = re.compile(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-(\d{5})\.(safetensors|bin)$"
@@ -26,42 +27,9 @@ _SHARD = re.compile(
 _INDEX = re.compile(
     r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5})?\.json$"
 )
-#: Where stages leave their indexes until the first one merges and removes them.
-PARTIAL = "tmp_index_files"
 #: Storages up to this size are checked for being zeros before they are called copies.
 _CONSTANT_BYTES = 1 << 30
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
-
-
-def join(folder: str, name: str) -> str:
-    """Path of a name in a folder that may be the root."""
-    return f"{folder}/{name}" if folder else name
-
-
-def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -> dict[str, str]:
-    """The weight maps of several indexes in one: name (or number) -> file name."""
-    weight_map: dict[str, str] = {}
-    for index in files:
-        content = read_json(listing, index)
-        named = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(named, dict):
-            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
-        for key, name in named.items():
-            if not safe_relative(name):
-                findings.append(
-                    Finding.of(
-                        "FS603", "a file name in the index leaves the directory", file=index.path, tensor=str(key),
-                        got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
-                    )
-                )  # fmt: skip
-            elif weight_map.setdefault(str(key), name) != name:
-                findings.append(
-                    Finding.of(
-                        "FS110", "two indexes place a tensor differently", file=index.path, tensor=str(key),
-                        expected=weight_map[str(key)], got=name, help="give the directories of one save only",
-                    )
-                )  # fmt: skip
-    return weight_map
 
 
 class ColossalAI:

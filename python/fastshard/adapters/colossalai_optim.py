@@ -14,6 +14,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import Finding
 from .base import Assembled, Contents, Found, Source, missing
+from .colossalai_index import PARTIAL, join, read_indexes
 from .zero.model import ints, scalar
 from .zero.stage0 import assign
 
@@ -70,8 +71,6 @@ def parameter_order(family: str | None, names: set[str], layers: int, tied: bool
 
 def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | None:
     """Optimizer files near the model's folder, which are added to `files`; None if there are none."""
-    from .colossalai import PARTIAL, join, read_indexes
-
     folders = []
     for folder in listing.folders():
         names = [f.name for f in listing.within(folder)]
