@@ -183,3 +183,11 @@ def test_optimizer_state_in_flat_buffers_is_refused_by_name(tmp_path: Path) -> N
     assert ran.having("FS514", tensor=flat)
     assert hashes(tmp_path / "out") == expected(DIST, "expected.json")
     assert_refused(root, tmp_path / "all", "FS514", exit=2, command=("merge", "--optimizer"), tensor=flat)
+
+
+def test_rows_in_the_order_of_old_versions_are_refused(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for tp in (0, 1):
+        for pp in (0, 1):
+            edit_pt(root / rank_file(tp, pp), lambda state: state.update(checkpoint_version=1.0))
+    assert_refused(root, tmp_path / "out", "FS514", exit=2, expected="2.0 or later", got="1.0")

@@ -20,6 +20,8 @@ from . import megatron_config
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
+#: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
+_ROWS_BY_GROUP = 2.0
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
@@ -174,6 +176,17 @@ class Megatron:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
         states = [contents(i) for i in range(len(found.files))]
+        for file, state in zip(found.files, states, strict=True):
+            version = state.get("checkpoint_version") if isinstance(state, dict) else None
+            if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
+                raise FastshardError.of(
+                    "FS514",
+                    "rows of queries, keys and values in the order of old versions",
+                    file=file.path,
+                    expected=f"checkpoint_version {_ROWS_BY_GROUP} or later",
+                    got=str(version),
+                    help="load and save it with a Megatron-LM of today, which puts the rows in order",
+                )
         source = Source(found.framework, units=[], layout="megatron.legacy", step=found.step)
         source.vocab_size = options.vocab_size
         args = next((a for s in states if (a := megatron_config.arguments(s))), {})
