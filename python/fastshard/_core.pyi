@@ -40,6 +40,10 @@ class Catalog:
         files: list[tuple[int, str]],
         threads: int,
         records: dict[int, list[tuple[int, int, str]]] | None = None,
+        blocks: dict[
+            int, tuple[list[tuple[str, str, list[int]]], str, Callable[[str, memoryview], str | None]]
+        ]
+        | None = None,
     ) -> Catalog: ...
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""

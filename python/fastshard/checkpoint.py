@@ -62,6 +62,7 @@ def open(
         [(file.root, file.path) for file in found.files],
         threads or default_threads(),
         found.records,
+        {index: blocks.listed() for index, blocks in found.blocks.items()},
     )
     unread = [Finding.from_dict(f) for f in json.loads(catalog.findings())]
     prefixes = [os.fspath(root) + os.sep for root in listing.roots]

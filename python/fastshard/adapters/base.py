@@ -150,6 +150,32 @@ class StateFile:
 
 
 @dataclass
+class Blocks:
+    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
+
+    #: (key, dtype, shape) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
+    #: shape of what is decoded (blocks at the edge are clipped to the array).
+    tensors: list[tuple[str, str, list[int]]]
+    #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
+    #: Called from several threads.
+    read: Callable[[str, memoryview], None]
+    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
+    identity: str
+
+    def listed(self) -> tuple[list[tuple[str, str, list[int]]], str, Callable[[str, memoryview], str | None]]:
+        """The form that the core takes; findings of a block come back as JSON."""
+
+        def read(key: str, view: memoryview) -> str | None:
+            try:
+                self.read(key, view)
+            except FastshardError as error:
+                return json.dumps([finding.to_dict() for finding in error.findings])
+            return None
+
+        return self.tensors, self.identity, read
+
+
+@dataclass
 class Found:
     """Files that an adapter recognised by their names."""
 
@@ -164,6 +190,8 @@ class Found:
     notes: dict[str, Any] = field(default_factory=dict)
     #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted.
     records: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    #: Stores that files stand for (their anchors), by index in `files`.
+    blocks: dict[int, Blocks] = field(default_factory=dict)
 
 
 @dataclass

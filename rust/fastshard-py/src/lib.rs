@@ -4,11 +4,13 @@
 //! and every error becomes the one exception that carries findings.
 
 mod calls;
+mod stores;
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fastshard::catalog::Catalog as CoreCatalog;
+use fastshard::catalog::{Catalog as CoreCatalog, Wanted};
 use fastshard::codes;
 use fastshard::engine::Options as EngineOptions;
 use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
@@ -129,19 +131,27 @@ impl Catalog {
 #[pymethods]
 impl Catalog {
     #[new]
-    #[pyo3(signature = (roots, files, threads, records=None))]
+    #[pyo3(signature = (roots, files, threads, records=None, blocks=None))]
     fn new(
         py: Python<'_>,
         roots: Vec<PathBuf>,
         files: Vec<(u32, String)>,
         threads: usize,
-        records: Option<std::collections::HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
-    ) -> Self {
-        let mut records = records.unwrap_or_default();
-        let parts: Vec<_> =
-            files.into_iter().enumerate().map(|(i, (root, path))| (root, path, records.remove(&i))).collect();
+        records: Option<HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
+        blocks: Option<HashMap<usize, stores::Listed>>,
+    ) -> PyResult<Self> {
+        let (mut records, mut blocks) = (records.unwrap_or_default(), blocks.unwrap_or_default());
+        let mut parts = Vec::with_capacity(files.len());
+        for (i, (root, path)) in files.into_iter().enumerate() {
+            let wanted = match (records.remove(&i), blocks.remove(&i)) {
+                (_, Some(listed)) => Wanted::Blocks(stores::store(listed)?),
+                (Some(records), None) => Wanted::Records(records),
+                (None, None) => Wanted::Whole,
+            };
+            parts.push((root, path, wanted));
+        }
         let inner = py.detach(|| CoreCatalog::open_parts(roots, &parts, threads));
-        Catalog { inner: Arc::new(inner) }
+        Ok(Catalog { inner: Arc::new(inner) })
     }
 
     fn findings(&self) -> PyResult<String> {

@@ -39,8 +39,20 @@ impl CatalogFile {
     }
 }
 
-/// A file to be opened: root, relative path, and the records wanted of a file of records.
-pub type FilePart = (u32, String, Option<Vec<format::dcp::Range>>);
+/// What is wanted of a file.
+#[derive(Debug, Clone, Default)]
+pub enum Wanted {
+    /// All that its header names.
+    #[default]
+    Whole,
+    /// These records of a file of records (`.distcp`).
+    Records(Vec<format::dcp::Range>),
+    /// The blocks of the store that it stands for.
+    Blocks(format::blocks::Store),
+}
+
+/// A file to be opened: root, relative path, and what is wanted of it.
+pub type FilePart = (u32, String, Wanted);
 
 /// Files of one checkpoint, from one or more roots.
 #[derive(Debug)]
@@ -64,12 +76,12 @@ impl Catalog {
 
     /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
-        let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), None)).collect();
+        let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), Wanted::Whole)).collect();
         Self::open_parts(roots, &files, threads)
     }
 
-    /// Opens files, given by root and relative path, and for files of records (`.distcp`) which of them are
-    /// wanted, and reads their headers on `threads` threads.
+    /// Opens files, given by root, relative path and what is wanted of them, and reads their headers on
+    /// `threads` threads.
     /// No payload byte is read. A file that cannot be read becomes a finding.
     pub fn open_parts(roots: Vec<PathBuf>, files: &[FilePart], threads: usize) -> Catalog {
         raise_open_files(files.len() as u64);
@@ -79,8 +91,8 @@ impl Catalog {
             for _ in 0..threads.clamp(1, files.len().max(1)) {
                 scope.spawn(|| loop {
                     let i = next.fetch_add(1, Ordering::Relaxed);
-                    let Some((root, path, records)) = files.get(i) else { break };
-                    let opened = open_one(&roots, *root, path, records.as_deref());
+                    let Some((root, path, wanted)) = files.get(i) else { break };
+                    let opened = open_one(&roots, *root, path, wanted);
                     *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
                 });
             }
@@ -119,6 +131,11 @@ impl Catalog {
         if len > limit || blob.deflated || (count > 1 && tensor.strides != c_strides(&tensor.shape)) {
             return Err(refuse("not a small plain tensor").file(self.label(file)).into());
         }
+        if blob.encoded {
+            let whole = file.source.read_block(blob.member.as_deref().unwrap_or(""), blob.len as usize)?;
+            let start = tensor.offset as usize;
+            return Ok(whole[start..start + len as usize].to_vec());
+        }
         let mut bytes = vec![0; len as usize];
         file.source.read_at(blob.offset + tensor.offset, &mut bytes)?;
         Ok(bytes)
@@ -129,13 +146,17 @@ fn open_one(
     roots: &[PathBuf],
     root: u32,
     path: &str,
-    records: Option<&[format::dcp::Range]>,
+    wanted: &Wanted,
 ) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
-    let source = SourceFile::open(&full)?;
-    let parsed = match records {
-        Some(records) => format::dcp::records(&source, records)?,
-        None => format::parse(&source)?,
+    let mut source = SourceFile::open(&full)?;
+    let parsed = match wanted {
+        Wanted::Whole => format::parse(&source)?,
+        Wanted::Records(records) => format::dcp::records(&source, records)?,
+        Wanted::Blocks(store) => {
+            source = source.with_blocks(Arc::clone(&store.reader));
+            format::blocks::parse(store)?
+        }
     };
     Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source), parsed })
 }

@@ -3,7 +3,9 @@
 //! Destination-driven: a tile is a range of one output's bytes, so memory is bounded by workers x
 //! tile whatever the size of a tensor, and hashing goes in any order.
 
+mod blocks;
 mod gather;
+mod release;
 mod shards;
 mod tile;
 
@@ -16,7 +18,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue};
 use crate::kernel;
-use crate::plan::{Combine, Op, Output, Plan};
+use crate::plan::{Combine, Op, Output, Plan, StoredTensor};
 use crate::storage::SourceFile;
 
 use gather::Sources;
@@ -28,6 +30,14 @@ const MIN_TILE: u64 = 256 << 10;
 const PLAIN_TILE: u64 = 1 << 20;
 /// Source runs of a transposed read should be at least this long.
 const MIN_RUN: u64 = 4096;
+/// The same where the source is decoded into memory first.
+const MIN_RUN_IN_MEMORY: u64 = 256;
+/// Most bytes of decoded blocks held, where there is memory for more.
+const MAX_BLOCKS: u64 = 1 << 30;
+/// Bytes of decoded blocks held where a range of one tensor is read.
+const READ_BLOCKS: u64 = 64 << 20;
+/// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
+const DECODING: u64 = 2;
 /// Most findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
@@ -122,6 +132,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Tile sizes, budget and workers, for the reader.
     pub memory: MemoryUse,
+    /// Bytes of blocks that were decoded, and of those that had to be put aside on disk meanwhile.
+    pub decoded: (u64, u64),
 }
 
 /// Where the memory goes, in bytes.
@@ -133,7 +145,11 @@ pub struct MemoryUse {
     pub workers: u64,
     /// Largest tile.
     pub tile: u64,
-    /// Baseline + workers x (tile + scratch).
+    /// Decoded blocks held.
+    pub held: u64,
+    /// The same with what decoding takes besides.
+    pub blocks: u64,
+    /// Baseline + workers x (tile + scratch) + blocks.
     pub bound: u64,
 }
 
@@ -157,7 +173,8 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
         let inner = (0..steps.len()).min_by_key(|&k| part.axes[k].dst);
         if inner.is_some_and(|k| steps[k] > 1) {
             if let Some(run) = part.axes.iter().zip(&steps).find_map(|(a, &s)| (s == 1).then_some(a)) {
-                let rows = (MIN_RUN / item).clamp(1, run.n);
+                let least = if encoded(plan, stored) { MIN_RUN_IN_MEMORY } else { MIN_RUN };
+                let rows = (least / item).clamp(1, run.n);
                 wanted = wanted.max((rows * run.dst * item).next_power_of_two());
             }
         }
@@ -165,16 +182,28 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
     wanted.min(output.nbytes().next_power_of_two().max(1024))
 }
 
+/// True if a tensor's elements have to be decoded.
+fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
+    shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
+}
+
 /// Divides the memory budget: tile sizes per output and the number of workers.
 fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let baseline = anonymous_memory();
     let available = options.memory.saturating_sub(baseline);
-    let least = Workspace::bytes(MIN_TILE);
+    // A worker reads from one block while another may be decoded.
+    let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
+    let per_worker = block * (1 + DECODING);
+    let least = Workspace::bytes(MIN_TILE) + per_worker;
     if available < least {
+        let what = match block {
+            0 => "one tile".to_string(),
+            _ => format!("one tile + {} blocks of {} MiB", 1 + DECODING, block.div_ceil(1 << 20)),
+        };
         return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
             .expected(
                 format!(
-                    "at least {} MiB (baseline {} MiB + one tile)",
+                    "at least {} MiB (baseline {} MiB + {what})",
                     (baseline + least).div_ceil(1 << 20),
                     baseline >> 20
                 ),
@@ -187,16 +216,24 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
     // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
     let mut workers = options.threads.max(1) as u64;
-    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE)) > available / workers {
+    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE)) + per_worker > available / workers {
         workers -= 1;
     }
+    // Half of what is left is for blocks, where there are any.
+    let left = available - workers * per_worker;
+    let for_tiles = if block > 0 { left / 2 } else { left };
     let mut cap = MIN_TILE;
-    while Workspace::bytes(cap * 2) <= available / workers {
+    while Workspace::bytes(cap * 2) <= for_tiles / workers {
         cap *= 2;
     }
     let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
     let tile = tiles.iter().copied().max().unwrap_or(0);
-    Ok((tiles, MemoryUse { baseline, workers, tile, bound: baseline + workers * Workspace::bytes(tile) }))
+    let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
+    let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
+    let held = (workers * block + spare).min(all);
+    let blocks = held + workers * block * DECODING;
+    let bound = baseline + workers * Workspace::bytes(tile) + blocks;
+    Ok((tiles, MemoryUse { baseline, workers, tile, held, blocks, bound }))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -216,7 +253,8 @@ struct Run<'a> {
     sink: &'a dyn Sink,
     control: &'a Control,
     tiles: Vec<u64>,
-    /// First global tile index of each output.
+    /// Outputs in the order in which they are made, and the first global tile index of each.
+    order: Vec<usize>,
     first: Vec<u64>,
     total_tiles: u64,
     next: AtomicU64,
@@ -225,6 +263,7 @@ struct Run<'a> {
     remaining: Vec<AtomicU64>,
     /// Outputs that still read a blob.
     readers: Vec<AtomicU32>,
+    releases: release::Releases,
     blobs_of: Vec<Vec<u32>>,
     cuts: Vec<Vec<u64>>,
     findings: Mutex<Vec<Finding>>,
@@ -279,9 +318,10 @@ pub fn execute_tiled(
     let mut first = Vec::with_capacity(plan.outputs.len());
     let mut total_tiles = 0;
     let count = |o: &Output, t: u64| o.nbytes().div_ceil(t);
-    for (output, &tile) in plan.outputs.iter().zip(&tiles) {
+    let order = release::order(plan, &blobs_of);
+    for &index in &order {
         first.push(total_tiles);
-        total_tiles += count(output, tile);
+        total_tiles += count(&plan.outputs[index], tiles[index]);
     }
     let progress = |o: &Output, t: u64| {
         Mutex::new(Progress {
@@ -293,9 +333,11 @@ pub fn execute_tiled(
     };
     let run = Run {
         plan,
-        sources: Sources::new(plan, files, options.scratch_dir.clone(), tracked),
+        sources: Sources::new(plan, files, options.scratch_dir.clone(), tracked, memory.held),
+        releases: release::Releases::new(plan, &blobs_of),
         sink,
         control,
+        order,
         first,
         total_tiles,
         next: AtomicU64::new(0),
@@ -395,8 +437,8 @@ impl Run<'_> {
                 break;
             }
             // The last output that starts at or before this tile; empty outputs have no tiles.
-            let index = self.first.partition_point(|f| *f <= global) - 1;
-            self.tile(index, global - self.first[index], work)?;
+            let place = self.first.partition_point(|f| *f <= global) - 1;
+            self.tile(self.order[place], global - self.first[place], work)?;
         }
         Ok(())
     }
@@ -429,6 +471,7 @@ impl Run<'_> {
                 }
             }
         }
+        self.releases.tile_done(index, start, end, &self.sources.blocks);
         self.control.done.fetch_add(end - start, Ordering::Relaxed);
         if self.remaining[index].fetch_sub(1, Ordering::AcqRel) == 1 {
             for &blob in &self.blobs_of[index] {
@@ -549,7 +592,8 @@ impl Run<'_> {
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
         findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
-        Ok(Report { outputs, findings: limit(findings), memory })
+        let decoded = self.sources.blocks.traffic();
+        Ok(Report { outputs, findings: limit(findings), memory, decoded })
     }
 
     /// A parameter and its master that are not the same tensor. The finding names the master's file.
@@ -675,7 +719,8 @@ pub fn read(
             )
             .into());
     }
-    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), vec![false; plan.blobs.len()]);
+    let untracked = vec![false; plan.blobs.len()];
+    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), untracked, READ_BLOCKS);
     let mut work = Workspace::new();
     let mut at = start;
     for chunk in bytes.chunks_mut(MIN_TILE as usize) {

@@ -4,6 +4,7 @@
 //! tensors (views over blobs) and the values that are not tensors. No reader looks at payload
 //! bytes, knows a framework, or executes anything.
 
+pub mod blocks;
 pub mod dcp;
 pub mod packed;
 pub mod pickle;
@@ -31,6 +32,8 @@ pub struct Blob {
     pub crc32: Option<u32>,
     /// True if the bytes are deflate-compressed.
     pub deflated: bool,
+    /// True for a block of a store that its reader decodes by the name in `member`; there is no place in a file then.
+    pub encoded: bool,
     /// Name of the member in the container, for messages.
     pub member: Option<String>,
 }
@@ -77,7 +80,7 @@ pub struct Member {
 /// What a reader found in one file.
 #[derive(Debug)]
 pub struct ParsedFile {
-    /// `safetensors` or `torch_zip`.
+    /// `safetensors`, `torch_zip`, or `blocks`.
     pub format: &'static str,
     /// Ranges of tensor data.
     pub blobs: Vec<Blob>,

@@ -49,6 +49,9 @@ pub struct PlanBlob {
     /// True if the bytes are deflate-compressed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deflated: bool,
+    /// True for a block of a store that its reader decodes by the name in `member`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encoded: bool,
     /// Name of the member in the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub member: Option<String>,
@@ -64,6 +67,7 @@ impl PlanBlob {
             len: blob.len,
             crc32: blob.crc32,
             deflated: blob.deflated,
+            encoded: blob.encoded,
             member: blob.member.clone(),
         }
     }
@@ -596,7 +600,7 @@ impl Plan {
         let blob = &self.blobs[*blob as usize];
         let plain = part.ops.is_empty() && stored.dtype == output.dtype && part.volume() == output.elements();
         let same_order = part.axes.iter().all(|a| a.dst == a.step * strides[a.dim as usize]);
-        if !plain || !same_order || blob.deflated || part.volume() == 0 {
+        if !plain || !same_order || blob.deflated || blob.encoded || part.volume() == 0 {
             return None;
         }
         let first: u64 = part.src_base.iter().zip(strides).map(|(i, s)| i * s).sum();

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
 
@@ -31,6 +31,15 @@ impl Stamp {
     }
 }
 
+/// Decodes blocks of arrays (zarr chunks) that no map or ranged read can give.
+pub trait BlockReader: std::fmt::Debug + Send + Sync {
+    /// The `len` bytes of block `key`: its elements in C order, little-endian. Called from several threads.
+    ///
+    /// # Errors
+    /// Whatever keeps the block from being read whole.
+    fn read(&self, key: &str, len: usize) -> Result<Vec<u8>>;
+}
+
 /// A source file: opened once, read through one descriptor, never written.
 ///
 /// Short strided reads go through a map on local filesystems; on network filesystems, where a page
@@ -41,7 +50,10 @@ pub struct SourceFile {
     file: File,
     stamp: Stamp,
     network: bool,
+    /// True for a file that this process writes and nobody else can see.
+    own: bool,
     map: OnceLock<Mmap>,
+    blocks: Option<Arc<dyn BlockReader>>,
 }
 
 /// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
@@ -75,8 +87,35 @@ impl SourceFile {
             file,
             stamp: Stamp::of(&meta),
             network,
+            own: false,
             map: OnceLock::new(),
+            blocks: None,
         })
+    }
+
+    /// The same file, as the one that stands for a store whose blocks `reader` decodes.
+    #[must_use]
+    pub fn with_blocks(mut self, reader: Arc<dyn BlockReader>) -> Self {
+        self.blocks = Some(reader);
+        self
+    }
+
+    /// Bytes of an encoded block of the store that this file stands for.
+    ///
+    /// # Errors
+    /// `FS506` if the store gave another number of bytes; what the reader says.
+    pub fn read_block(&self, key: &str, len: usize) -> Result<Vec<u8>> {
+        let Some(reader) = &self.blocks else {
+            return Err(Finding::new(codes::UNSUPPORTED, "no reader for the blocks of this store")
+                .file(&self.path)
+                .tensor(key)
+                .into());
+        };
+        let bytes = reader.read(key, len)?;
+        match bytes.len() == len {
+            true => Ok(bytes),
+            false => Err(self.changed(format!("{len} bytes in {key}"), bytes.len())),
+        }
     }
 
     /// Path as given.
@@ -163,6 +202,9 @@ impl SourceFile {
 
     /// Errors if the file's size, time or inode is no longer what it was when opened.
     pub fn unchanged(&self) -> Result<()> {
+        if self.own {
+            return Ok(());
+        }
         let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
         let now = Stamp::of(&meta);
         if now == self.stamp {
@@ -204,8 +246,40 @@ impl SourceFile {
             file,
             stamp: Stamp::of(&meta),
             network: false,
+            own: true,
             map: OnceLock::new(),
+            blocks: None,
         })
+    }
+
+    /// A file without a name in `dir`, of `size` bytes of holes, that this process writes and reads.
+    pub(crate) fn scratch(dir: &Path, size: u64) -> Result<Self> {
+        let file = unnamed(dir).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
+        file.set_len(size).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
+        let meta = file.metadata().map_err(|e| Error::io(dir, "cannot stat", &e))?;
+        Ok(SourceFile {
+            path: dir.to_path_buf(),
+            file,
+            stamp: Stamp::of(&meta),
+            network: false,
+            own: true,
+            map: OnceLock::new(),
+            blocks: None,
+        })
+    }
+
+    /// Writes into a file of [`SourceFile::scratch`].
+    pub(crate) fn keep_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|e| Error::io(&self.path, "cannot write a temporary file", &e))
+    }
+
+    /// Gives back the space of a range of a file of [`SourceFile::scratch`]; it reads as zeros then.
+    pub(crate) fn drop_range(&self, offset: u64, len: u64) {
+        use rustix::fs::{fallocate, FallocateFlags};
+        // Where the filesystem cannot, the space is free at the end of the run.
+        let _ = fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len);
     }
 }
 

@@ -108,6 +108,7 @@ impl Blobs {
                 len: data.len() as u64,
                 crc32: (deflated || dice.one_in(2)).then(|| crc32fast::hash(&data)),
                 deflated,
+                encoded: false,
                 member: None,
             });
         }

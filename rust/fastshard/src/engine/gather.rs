@@ -13,6 +13,8 @@ use crate::plan::{PartAxis, Pieces, Plan, PlanBlob, StoredTensor};
 use crate::storage::SourceFile;
 use crate::tensor::c_strides;
 
+use super::blocks::{Block, Blocks};
+
 /// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
 const LONG_RUN: u64 = 32 << 10;
 
@@ -26,6 +28,8 @@ pub struct Sources<'p> {
     unpacking: Mutex<()>,
     checksums: Vec<Mutex<Segments>>,
     tracked: Vec<bool>,
+    /// Blocks that their store's reader decodes.
+    pub blocks: Blocks,
     /// Scales of quantised tensors, read once.
     scales: Mutex<HashMap<u32, Arc<Vec<f32>>>>,
 }
@@ -42,17 +46,20 @@ pub struct Into<'a> {
 
 impl<'p> Sources<'p> {
     /// Sources of a plan. `files` are in the order of [`Plan::sources`]; deflated members are
-    /// unpacked to unnamed files in `scratch_dir`. Checksums are kept for `tracked` blobs.
+    /// unpacked to unnamed files in `scratch_dir`. Checksums are kept for `tracked` blobs, and up to
+    /// `held` bytes of decoded blocks.
     pub fn new(
         plan: &'p Plan,
         files: &'p [Arc<SourceFile>],
         scratch_dir: PathBuf,
         tracked: Vec<bool>,
+        held: u64,
     ) -> Self {
         let n = plan.blobs.len();
         Sources {
             plan,
             files,
+            blocks: Blocks::new(plan, scratch_dir.clone(), held),
             scratch_dir,
             unpacked: (0..n).map(|_| OnceLock::new()).collect(),
             unpacking: Mutex::new(()),
@@ -109,6 +116,7 @@ impl<'p> Sources<'p> {
             len: blob.len,
             crc32: blob.crc32,
             deflated: true,
+            encoded: false,
             member: blob.member.clone(),
         };
         SourceFile::unpacked(&self.scratch_dir, file.path(), |write| {
@@ -262,7 +270,6 @@ impl<'p> Sources<'p> {
         into: &mut Into,
         scratch: &mut [u8],
     ) -> Result<()> {
-        let (file, data) = self.locate(blob)?;
         let item64 = item as u64;
         let mut axes: Vec<Axis> = part
             .len
@@ -277,6 +284,18 @@ impl<'p> Sources<'p> {
         }
         coalesce(&mut axes);
         let first = offset + spread.first(part) * item64;
+        let about = &self.plan.blobs[blob as usize];
+        let (file, data) = if about.encoded {
+            match self.blocks.get(self.plan, blob, &self.files[about.file as usize])? {
+                Block::Held(bytes) => {
+                    scatter(&bytes[first as usize..], 0, into.bytes, into.base, &axes, item);
+                    return Ok(());
+                }
+                Block::Aside(file, place) => (file, place),
+            }
+        } else {
+            self.locate(blob)?
+        };
         self.copy_axes(Place { file, data, blob, item }, first, &axes, into.base, into.bytes, scratch)
     }
 

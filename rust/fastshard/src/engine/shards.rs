@@ -28,6 +28,15 @@ pub(super) fn blobs_of(stored: &StoredTensor) -> Vec<u32> {
     }
 }
 
+/// The first of them.
+pub(super) fn first_blob(stored: &StoredTensor) -> Option<u32> {
+    match &stored.pieces {
+        Pieces::View { blob, .. } => Some(*blob),
+        Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),
+        Pieces::Ranges(pieces) => pieces.first().map(|p| p.blob),
+    }
+}
+
 /// Byte ranges (blob, first, one past the last) that hold a tensor's elements in C order.
 fn runs_of(stored: &StoredTensor) -> Option<Vec<(u32, u64, u64)>> {
     match &stored.pieces {
@@ -57,7 +66,8 @@ pub(super) fn tracked(plan: &Plan) -> Vec<bool> {
     let mut tracked: Vec<bool> = plan.blobs.iter().map(|b| b.crc32.is_some()).collect();
     for stored in plan.stored.iter().filter(|s| s.shard.is_some()) {
         for blob in blobs_of(stored) {
-            tracked[blob as usize] = true;
+            // What is decoded is looked at only where it is wanted.
+            tracked[blob as usize] = !plan.blobs[blob as usize].encoded;
         }
     }
     tracked

@@ -64,6 +64,7 @@ impl Member {
             len: self.len,
             crc32: Some(self.crc32),
             deflated: self.deflated,
+            encoded: false,
             member: Some(self.name.clone()),
         }
     }

@@ -1,0 +1,224 @@
+//! Decoded blocks (zarr chunks): each is decoded once, held while it fits, put aside on disk while it does not.
+//!
+//! A block is as large as the writer made it, and where the grids of source and target differ, many tiles
+//! need a part of it each. What does not fit in memory until its last reader is done goes to an unnamed
+//! file that is read through its map, so that nothing is decoded twice.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::storage::SourceFile;
+
+/// Places in the file begin on pages, so that a range can be given back.
+const PAGE: u64 = 4096;
+
+/// A block's bytes, or where they are.
+pub enum Block<'b> {
+    /// In memory.
+    Held(Arc<Vec<u8>>),
+    /// In the file, from this offset.
+    Aside(&'b SourceFile, u64),
+}
+
+#[derive(Debug)]
+enum Slot {
+    /// A worker decodes it or puts it aside.
+    Busy,
+    Held {
+        bytes: Arc<Vec<u8>>,
+        used: u64,
+    },
+    Aside,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    slots: HashMap<u32, Slot>,
+    /// Bytes held or being decoded.
+    held: u64,
+    clock: u64,
+    /// Blocks that nobody needs any more, to be dropped once they are not busy.
+    done: Vec<u32>,
+    /// Bytes decoded, and bytes put aside.
+    decoded: u64,
+    aside: u64,
+}
+
+/// The decoded blocks of a run.
+pub struct Blocks {
+    scratch_dir: PathBuf,
+    capacity: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+    file: OnceLock<SourceFile>,
+    making: Mutex<()>,
+    /// Offset of each blob in the file, and the file's size.
+    places: Vec<u64>,
+    size: u64,
+}
+
+impl Blocks {
+    /// Holds up to `capacity` bytes of the plan's encoded blobs; the rest goes to a file in `scratch_dir`.
+    pub fn new(plan: &Plan, scratch_dir: PathBuf, capacity: u64) -> Self {
+        let mut size = 0;
+        let places = plan
+            .blobs
+            .iter()
+            .map(|blob| {
+                let place = size;
+                if blob.encoded {
+                    size += blob.len.next_multiple_of(PAGE);
+                }
+                place
+            })
+            .collect();
+        Blocks {
+            scratch_dir,
+            capacity,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            file: OnceLock::new(),
+            making: Mutex::new(()),
+            places,
+            size,
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn file(&self) -> Result<&SourceFile> {
+        if self.file.get().is_none() {
+            let _one = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.file.get().is_none() {
+                let _ = self.file.set(SourceFile::scratch(&self.scratch_dir, self.size)?);
+            }
+        }
+        Ok(self.file.get().expect("set above"))
+    }
+
+    /// The block `blob`, decoded from `source` unless it was before.
+    pub fn get(&self, plan: &Plan, blob: u32, source: &SourceFile) -> Result<Block<'_>> {
+        let about = &plan.blobs[blob as usize];
+        let mut state = self.state();
+        loop {
+            state.clock += 1;
+            let now = state.clock;
+            match state.slots.get_mut(&blob) {
+                Some(Slot::Held { bytes, used }) => {
+                    *used = now;
+                    return Ok(Block::Held(Arc::clone(bytes)));
+                }
+                Some(Slot::Aside) => {
+                    drop(state);
+                    return Ok(Block::Aside(self.file()?, self.places[blob as usize]));
+                }
+                Some(Slot::Busy) => {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                None => break,
+            }
+        }
+        state.slots.insert(blob, Slot::Busy);
+        state.held += about.len;
+        let room = self.make_room(state);
+        let decoded =
+            room.and_then(|()| source.read_block(about.member.as_deref().unwrap_or(""), about.len as usize));
+        let mut state = self.state();
+        let result = match decoded {
+            Ok(bytes) => {
+                let bytes = Arc::new(bytes);
+                state.clock += 1;
+                state.decoded += about.len;
+                let used = state.clock;
+                state.slots.insert(blob, Slot::Held { bytes: Arc::clone(&bytes), used });
+                Ok(Block::Held(bytes))
+            }
+            Err(error) => {
+                state.slots.remove(&blob);
+                state.held -= about.len;
+                Err(error)
+            }
+        };
+        self.settle(&mut state);
+        drop(state);
+        self.changed.notify_all();
+        result
+    }
+
+    /// Puts blocks aside, those first that were not used for longest, until what is held fits.
+    fn make_room<'s>(&'s self, mut state: MutexGuard<'s, State>) -> Result<()> {
+        while state.held > self.capacity {
+            // One that a worker reads from cannot go; then there is no more to be done.
+            let oldest = state
+                .slots
+                .iter()
+                .filter_map(|(blob, slot)| match slot {
+                    Slot::Held { bytes, used } if Arc::strong_count(bytes) == 1 => Some((*used, *blob)),
+                    _ => None,
+                })
+                .min();
+            let Some((_, blob)) = oldest else { return Ok(()) };
+            let Some(Slot::Held { bytes, .. }) = state.slots.insert(blob, Slot::Busy) else {
+                unreachable!("found above")
+            };
+            drop(state);
+            let kept = self.file().and_then(|f| f.keep_at(self.places[blob as usize], &bytes));
+            state = self.state();
+            state.held -= bytes.len() as u64;
+            match kept {
+                Ok(()) => {
+                    state.aside += bytes.len() as u64;
+                    state.slots.insert(blob, Slot::Aside);
+                }
+                Err(error) => {
+                    state.slots.remove(&blob);
+                    self.changed.notify_all();
+                    return Err(error);
+                }
+            }
+            self.settle(&mut state);
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// Drops a block: its last reader is done.
+    pub fn release(&self, blob: u32) {
+        let mut state = self.state();
+        state.done.push(blob);
+        self.settle(&mut state);
+    }
+
+    fn settle(&self, state: &mut State) {
+        let mut waiting = Vec::new();
+        for blob in std::mem::take(&mut state.done) {
+            match state.slots.remove(&blob) {
+                Some(Slot::Busy) => {
+                    state.slots.insert(blob, Slot::Busy);
+                    waiting.push(blob);
+                }
+                Some(Slot::Held { bytes, .. }) => state.held -= bytes.len() as u64,
+                Some(Slot::Aside) => {
+                    if let Some(file) = self.file.get() {
+                        let place = self.places[blob as usize];
+                        let next = self.places.get(blob as usize + 1).copied().unwrap_or(self.size);
+                        file.drop_range(place, next - place);
+                    }
+                }
+                None => {}
+            }
+        }
+        state.done = waiting;
+    }
+
+    /// Bytes decoded and bytes put aside so far.
+    pub fn traffic(&self) -> (u64, u64) {
+        let state = self.state();
+        (state.decoded, state.aside)
+    }
+}
