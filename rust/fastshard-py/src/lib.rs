@@ -87,6 +87,7 @@ impl RunOptions {
             memory: self.memory,
             scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
             finished: Vec::new(),
+            held: None,
         }
     }
 

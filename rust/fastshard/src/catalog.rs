@@ -142,12 +142,7 @@ impl Catalog {
     }
 }
 
-fn open_one(
-    roots: &[PathBuf],
-    root: u32,
-    path: &str,
-    wanted: &Wanted,
-) -> Result<CatalogFile> {
+fn open_one(roots: &[PathBuf], root: u32, path: &str, wanted: &Wanted) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
     let mut source = SourceFile::open(&full)?;
     let parsed = match wanted {

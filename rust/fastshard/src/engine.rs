@@ -112,6 +112,8 @@ pub struct Options {
     pub scratch_dir: PathBuf,
     /// Tiles done by an earlier run, with their output.
     pub finished: Vec<(u32, TileDone)>,
+    /// Bytes of decoded blocks held at most, where that is less than the budget has room for.
+    pub held: Option<u64>,
 }
 
 /// What the engine found out about one output.
@@ -230,7 +232,7 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let tile = tiles.iter().copied().max().unwrap_or(0);
     let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
     let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
-    let held = (workers * block + spare).min(all);
+    let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * block * DECODING;
     let bound = baseline + workers * Workspace::bytes(tile) + blocks;
     Ok((tiles, MemoryUse { baseline, workers, tile, held, blocks, bound }))

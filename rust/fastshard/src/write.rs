@@ -406,6 +406,7 @@ fn fill(
         memory: options.memory,
         scratch_dir: staging.folder().to_path_buf(),
         finished,
+        held: None,
     };
     let done = engine::execute(plan, files, &sink, &engine_options, control)
         .and_then(|report| sink.finish(&frames, control).map(|()| report));

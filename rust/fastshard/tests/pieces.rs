@@ -2,16 +2,19 @@
 
 mod common;
 
+use std::collections::HashMap;
 use std::io::Write;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use common::{cases, element, errors, run, temp, Dice};
+use common::{cases, element, errors, options, run_with, temp, Dice};
+use fastshard::engine;
+use fastshard::error::Result;
 use fastshard::plan::{
     BoxPiece, Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, RangePiece,
     StoredTensor,
 };
-use fastshard::storage::SourceFile;
+use fastshard::storage::{BlockReader, SourceFile};
 use fastshard::tensor::{c_strides, Dtype};
 use proptest::prelude::*;
 
@@ -48,6 +51,21 @@ fn indices(extents: &[u64]) -> Vec<Vec<u64>> {
     all
 }
 
+/// A store of one block, and how often it was read.
+#[derive(Debug)]
+struct OneBlock {
+    bytes: Vec<u8>,
+    reads: Arc<Mutex<HashMap<String, u32>>>,
+}
+
+impl BlockReader for OneBlock {
+    fn read(&self, key: &str, len: usize) -> Result<Vec<u8>> {
+        assert_eq!(len, self.bytes.len());
+        *self.reads.lock().unwrap().entry(key.to_string()).or_default() += 1;
+        Ok(self.bytes.clone())
+    }
+}
+
 /// Blobs in the making: each is the content of one source file, with something before and after.
 #[derive(Default)]
 struct Blobs {
@@ -75,10 +93,12 @@ impl Blobs {
         dice: &mut Dice,
         dir: &Path,
         network: bool,
+        reads: &Arc<Mutex<HashMap<String, u32>>>,
     ) -> (Vec<PlanFile>, Vec<PlanBlob>, Vec<Arc<SourceFile>>) {
         let (mut files, mut blobs, mut open) = (Vec::new(), Vec::new(), Vec::new());
         for (i, data) in self.data.into_iter().enumerate() {
-            let deflated = dice.one_in(5);
+            let encoded = dice.one_in(3);
+            let deflated = !encoded && dice.one_in(5);
             let stored = if deflated {
                 let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
                 encoder.write_all(&data).unwrap();
@@ -93,7 +113,9 @@ impl Blobs {
             let path = dir.join(format!("blob_{i}"));
             std::fs::write(&path, &bytes).unwrap();
             let source = SourceFile::open(&path).unwrap();
-            open.push(Arc::new(if network { source.as_network() } else { source }));
+            let source = if network { source.as_network() } else { source };
+            let reader = OneBlock { bytes: data.clone(), reads: Arc::clone(reads) };
+            open.push(Arc::new(if encoded { source.with_blocks(Arc::new(reader)) } else { source }));
             files.push(PlanFile {
                 path: format!("blob_{i}"),
                 root: 0,
@@ -106,10 +128,10 @@ impl Blobs {
                 offset: before as u64,
                 stored_len: stored.len() as u64,
                 len: data.len() as u64,
-                crc32: (deflated || dice.one_in(2)).then(|| crc32fast::hash(&data)),
+                crc32: (!encoded && (deflated || dice.one_in(2))).then(|| crc32fast::hash(&data)),
                 deflated,
-                encoded: false,
-                member: None,
+                encoded,
+                member: encoded.then(|| format!("block {i}")),
             });
         }
         (files, blobs, open)
@@ -291,7 +313,8 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         _ => ranges(dice, &all.iter().collect::<Vec<_>>(), &mut blobs),
     };
     let dir = temp();
-    let (files, blobs, open) = blobs.write(dice, dir.path(), network);
+    let reads = Arc::default();
+    let (files, blobs, open) = blobs.write(dice, dir.path(), network, &reads);
     let stored = all.iter().zip(pieces).enumerate().map(|(i, (dense, pieces))| StoredTensor {
         name: format!("stored.{i}"),
         dtype,
@@ -315,7 +338,11 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
     }
     plan.outputs.extend(plan.identity_outputs());
     want.extend(all.iter().map(|d| d.bytes.clone()));
-    let (got, report) = run(&plan, &open, threads, Some(tile), dir.path()).unwrap();
+    // With little room decoded blocks are put aside and read from there.
+    let held = dice.pick(&[None, Some(0), Some(300)]);
+    let options = engine::Options { held, ..options(threads, dir.path()) };
+    let (got, report) = run_with(&plan, &open, &options, Some(tile)).unwrap();
+    assert!(reads.lock().unwrap().values().all(|n| *n == 1), "each block is decoded once: {reads:?}");
     assert!(errors(&report.findings).is_empty(), "{:#?}", report.findings);
     for ((output, got), want) in plan.outputs.iter().zip(&got).zip(&want) {
         assert!(got == want, "{output:#?} of {:#?}", plan.stored[output.parts[0].sources[0] as usize]);

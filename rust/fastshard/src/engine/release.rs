@@ -74,7 +74,10 @@ impl Releases {
             return;
         }
         ahead.beyond.insert(start, end);
-        while let Some(end) = { let done = ahead.done; ahead.beyond.remove(&done) } {
+        while let Some(end) = {
+            let done = ahead.done;
+            ahead.beyond.remove(&done)
+        } {
             ahead.done = end;
         }
         while let Some(&(end, blob)) = ahead.blocks.last().filter(|(end, _)| *end <= ahead.done) {

@@ -133,7 +133,15 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
         let offset = data_start.checked_add(start).filter(|o| o.checked_add(len).is_some());
         let offset = offset
             .ok_or_else(|| refuse("data_offsets", "offsets below 2^64".into(), format!("{start}..{end}")))?;
-        blobs.push(Blob { offset, stored_len: len, len, crc32: None, deflated: false, encoded: false, member: None });
+        blobs.push(Blob {
+            offset,
+            stored_len: len,
+            len,
+            crc32: None,
+            deflated: false,
+            encoded: false,
+            member: None,
+        });
         tensors.push(FileTensor {
             path: vec![name],
             dtype,

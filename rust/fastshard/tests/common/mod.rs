@@ -197,7 +197,13 @@ impl Sink for Memory {
 }
 
 pub fn options(threads: usize, scratch_dir: &Path) -> Options {
-    Options { threads, memory: 2 << 30, scratch_dir: scratch_dir.to_path_buf(), finished: Vec::new() }
+    Options {
+        threads,
+        memory: 2 << 30,
+        scratch_dir: scratch_dir.to_path_buf(),
+        finished: Vec::new(),
+        held: None,
+    }
 }
 
 /// Runs a plan; the reported hashes are checked against the bytes.
@@ -208,9 +214,18 @@ pub fn run(
     tile: Option<u64>,
     scratch_dir: &Path,
 ) -> Result<(Vec<Vec<u8>>, Report)> {
+    run_with(plan, files, &options(threads, scratch_dir), tile)
+}
+
+/// [`run`] with options of choice.
+pub fn run_with(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    options: &Options,
+    tile: Option<u64>,
+) -> Result<(Vec<Vec<u8>>, Report)> {
     let sink = Memory::new(plan);
-    let report =
-        engine::execute_tiled(plan, files, &sink, &options(threads, scratch_dir), tile, &Control::default())?;
+    let report = engine::execute_tiled(plan, files, &sink, options, tile, &Control::default())?;
     let outputs = sink.into_bytes();
     for (bytes, about) in outputs.iter().zip(&report.outputs) {
         assert_eq!(about.hash, *blake3::hash(bytes).as_bytes(), "the reported hash is that of the bytes");
