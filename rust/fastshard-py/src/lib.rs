@@ -88,6 +88,7 @@ impl RunOptions {
             scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
             finished: Vec::new(),
             held: None,
+            encodes: 0,
         }
     }
 
@@ -395,13 +396,15 @@ impl Plan {
     }
 
     /// Writes and publishes; returns `{"manifest", "findings"}`.
-    #[pyo3(signature = (out, options, progress=None))]
+    /// `arrays` writes the arrays of a result that holds some.
+    #[pyo3(signature = (out, options, progress=None, arrays=None))]
     fn write(
         &self,
         py: Python<'_>,
         out: PathBuf,
         options: &str,
         progress: Option<Py<PyAny>>,
+        arrays: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         self.refuse_errors()?;
         let options = RunOptions::parse(options)?;
@@ -416,6 +419,8 @@ impl Plan {
             copies: options.copies,
             values: options.values,
             sparse: options.sparse,
+            arrays: arrays
+                .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let roots = options.apart.unwrap_or_else(|| self.roots.clone());

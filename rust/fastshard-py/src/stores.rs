@@ -1,5 +1,6 @@
 //! Blocks of array stores, which Python decodes: the core asks for one at a time.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use fastshard::codes;
@@ -7,6 +8,7 @@ use fastshard::error::{Error, Finding, Result};
 use fastshard::format::blocks::Store;
 use fastshard::storage::BlockReader;
 use fastshard::tensor::Dtype;
+use fastshard::write::{Array, ArrayWriter};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -52,14 +54,49 @@ impl BlockReader for PythonReader {
     }
 }
 
+/// Calls the methods of a writer; each returns None, or a JSON array of findings.
+#[derive(Debug)]
+pub(crate) struct PythonWriter {
+    pub(crate) writer: Py<PyAny>,
+}
+
+impl PythonWriter {
+    fn call(&self, what: &str, call: impl FnOnce(Python<'_>) -> PyResult<Py<PyAny>>) -> Result<()> {
+        let told = Python::attach(|py| call(py).and_then(|told| told.extract::<Option<String>>(py)));
+        match told {
+            Ok(told) => findings_of(told).map_or(Ok(()), Err),
+            Err(error) => Err(failed(what, &error)),
+        }
+    }
+}
+
+impl ArrayWriter for PythonWriter {
+    fn begin(&self, folder: &Path, how: &serde_json::Value, arrays: &[Array]) -> Result<()> {
+        let (how, arrays) = (how.to_string(), serde_json::json!(arrays).to_string());
+        self.call("the store", |py| self.writer.call_method1(py, "begin", (folder, how, arrays)))
+    }
+
+    fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()> {
+        // A copy of its own, so that Python may go on with it after the tile is used again.
+        self.call(key, |py| {
+            let bytes = pyo3::types::PyBytes::new(py, bytes);
+            self.writer.call_method1(py, "write", (key, index.to_vec(), shape.to_vec(), bytes))
+        })
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.call("the store", |py| self.writer.call_method0(py, "finish"))
+    }
+}
+
 /// Why a call with a view did not end well, and whether somebody still holds the view.
-pub(crate) enum Lent {
+enum Lent {
     Kept(PyErr),
     Returned(PyErr),
 }
 
 /// Calls `call` with a writable memoryview of `bytes`, which it must give back.
-pub(crate) fn with_view(
+fn with_view(
     py: Python<'_>,
     bytes: &mut [u8],
     call: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<Py<PyAny>>,
@@ -81,7 +118,7 @@ pub(crate) fn with_view(
 }
 
 /// Findings that a callback gave as JSON.
-pub(crate) fn findings_of(told: Option<String>) -> Option<Error> {
+fn findings_of(told: Option<String>) -> Option<Error> {
     let text = told?;
     Some(match serde_json::from_str::<Vec<Finding>>(&text) {
         Ok(findings) if !findings.is_empty() => Error::from(findings),
@@ -90,8 +127,8 @@ pub(crate) fn findings_of(told: Option<String>) -> Option<Error> {
 }
 
 fn failed(key: &str, error: &PyErr) -> Error {
-    Finding::new(codes::IO, format!("a block could not be decoded: {error}"))
+    Finding::new(codes::IO, format!("a block could not be read or written: {error}"))
         .tensor(key)
-        .help("read the store with its own library: if that fails too, copy it again")
+        .help("look whether the store's own library reads it; if not, copy it again")
         .into()
 }

@@ -38,6 +38,8 @@ const MAX_BLOCKS: u64 = 1 << 30;
 const READ_BLOCKS: u64 = 64 << 20;
 /// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
 const DECODING: u64 = 2;
+/// The same for encoding: the encoder's copy, and what is stored until it is written.
+const ENCODING: u64 = 2;
 /// Most findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
@@ -114,6 +116,8 @@ pub struct Options {
     pub finished: Vec<(u32, TileDone)>,
     /// Bytes of decoded blocks held at most, where that is less than the budget has room for.
     pub held: Option<u64>,
+    /// Largest block that the sink puts together and encodes, in bytes; 0 if there are none.
+    pub encodes: u64,
 }
 
 /// What the engine found out about one output.
@@ -195,12 +199,12 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let available = options.memory.saturating_sub(baseline);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
-    let per_worker = block * (1 + DECODING);
+    let per_worker = block * (1 + DECODING) + options.encodes * (1 + ENCODING);
     let least = Workspace::bytes(MIN_TILE) + per_worker;
     if available < least {
-        let what = match block {
+        let what = match per_worker {
             0 => "one tile".to_string(),
-            _ => format!("one tile + {} blocks of {} MiB", 1 + DECODING, block.div_ceil(1 << 20)),
+            _ => format!("one tile + what the blocks take, {} MiB", per_worker.div_ceil(1 << 20)),
         };
         return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
             .expected(
@@ -234,7 +238,8 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * block * DECODING;
-    let bound = baseline + workers * Workspace::bytes(tile) + blocks;
+    let encodes = workers * options.encodes * (1 + ENCODING);
+    let bound = baseline + workers * Workspace::bytes(tile) + blocks + encodes;
     Ok((tiles, MemoryUse { baseline, workers, tile, held, blocks, bound }))
 }
 

@@ -10,7 +10,7 @@ use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::torch_zip::writer as torch_zip;
 use crate::format::{safetensors, Frame, Member};
-use crate::plan::{Form, OutFile, Output};
+use crate::plan::{ArrayStore, Form, OutFile, Output};
 use crate::tensor::element_count;
 
 /// Outputs with their ranks.
@@ -41,6 +41,18 @@ pub enum Content {
     Records(Vec<RecordSide>),
     /// Its `.metadata`: names the records of files prescribed before it in the same folder.
     DcpMetadata(Vec<dcp::Entry>),
+    /// A store of arrays.
+    Arrays(ArraysSide),
+}
+
+/// A store of arrays.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ArraysSide {
+    /// What its writer must know.
+    pub how: serde_json::Value,
+    /// (name in the store, tensor, extent of a block).
+    pub arrays: Vec<(String, String, Vec<u64>)>,
 }
 
 /// A record.
@@ -69,6 +81,7 @@ impl Content {
                 .flat_map(|r| r.value.tensors().into_iter().map(|(_, name)| (r.key.clone(), name)))
                 .collect(),
             Content::DcpMetadata(_) => Vec::new(),
+            Content::Arrays(side) => side.arrays.iter().map(|(k, n, _)| (k.clone(), n.as_str())).collect(),
         }
     }
 
@@ -85,6 +98,10 @@ impl Content {
             Content::Records(records) => Form::Records(records.iter().map(|r| r.value.clone()).collect()),
             // What it says follows from the other files.
             Content::DcpMetadata(_) => Form::Pickle(Tree::None),
+            Content::Arrays(side) => Form::Arrays(ArrayStore {
+                how: side.how.clone(),
+                blocks: side.arrays.iter().map(|(key, _, block)| (key.clone(), block.clone())).collect(),
+            }),
         }
     }
 }
@@ -237,6 +254,16 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
             let bytes = pickle(tree, &|_| None)?;
             let size = bytes.len() as u64;
             Ok((Frame { pieces: vec![(0, bytes)], members: Vec::new(), size }, Vec::new()))
+        }
+        Form::Arrays(_) => {
+            // There is no one file: places only tell the outputs apart.
+            let mut size = 0;
+            let offsets = outputs.iter().map(|o| {
+                size += o.nbytes();
+                size - o.nbytes()
+            });
+            let offsets = offsets.collect();
+            Ok((Frame { size, ..Frame::default() }, offsets))
         }
         Form::Overlay(_) => Err(Finding::new(codes::BAD_VALUE, "an overlay is laid out by its source")
             .file(&file.name)

@@ -372,6 +372,17 @@ pub enum Form {
     /// A copy of this source file (index into [`Plan::sources`]), a torch zip, in which the outputs
     /// replace bytes of storages.
     Overlay(u32),
+    /// No file but a store of arrays, which a writer of such stores makes.
+    Arrays(ArrayStore),
+}
+
+/// A store of arrays in blocks.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ArrayStore {
+    /// What its writer must know.
+    pub how: serde_json::Value,
+    /// Extent of a block of each array, by its name in the store. A block is a run of C-ordered elements.
+    pub blocks: BTreeMap<String, Vec<u64>>,
 }
 
 impl Form {

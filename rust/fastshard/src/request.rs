@@ -127,8 +127,9 @@ pub struct UnitSide {
 pub struct TargetSide {
     /// Name for the plan and the manifest, e.g. `hf`.
     pub name: String,
-    /// Layout table, TOML text.
-    pub layout: String,
+    /// Layout table, TOML text; none to keep the source's names and shapes.
+    #[serde(default)]
+    pub layout: Option<String>,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -211,7 +212,8 @@ fn believable(request: &Request) -> Result<()> {
 /// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
 pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     let mut table = request.source.layout.as_deref().map_or_else(|| Ok(Table::generic()), Table::parse)?;
-    let target_table = request.target.as_ref().map(|t| Table::parse(&t.layout)).transpose()?;
+    let target_table =
+        request.target.as_ref().and_then(|t| t.layout.as_deref()).map(Table::parse).transpose()?;
     if let Some(target) = &target_table {
         if target.family != table.family {
             return Err(Finding::new(

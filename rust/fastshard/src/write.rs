@@ -1,5 +1,7 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
+mod arrays;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,6 +16,9 @@ use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MAN
 use crate::plan::{Form, Output, Plan};
 use crate::publish::{self, Needs, OutFile, Space, Staging};
 use crate::storage::SourceFile;
+
+use arrays::Arrays;
+pub use arrays::{Array, ArrayWriter};
 
 /// Bytes written between two records of what is done.
 const JOURNAL_EVERY: u64 = 256 << 20;
@@ -37,6 +42,8 @@ pub struct Options {
     pub values: serde_json::Value,
     /// True if holes need not take space (all-zero sparse sources).
     pub sparse: bool,
+    /// Writes the arrays of a result that holds some.
+    pub arrays: Option<Arc<dyn ArrayWriter>>,
 }
 
 /// Tiles that are written and not yet journalled.
@@ -50,7 +57,9 @@ struct Pending {
 
 struct StagedSink<'a> {
     outputs: &'a [Output],
-    files: Vec<OutFile>,
+    /// Files by their place in the plan; none for a store of arrays.
+    files: Vec<Option<OutFile>>,
+    arrays: Option<Arrays>,
     staging: &'a Staging,
     pending: Mutex<Pending>,
     /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
@@ -100,7 +109,7 @@ impl StagedSink<'_> {
             return Ok(());
         }
         if self.fsync {
-            files.iter().try_for_each(|&f| self.files[f as usize].sync())?;
+            files.iter().try_for_each(|&f| self.files[f as usize].as_ref().map_or(Ok(()), OutFile::sync))?;
         }
         records.iter().try_for_each(|record| self.staging.journal().append(record))?;
         self.staging.journal().sync()
@@ -122,6 +131,7 @@ impl StagedSink<'_> {
     /// journal covers is read back.
     fn finish(&self, frames: &[Frame], control: &Control) -> Result<()> {
         for ((frame, file), sums) in frames.iter().zip(&self.files).zip(&self.sums) {
+            let Some(file) = file else { continue };
             for (member, sums) in frame.members.iter().zip(sums) {
                 let (lo, hi) = (member.offset, member.offset + member.len);
                 let mut sums = lock(sums);
@@ -148,8 +158,13 @@ impl StagedSink<'_> {
 
 impl Sink for StagedSink<'_> {
     fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        if let Some(arrays) = &self.arrays {
+            if arrays.write(output, offset, bytes)? {
+                return Ok(());
+            }
+        }
         let about = &self.outputs[output];
-        let file = &self.files[about.file as usize];
+        let file = self.files[about.file as usize].as_ref().expect("no array");
         file.write_all_at(about.offset + offset, bytes)?;
         if self.fsync {
             let mut since = lock(&self.written[about.file as usize]);
@@ -166,6 +181,10 @@ impl Sink for StagedSink<'_> {
 
     fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
         self.sum(output, tile);
+        // An encoded block cannot be continued in its midst: arrays are made anew.
+        if self.arrays.as_ref().is_some_and(|arrays| arrays.holds(output)) {
+            return Ok(());
+        }
         let mut pending = lock(&self.pending);
         pending.records.push(record(output, tile));
         pending.files.insert(self.outputs[output].file);
@@ -367,18 +386,21 @@ fn fill(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let space = if options.sparse { Space::Sparse } else { Space::Reserved };
-    let outs: Result<Vec<OutFile>> =
-        plan.files.iter().map(|f| staging.file(&f.name, f.size, space)).collect();
-    let outs = outs?;
+    let out = |f: &crate::plan::OutFile| match f.form {
+        Form::Arrays(_) => Ok(None),
+        _ => staging.file(&f.name, f.size, space).map(Some),
+    };
+    let outs: Vec<Option<OutFile>> = plan.files.iter().map(out).collect::<Result<_>>()?;
+    let arrays = Arrays::begin(plan, &staging.path(), options.arrays.as_ref())?;
     let by_file = plan.by_file();
     let frames = frames(plan, &by_file, files)?;
-    for (file, frame) in outs.iter().zip(&frames) {
+    for (file, frame) in outs.iter().zip(&frames).filter_map(|(file, frame)| Some((file.as_ref()?, frame))) {
         frame.pieces.iter().try_for_each(|(at, bytes)| file.write_all_at(*at, bytes))?;
     }
     for ((about, inside), file) in plan.files.iter().zip(&by_file).zip(&outs) {
-        if let Form::Overlay(source) = about.form {
+        if let (Form::Overlay(source), Some(file)) = (&about.form, file) {
             let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
-            underlay(&files[source as usize], &outputs, file, control)?;
+            underlay(&files[*source as usize], &outputs, file, control)?;
         }
     }
     let finished = staging
@@ -387,7 +409,8 @@ fn fill(
         .iter()
         .filter_map(|r| parse_record(r))
         .filter(|(output, _)| {
-            plan.outputs.get(*output as usize).is_some_and(|o| outs[o.file as usize].kept())
+            let file = plan.outputs.get(*output as usize).and_then(|o| outs[o.file as usize].as_ref());
+            file.is_some_and(OutFile::kept)
         })
         .collect();
     let sink = StagedSink {
@@ -396,6 +419,7 @@ fn fill(
         member_of: members_of(plan, &frames),
         sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),
         files: outs,
+        arrays,
         staging,
         pending: Mutex::default(),
         flushing: Mutex::new(()),
@@ -407,9 +431,16 @@ fn fill(
         scratch_dir: staging.folder().to_path_buf(),
         finished,
         held: None,
+        encodes: largest_block(plan),
     };
     let done = engine::execute(plan, files, &sink, &engine_options, control)
         .and_then(|report| sink.finish(&frames, control).map(|()| report));
+    // Only what may be published is completed.
+    let clean = |report: &Report| report.findings.iter().all(|f| f.severity != Severity::Error);
+    let done = done.and_then(|report| match &sink.arrays {
+        Some(arrays) if clean(&report) => arrays.finish().map(|()| report),
+        _ => Ok(report),
+    });
     let report = match done {
         Ok(report) => report,
         Err(error) => {
@@ -419,7 +450,7 @@ fn fill(
             return Err(error);
         }
     };
-    if report.findings.iter().any(|f| f.severity == Severity::Error) {
+    if !clean(&report) {
         return Err(report.findings.into());
     }
     for (name, text) in &plan.texts {
@@ -440,14 +471,29 @@ fn fill(
             }
             // It names the other files' records, which are read back by their places.
             Form::Pickle(_) => continue,
+            // Its tensors are checked whole: how a store divides them into files is its own affair.
+            Form::Arrays(_) => continue,
             Form::Records(_) | Form::TorchZip(_) | Form::Overlay(_) => {
-                read_back(plan, file, inside, &report, out)?
+                read_back(plan, file, inside, &report, out.as_ref().expect("no array"))?
             }
         };
         manifest.files.push(ManifestFile { name: file.name.clone(), size: file.size, identity });
     }
     staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
     Ok((manifest, report.findings))
+}
+
+/// Bytes of the largest block of the arrays that are written.
+fn largest_block(plan: &Plan) -> u64 {
+    let block = |o: &Output| match &plan.files[o.file as usize].form {
+        Form::Arrays(store) => {
+            let block = store.blocks.get(o.key())?;
+            let elements: u64 = block.iter().zip(&o.shape).map(|(b, n)| b.min(n)).product();
+            Some(elements * o.dtype.size() as u64)
+        }
+        _ => None,
+    };
+    plan.outputs.iter().filter_map(block).max().unwrap_or(0)
 }
 
 fn index(plan: &Plan) -> Vec<u8> {
@@ -476,7 +522,10 @@ fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manif
             dtype: o.dtype,
             shape: o.shape.clone(),
             file: plan.files[o.file as usize].name.clone(),
-            offset: Some(o.offset),
+            offset: match plan.files[o.file as usize].form {
+                Form::Arrays(_) => None,
+                _ => Some(o.offset),
+            },
             blake3: hash::hex(&r.hash),
         })
         .collect();

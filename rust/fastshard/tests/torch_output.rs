@@ -106,7 +106,14 @@ fn content(out: &Path, manifest: &Manifest) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn options(dir: &Path) -> Options {
-    Options { threads: 2, memory: 2 << 30, scratch_dir: dir.to_path_buf(), finished: Vec::new(), held: None }
+    Options {
+        threads: 2,
+        memory: 2 << 30,
+        scratch_dir: dir.to_path_buf(),
+        finished: Vec::new(),
+        held: None,
+        encodes: 0,
+    }
 }
 
 #[test]

@@ -203,6 +203,7 @@ pub fn options(threads: usize, scratch_dir: &Path) -> Options {
         scratch_dir: scratch_dir.to_path_buf(),
         finished: Vec::new(),
         held: None,
+        encodes: 0,
     }
 }
 
