@@ -27,6 +27,7 @@ def open(
     layout: StrPath | None = None,
     vocab_size: int | None = None,
     accept: Iterable[str] = (),
+    expect_processes: int | None = None,
     threads: int | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
@@ -38,6 +39,7 @@ def open(
         layout: a layout table (TOML) of your own for the source.
         vocab_size: true vocabulary; padded rows beyond it are dropped.
         accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
+        expect_processes: processes that wrote the checkpoint, where its files do not tell.
         threads: threads for reading headers.
 
     Raises:
@@ -54,6 +56,7 @@ def open(
         vocab_size=_positive(vocab_size, "vocab_size"),
         accept=frozenset(accept),
         layout=None if layout is None else os.fspath(layout),
+        expect_processes=_positive(expect_processes, "expect_processes"),
     )
     listing = list_roots(paths)
     found = adapters.detect(listing, options)

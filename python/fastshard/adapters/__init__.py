@@ -14,6 +14,7 @@ from .deepspeed import DeepSpeed
 from .hf import HuggingFace
 from .hf_shards import HfRankShards
 from .megatron import Megatron
+from .orbax import Orbax
 from .others import refuse_by_name
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
@@ -26,6 +27,7 @@ ADAPTERS: list[Adapter] = [
     DeepSpeed(),
     Dcp(),
     Megatron(),
+    Orbax(),
     TpSafetensors(),
     HfRankShards(),
     ColossalAI(),

@@ -91,6 +91,8 @@ class Options:
     vocab_size: int | None = None
     accept: frozenset[str] = frozenset()
     layout: str | None = None
+    #: Processes that wrote the checkpoint, where the files do not tell.
+    expect_processes: int | None = None
 
 
 @dataclass
@@ -195,6 +197,19 @@ class Found:
 
 
 @dataclass
+class TreeInfo:
+    """How Orbax names an item and its entries; kept for writing it again."""
+
+    item: str
+    #: key_metadata by array.
+    keys: dict[str, list[dict[str, Any]]]
+    #: Entries that are no arrays: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+    #: What the writer said of the checkpoint.
+    custom: dict[str, Any]
+
+
+@dataclass
 class Source:
     """Declaration of a source: everything the layout engine must know besides the tensors."""
 
@@ -247,6 +262,8 @@ class Source:
     unstepped: bool = False
     #: Optimizer steps by file.
     steps: dict[int, list[float]] = field(default_factory=dict)
+    #: Set for a checkpoint of Orbax.
+    tree: TreeInfo | None = None
 
     def model(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""

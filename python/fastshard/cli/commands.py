@@ -39,7 +39,7 @@ Outcome = tuple[Result, list[Finding]]
 def _opening(a: argparse.Namespace) -> dict[str, Any]:
     return {
         "step": a.step, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "accept": a.accept,
-        "threads": _threads(a),
+        "expect_processes": a.expect_processes, "threads": _threads(a),
     }  # fmt: skip
 
 

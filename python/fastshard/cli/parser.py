@@ -64,8 +64,14 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         "--accept",
         action="append",
         default=[],
-        choices=("uncommitted",),
-        help="accept what is not in order",
+        choices=("uncommitted", "elided-zeros"),
+        help="accept what is not in order: a save that was not committed; absent chunks as zeros",
+    )
+    group.add_argument(
+        "--expect-processes",
+        type=int,
+        metavar="N",
+        help="processes that wrote the checkpoint, where its files do not tell (Orbax)",
     )
 
 

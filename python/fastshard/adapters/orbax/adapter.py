@@ -1,0 +1,218 @@
+"""Checkpoints of Orbax (MaxText) and of Paxml: zarr arrays, plain or in OCDBT, of one host or of several."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding, error_for
+from ..base import Assembled, Blocks, Contents, Found, Options, Source, TreeInfo
+from . import completeness, stores
+from .completeness import Evidence, Verdict
+from .places import Place, choose, find
+from .tree import Sharding, Tree, parse_shardings, parse_tree
+
+#: Arrays named in findings at most.
+_NAMED = 20
+
+
+class Orbax:
+    """Directories with ``_METADATA``, ``manifest.ocdbt``, ``.zarray`` or ``zarr.json``."""
+
+    name = "orbax"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Finds the item, judges its completeness from keys alone, and lists its blocks."""
+        if listing.single:
+            return None
+        everywhere = find(listing)
+        if not everywhere:
+            return None
+        places = choose(listing, everywhere, options.step)
+        findings = _committed(listing, places, options)
+        union = stores.open_stores(listing, places)
+        tree = _tree(listing, places)
+        shardings: dict[str, Sharding] = {}
+        for place in places:
+            if file := _file(listing, place, "_sharding"):
+                shardings |= parse_shardings(listing.read_text(file))
+        evidence = Evidence(
+            stores_fill=tree.stores_fill if tree else None,
+            shardings=shardings,
+            present={n for p in places for n in p.processes},
+            per_process=places[0].ocdbt,
+            expected=options.expect_processes,
+            where=places[0].label(listing),
+        )
+        accepted = "elided-zeros" in options.accept
+        verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
+        findings += verdict.findings
+        if tree is not None:
+            findings += _expected(tree, set(union.arrays), places[0].label(listing), evidence)
+        if not union.arrays:
+            raise FastshardError.of(
+                "FS104",
+                "no array has its metadata here: the process that writes it wrote to another disk, or the save was cut short",
+                file=places[0].label(listing),
+                got=f"{len(union.keys)} keys",
+                help="name the directory of process 0 as a further CKPT",
+            )
+        elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
+        reader, tensors, pieces = stores.listed(union, elided)
+        anchor = _anchor(listing, places[0])
+        blocks = Blocks(tensors, reader, _identity(listing, places))
+        notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
+        paxml = not places[0].ocdbt and tree is None
+        framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
+        return Found(self, framework, [anchor], findings, places[0].step, notes, blocks={0: blocks})
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every array as boxes of its blocks."""
+        union, tree, verdict = found.notes["union"], found.notes["tree"], found.notes["verdict"]
+        place: Place = found.notes["places"][0]
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.provable = tree is not None or found.framework == "Paxml"
+        source.vocab_size = options.vocab_size
+        tensors = [
+            (
+                name,
+                list(array.shape),
+                [(lo, extent, 0, number) for lo, extent, number in found.notes["pieces"][name]],
+            )
+            for name, array in sorted(union.arrays.items())
+        ]
+        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.values = {"completeness": verdict.to_dict()}
+        checkpoint = _checkpoint_metadata(listing, found.notes["places"])
+        custom = checkpoint.get("custom_metadata")
+        source.tree = TreeInfo(
+            item=place.item or "items",
+            keys=tree.arrays if tree else {},
+            leaves=tree.leaves if tree else {},
+            custom=custom if isinstance(custom, dict) else {},
+        )
+        if custom:
+            source.values["custom_metadata"] = custom
+        return source
+
+
+def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
+    """One committed directory vouches for the temporary ones of the same step; none needs to be accepted."""
+    loose = [p for p in places if not p.committed]
+    if not loose:
+        return []
+    if len(loose) < len(places):
+        return [
+            Finding.of(
+                "FS104",
+                "a temporary directory, taken to complete the committed one",
+                severity="note",
+                file=p.label(listing),
+            )
+            for p in loose
+        ]
+    accepted = "uncommitted" in options.accept
+    finding = Finding.of(
+        "FS104",
+        "no directory of this step was committed: the save was cut short, or one process failed",
+        severity="warning" if accepted else None,
+        file=places[0].label(listing),
+        expected="a directory without the mark of temporary ones, its processes' stores merged",
+        help="take another step; or name the directories of all processes and give --accept uncommitted: every chunk is still proven to be there",
+    )
+    if not accepted:
+        raise error_for([finding])
+    return [finding]
+
+
+def _file(listing: Listing, place: Place, name: str) -> File | None:
+    path = place.inside(name)
+    return next((f for f in listing.files if f.root == place.root and f.path == path), None)
+
+
+def _anchor(listing: Listing, place: Place) -> File:
+    """A file that changes with the store."""
+    names = ["manifest.ocdbt", "_METADATA", *(f"ocdbt.process_{n}/manifest.ocdbt" for n in place.processes)]
+    for name in names:
+        if file := _file(listing, place, name):
+            return file
+    return place.plain[0]
+
+
+def _identity(listing: Listing, places: list[Place]) -> str:
+    """Names, sizes and times of all files of the stores, condensed."""
+    digest = hashlib.blake2b(digest_size=32)
+    for place in places:
+        prefix = f"{place.folder}/" if place.folder else ""
+        for file in listing.files:
+            if file.root == place.root and file.path.startswith(prefix):
+                stat = (listing.roots[file.root] / file.path).stat()
+                digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _tree(listing: Listing, places: list[Place]) -> Tree | None:
+    found: Tree | None = None
+    for place in places:
+        file = _file(listing, place, "_METADATA")
+        if file is None:
+            continue
+        tree = parse_tree(listing.read_text(file), place.inside("_METADATA"))
+        if found is not None and set(tree.arrays) != set(found.arrays):
+            raise FastshardError.of(
+                "FS107",
+                "two hosts name different arrays in _METADATA: they are of different saves",
+                file=place.label(listing),
+                help="give the directories of one save only",
+            )
+        found = found or tree
+    return found
+
+
+def _checkpoint_metadata(listing: Listing, places: list[Place]) -> dict[str, Any]:
+    """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
+    for place in places:
+        for folder in (place.folder, place.folder.rpartition("/")[0]):
+            path = f"{folder}/_CHECKPOINT_METADATA" if folder else "_CHECKPOINT_METADATA"
+            file = next((f for f in listing.files if f.root == place.root and f.path == path), None)
+            if file is not None:
+                try:
+                    value = json.loads(listing.read_text(file, limit=1 << 20))
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict):
+                    return value
+    return {}
+
+
+def _expected(tree: Tree, there: set[str], where: str, evidence: Evidence) -> list[Finding]:
+    """Arrays that ``_METADATA`` names and no store describes, and the other way round."""
+    lacking = sorted(set(tree.arrays) - there)
+    findings = [
+        Finding.of(
+            "FS102",
+            "_METADATA names this array, no store describes it",
+            file=where,
+            tensor=name,
+            help="name the directories of the other hosts as further CKPTs; if all are given, take another step",
+        )
+        for name in lacking[:_NAMED]
+    ]
+    if len(lacking) > _NAMED:
+        findings.append(Finding.of("FS102", f"and {len(lacking) - _NAMED} more arrays", file=where))
+    extra = sorted(there - set(tree.arrays) - set(tree.leaves))
+    if extra:
+        findings.append(
+            Finding.of(
+                "FS108",
+                f"_METADATA does not name {len(extra)} arrays that are stored",
+                file=where,
+                tensor=extra[0],
+            )
+        )
+    return findings
+
+
+__all__ = ["Orbax", "Verdict"]

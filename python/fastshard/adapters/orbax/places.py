@@ -1,0 +1,167 @@
+"""Where the arrays of a checkpoint lie: steps and items, committed or not, over the directories given.
+
+source: orbax/checkpoint/_src/path/{atomicity,step}.py; paxml/checkpoint_paths.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...discover import File, Listing
+from ...errors import FastshardError
+
+#: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
+_TEMPORARY = re.compile(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
+#: A step's folder: a number, with or without a prefix.
+_STEP = re.compile(r"^(?:.*[_-])?(\d{1,18})$")
+_PROCESS = re.compile(r"^ocdbt\.process_(\d{1,9})$")
+_METADATA = {".zarray": 2, "zarr.json": 3}
+
+
+@dataclass
+class Place:
+    """One directory with an item's arrays."""
+
+    root: int
+    #: Relative to the root; empty for the root itself.
+    folder: str
+    #: Step and item by the names of the folders, without what marks temporary ones.
+    step: str | None
+    item: str
+    committed: bool = True
+    #: OCDBT: the process directories in it.
+    processes: list[int] = field(default_factory=list)
+    #: OCDBT: True if the processes' stores were merged.
+    merged: bool = False
+    #: Arrays as plain folders: relative path of each metadata file.
+    plain: list[File] = field(default_factory=list)
+
+    @property
+    def ocdbt(self) -> bool:
+        """True if the arrays lie in a key-value store of their own."""
+        return self.merged or bool(self.processes)
+
+    def path(self, listing: Listing) -> Path:
+        """The directory."""
+        return listing.roots[self.root] / self.folder if self.folder else listing.roots[self.root]
+
+    def label(self, listing: Listing) -> str:
+        """As messages name it."""
+        return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
+
+    def inside(self, name: str) -> str:
+        """Path of a file in it, relative to the root."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+
+def find(listing: Listing) -> list[Place]:
+    """All directories with arrays."""
+    places: dict[tuple[int, str], Place] = {}
+
+    def place(root: int, folder: str) -> Place:
+        if (root, folder) not in places:
+            step, item, temporary = _named(listing.roots[root], folder)
+            places[root, folder] = Place(root, folder, step, item, committed=not temporary)
+        return places[root, folder]
+
+    for file in listing.files:
+        name, folder = file.name, file.folder
+        if name == "_METADATA":
+            place(file.root, folder)
+        elif name == "manifest.ocdbt":
+            parent, _, last = folder.rpartition("/")
+            process = _PROCESS.match(last)
+            if process:
+                place(file.root, parent).processes.append(int(process[1]))
+            else:
+                place(file.root, folder).merged = True
+        elif name in _METADATA and folder:
+            place(file.root, folder.rpartition("/")[0]).plain.append(file)
+    for found in places.values():
+        if found.processes and not found.merged:
+            # The last step of a save is to merge what the processes wrote.
+            found.committed = False
+    return list(places.values())
+
+
+def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
+    """Step, item, and whether a folder on the way is temporary."""
+    full = root.resolve() / folder if folder else root.resolve()
+    parts = [_TEMPORARY.sub("", part) for part in full.parts[-2:]]
+    # Above the directory given nothing says what is temporary: only the names of step and item do.
+    temporary = any(_TEMPORARY.search(part) for part in full.parts[-2:])
+    before, last = ("", *parts)[-2:]
+    if _STEP.match(last):
+        return last, "", temporary
+    return (before if _STEP.match(before) else None), last, temporary
+
+
+def number(step: str | None) -> int:
+    """The step's number; -1 without one."""
+    match = _STEP.match(step or "")
+    return int(match[1]) if match else -1
+
+
+def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> list[Place]:
+    """The directories of one item of one step, at most one for each root, committed ones first.
+
+    Raises:
+        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant.
+    """
+    places = list(places)
+    steps = {number(p.step): p.step for p in places}
+    have = ", ".join(str(s) for _, s in sorted(steps.items()) if s is not None) or "none"
+    if wanted is not None:
+        chosen = [
+            p
+            for p in places
+            if p.step == wanted or (number(wanted) >= 0 and number(p.step) == number(wanted))
+        ]
+        if not chosen:
+            raise FastshardError.of(
+                "FS501",
+                f"there is no step {wanted}",
+                expected=f"one of {have}",
+                help="choose one of these with --step",
+            )
+    else:
+        committed = [p for p in places if p.committed]
+        newest = max(number(p.step) for p in committed or places)
+        chosen = [p for p in places if number(p.step) == newest]
+    for root in range(len(listing.roots)):
+        if not any(p.root == root for p in chosen):
+            raise FastshardError.of(
+                "FS107",
+                "the directories given hold different steps",
+                file=str(listing.roots[root]),
+                expected=f"step {chosen[0].step}",
+                got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
+                help="give the directories of one save only, or choose a step that all hold with --step",
+            )
+    items = {p.item for p in chosen}
+    if len(items) > 1:
+        raise FastshardError.of(
+            "FS106",
+            "several items hold arrays",
+            expected="one",
+            got=", ".join(sorted(items)),
+            help="name the directory of the item that is meant as CKPT",
+        )
+    for root in range(len(listing.roots)):
+        same = [p for p in chosen if p.root == root]
+        # A committed directory beside what an earlier try left of the same step is what counts.
+        if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:
+            chosen = [p for p in chosen if p.root != root or p is settled[0]]
+        elif len(same) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several directories of this step",
+                expected="one",
+                got=", ".join(p.folder for p in same),
+                help="name the one that is meant as CKPT",
+            )
+    # Of the same save, the one that the coordinator wrote first.
+    return sorted(chosen, key=lambda p: (not p.committed, 0 not in p.processes, p.root))

@@ -1,0 +1,130 @@
+"""Orbax's metadata files: the tree of an item, shardings, and what a step says of itself.
+
+source: orbax/checkpoint/_src/metadata/{tree,sharding,checkpoint}.py
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...configs import parse_json
+from ...errors import FastshardError
+
+#: Entries that have an array. source: orbax .../tree.py value types; scalars are arrays of rank 0
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar", "int", "float", "bool", "jax.random.key")
+
+
+@dataclass
+class Tree:
+    """What ``_METADATA`` says of an item."""
+
+    #: key_metadata of every array, by name (keys joined by dots).
+    arrays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    #: Entries without an array: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    #: True if chunks that equal the fill value are stored too; None where nothing says so.
+    stores_fill: bool | None = None
+    zarr3: bool | None = None
+
+
+def parse_tree(text: str, where: str) -> Tree:
+    """The tree of ``_METADATA``.
+
+    Raises:
+        FastshardError: ``FS601`` if it is malformed.
+    """
+
+    def malformed(what: str) -> FastshardError:
+        return FastshardError.of(
+            "FS601", f"metadata of the tree: {what}", file=where, help="the file was damaged: copy it again"
+        )
+
+    try:
+        described = parse_json(text)
+    except ValueError as error:
+        raise malformed(str(error)) from None
+    entries = described.get("tree_metadata") if isinstance(described, dict) else None
+    if not isinstance(entries, dict):
+        raise malformed("no tree_metadata")
+    tree = Tree()
+    stored = described.get("store_array_data_equal_to_fill_value")
+    tree.stores_fill = stored if isinstance(stored, bool) else None
+    tree.zarr3 = described.get("use_zarr3") if isinstance(described.get("use_zarr3"), bool) else None
+    for path, entry in entries.items():
+        keys = entry.get("key_metadata") if isinstance(entry, dict) else None
+        value = entry.get("value_metadata") if isinstance(entry, dict) else None
+        if not isinstance(keys, list) or not keys or not isinstance(value, dict):
+            raise malformed(f"entry {path[:80]}")
+        if any(not isinstance(k, dict) or not isinstance(k.get("key"), (str, int)) for k in keys):
+            raise malformed(f"keys of {path[:80]}")
+        name = ".".join(str(k["key"]) for k in keys)
+        if not value.get("skip_deserialize") and value.get("value_type") in _ARRAYS:
+            tree.arrays[name] = keys
+        else:
+            tree.leaves[name] = (keys, value)
+    return tree
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How an array was divided over devices: ids of the mesh in C order, and mesh axes per dimension."""
+
+    mesh: tuple[int, ...]
+    axes: tuple[str, ...]
+    ids: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+
+
+def parse_shardings(text: str) -> dict[str, Sharding]:
+    """Shardings by array; entries that cannot be understood are left out: they are evidence, no more."""
+    try:
+        described = parse_json(text)
+    except ValueError:
+        return {}
+    found = {}
+    for encoded, value in described.items() if isinstance(described, dict) else ():
+        try:
+            name = base64.b64decode(encoded, validate=True).decode("utf-8")
+            sharding = _sharding(parse_json(value))
+        except (binascii.Error, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if sharding is not None:
+            found[name] = sharding
+    return found
+
+
+def _sharding(value: Any) -> Sharding | None:
+    if not isinstance(value, dict) or value.get("sharding_type") != "NamedSharding":
+        return None
+    mesh = tuple(int(n) for n in value["shape"])
+    ids: list[int] = []
+    pending = [value["device_mesh"]["mesh"]]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            ids.append(int(part["id"]))
+        else:
+            pending.extend(reversed(part))
+    axes = tuple(str(a) for a in value["axis_names"])
+    spec = tuple(
+        () if s is None else (s,) if isinstance(s, str) else tuple(map(str, s))
+        for s in value["partition_spec"]
+    )
+    return Sharding(mesh, axes, tuple(ids), spec)
+
+
+def processes_of(ids: set[int]) -> dict[int, int] | None:
+    """The process of each device, where the ids tell: jax numbers the devices of a CPU process from a power of two on.
+
+    One run of consecutive ids may be one process or many (GPUs and TPUs are numbered without gaps): None.
+    """
+    ordered = sorted(ids)
+    process, found = 0, {}
+    for before, now in zip([None, *ordered], ordered, strict=False):
+        if before is not None and now != before + 1:
+            process += 1
+        found[now] = process
+    return found if process else None

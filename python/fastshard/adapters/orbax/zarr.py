@@ -1,0 +1,196 @@
+"""What ``.zarray`` and ``zarr.json`` say of an array: shape, dtype, chunks and their keys.
+
+source: zarr v2 and v3 specifications; tensorstore driver/{zarr,zarr3} for ``bfloat16``
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...configs import parse_json
+from ...errors import FastshardError
+from ...external.dtypes import NUMPY, ZARR2, ZARR3
+
+#: Chunks of one array at most: more are not a checkpoint's.
+MAX_CHUNKS = 1 << 22
+#: Dimensions at most. source: tensorstore kMaxRank
+_MAX_RANK = 32
+#: Largest metadata file read, in bytes.
+MAX_METADATA = 1 << 20
+#: Blocks are shards of chunks as long as they are not larger; beyond, the chunks in them.
+_SHARD_BYTES = 64 << 20
+_DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a store."""
+
+    name: str
+    #: As safetensors names it.
+    dtype: str
+    shape: tuple[int, ...]
+    #: Extent of what has a key of its own.
+    chunk: tuple[int, ...]
+    #: Extent of what is decoded at a time: a chunk, or a part of one (``sharding_indexed``).
+    block: tuple[int, ...]
+    zarr: int
+    separator: str
+    #: None if the format has no value for chunks that are absent.
+    fill: Any
+    #: As stored.
+    metadata: dict[str, Any]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dimension."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    def key(self, index: tuple[int, ...]) -> str:
+        """Key of the chunk at ``index``, below the array's name."""
+        numbers = map(str, index)
+        if self.zarr == 2:
+            return self.separator.join(numbers) or "0"
+        return self.separator.join(["c", *numbers])
+
+    def chunks(self) -> Iterator[tuple[int, ...]]:
+        """Indices of all chunks."""
+        return itertools.product(*map(range, self.grid))
+
+    def extent(self, index: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """First element and extent of a chunk, clipped to the array."""
+        lo = [i * c for i, c in zip(index, self.chunk, strict=True)]
+        return lo, [min(c, n - at) for c, n, at in zip(self.chunk, self.shape, lo, strict=True)]
+
+    def blocks(self, index: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+        """First element and extent of each block of a chunk."""
+        lo, extent = self.extent(index)
+        steps = [range(at, at + n, b) for at, n, b in zip(lo, extent, self.block, strict=True)]
+        for start in itertools.product(*steps):
+            yield (
+                list(start),
+                [min(b, a + n - s) for b, a, n, s in zip(self.block, lo, extent, start, strict=True)],
+            )
+
+
+def parse(name: str, text: bytes, zarr: int, where: str) -> Array:
+    """The array that a metadata file describes.
+
+    Raises:
+        FastshardError: ``FS601`` if it is malformed, ``FS514`` for what is not read.
+    """
+
+    def malformed(what: str, got: Any = None) -> FastshardError:
+        return FastshardError.of(
+            "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
+            help="the file was damaged or cut short: copy it again",
+        )  # fmt: skip
+
+    try:
+        described = parse_json(text.decode("utf-8"))
+    except ValueError as error:
+        raise malformed(str(error)) from None
+    if not isinstance(described, dict):
+        raise malformed("no object")
+    shape = _extents(described.get("shape"))
+    if zarr == 2:
+        version, dtype = described.get("zarr_format"), described.get("dtype")
+        chunk = _extents(described.get("chunks"))
+        block = chunk
+        separator = described.get("dimension_separator", ".")
+        fill = described.get("fill_value")
+        if described.get("order", "C") not in ("C", "F"):
+            raise malformed("order", described.get("order"))
+        if described.get("filters"):
+            raise _unread(name, where, "filters", described["filters"])
+    else:
+        version, dtype = described.get("zarr_format"), described.get("data_type")
+        grid = described.get("chunk_grid")
+        chunk = _extents(_configured(grid, "regular").get("chunk_shape"))
+        encoding = described.get("chunk_key_encoding")
+        if isinstance(encoding, dict) and encoding.get("name") != "default":
+            raise _unread(name, where, "chunk_key_encoding", encoding.get("name"))
+        separator = _configured(encoding, "default").get("separator", "/")
+        fill = described.get("fill_value")
+        if described.get("storage_transformers"):
+            raise _unread(name, where, "storage_transformers", described["storage_transformers"])
+        codecs = described.get("codecs")
+        inner = None
+        if isinstance(codecs, list) and len(codecs) == 1:
+            inner = _extents(_configured(codecs[0], "sharding_indexed").get("chunk_shape"))
+        block = inner or chunk
+    if version != zarr:
+        raise malformed("zarr_format", version)
+    if shape is None or chunk is None or block is None or not len(shape) == len(chunk) == len(block):
+        raise malformed("shape or chunks")
+    if len(shape) > _MAX_RANK or 0 in chunk or 0 in block or separator not in (".", "/"):
+        raise malformed("shape, chunks or separator")
+    if any(c % b for c, b in zip(chunk, block, strict=True)):
+        raise malformed("parts of a chunk that do not divide it", block)
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _unread(name, where, "dtype", dtype)
+    found = _DTYPES[dtype]
+    item = {"BOOL": 1}.get(found) or int(found[1:].strip("F")) // 8
+    if (
+        math.prod(shape) * item >= 1 << 62
+        or math.prod(min(c, n) for c, n in zip(chunk, shape, strict=True)) * item >= 1 << 40
+    ):
+        raise malformed("an array or a chunk beyond what can be addressed", list(shape))
+    array = Array(name, found, shape, chunk, block, zarr, separator, fill, described)
+    if math.prod(array.grid) > MAX_CHUNKS:
+        raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
+    if math.prod(chunk) * item <= _SHARD_BYTES:
+        array = Array(name, found, shape, chunk, chunk, zarr, separator, fill, described)
+    return array
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element."""
+    return 1 if dtype == "BOOL" else int("".join(c for c in dtype if c.isdigit())) // 8
+
+
+def fill_bytes(array: Array) -> bytes:
+    """One element with the array's fill value, little-endian."""
+    import numpy as np
+
+    from ...external.dtypes import numpy_dtype
+
+    value = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(
+        array.fill if isinstance(array.fill, str) else "", array.fill
+    )
+    try:
+        return np.array(0 if value is None else value).astype(numpy_dtype(array.dtype)).tobytes()
+    except (TypeError, ValueError) as error:
+        raise FastshardError.of("FS601", f"fill value: {error}", tensor=array.name) from None
+
+
+def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
+    return FastshardError.of(
+        "FS514", f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(NUMPY)) if what == "dtype" else None,
+        got=json.dumps(got)[:80], help="save it again without that",
+    )  # fmt: skip
+
+
+def _configured(value: Any, name: str) -> dict[str, Any]:
+    """Configuration of a named part of zarr v3 metadata."""
+    if (
+        isinstance(value, dict)
+        and value.get("name") == name
+        and isinstance(value.get("configuration", {}), dict)
+    ):
+        found: dict[str, Any] = value.get("configuration", {})
+        return found
+    return {}
+
+
+def _extents(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        return None
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in value):
+        return None
+    return tuple(value)

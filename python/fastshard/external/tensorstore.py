@@ -1,0 +1,129 @@
+"""Reads key-value stores of arrays (plain files, OCDBT) through TensorStore."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from ..errors import FastshardError
+
+#: Arrays that one store keeps open.
+_OPEN = 64
+
+
+def _library() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise FastshardError.of(
+            "FS514", f"zarr and OCDBT are read by TensorStore: {error}", help="pip install 'fastshard[orbax]'"
+        ) from None
+    return tensorstore
+
+
+class Store:
+    """A directory with arrays: their folders, or an OCDBT database that holds them."""
+
+    def __init__(self, path: Path, *, ocdbt: bool, label: str) -> None:
+        self._ts = _library()
+        self._label = label
+        self._folder = f"{path}/"
+        self._ocdbt = ocdbt
+        # Nothing is kept that the core does not hold itself.
+        self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._kv = self._wait(lambda: self._ts.KvStore.open(self._spec(""), context=self._context).result())
+
+    def _spec(self, path: str) -> dict[str, Any]:
+        base = {"driver": "file", "path": self._folder}
+        if self._ocdbt:
+            return {"driver": "ocdbt", "base": base, "path": path}
+        return {"driver": "file", "path": self._folder + path}
+
+    def _wait(self, work: Any, tensor: str | None = None) -> Any:
+        try:
+            return work()
+        except FastshardError:
+            raise
+        except Exception as error:
+            # TensorStore raises ValueError for what it finds in stores, and adds where in its sources.
+            told = str(error).partition(" [source locations")[0]
+            raise FastshardError.of(
+                "FS601",
+                f"the store cannot be read: {told}",
+                file=self._label,
+                tensor=tensor,
+                help="it is damaged or was cut short: copy it again from the host that wrote it",
+            ) from None
+
+    def keys(self) -> list[str]:
+        """All keys."""
+        found = self._wait(lambda: self._kv.list().result())
+        return [key.decode("utf-8", "backslashreplace") for key in found]
+
+    def read(self, key: str, limit: int | None = None) -> bytes:
+        """The value of a key as it is stored.
+
+        Raises:
+            FastshardError: ``FS601`` if it cannot be read or has more than ``limit`` bytes.
+        """
+        value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
+        if limit is not None and len(value) > limit:
+            raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self._label, tensor=key)
+        return value
+
+    def _array(self, name: str, driver: str, metadata: dict[str, Any]) -> Any:
+        with self._lock:
+            if name in self._open:
+                self._open.move_to_end(name)
+                return self._open[name]
+        spec = {
+            "driver": driver,
+            "kvstore": self._spec(name + "/"),
+            "metadata": metadata,
+            "fill_missing_data_reads": False,
+        }
+        # The metadata may lie in another host's store.
+        opening = {"open": True, "assume_metadata": True, "context": self._context}
+        array = self._wait(lambda: self._ts.open(spec, **opening).result(), name)
+        with self._lock:
+            self._open[name] = array
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        return array
+
+    def _elements(
+        self, name: str, driver: str, metadata: dict[str, Any], lo: list[int], extent: list[int]
+    ) -> Any:
+        array = self._array(name, driver, metadata)
+        place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
+        return self._wait(lambda: (array[place] if place else array).read(order="C").result(), name)
+
+    def decode(
+        self,
+        name: str,
+        driver: str,
+        metadata: dict[str, Any],
+        lo: list[int],
+        extent: list[int],
+        view: memoryview,
+    ) -> None:
+        """Fills ``view`` with the C-ordered elements of a box of an array.
+
+        Raises:
+            FastshardError: ``FS601`` if a chunk is missing or cannot be decoded.
+        """
+        import numpy as np
+
+        elements = self._elements(name, driver, metadata, lo, extent)
+        np.copyto(np.frombuffer(view, elements.dtype).reshape(elements.shape), elements)
+
+    def decoded(
+        self, name: str, driver: str, metadata: dict[str, Any], lo: list[int], extent: list[int]
+    ) -> bytes:
+        """The same as bytes."""
+        found: bytes = self._elements(name, driver, metadata, lo, extent).tobytes()
+        return found
