@@ -7,6 +7,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from .external.array_writer import StoreWriter
+
 __all__ = [
     "DEBUG_BUILD",
     "Catalog",
@@ -103,8 +105,14 @@ class Plan:
         """(path, offset in bytes) of an output that is one run of one file, else None."""
     def read(self, output: int, start: int, buffer: NDArray[np.uint8]) -> None:
         """Fills a contiguous buffer with an output's bytes from byte ``start``."""
-    def write(self, out: str | PathLike[str], options: str, progress: _Progress = None) -> str:
-        """Writes and publishes: JSON with manifest and findings."""
+    def write(
+        self,
+        out: str | PathLike[str],
+        options: str,
+        progress: _Progress = None,
+        arrays: StoreWriter | None = None,
+    ) -> str:
+        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some."""
     def check(self, options: str, progress: _Progress = None) -> str:
         """Runs without writing: JSON with findings and hashes by output."""
 

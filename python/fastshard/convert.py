@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
+from .external import array_writer
 from .manifests import Manifest, expected_by, run_options
 from .planning import Plan, make_plan
 from .progress import Progress, Report
@@ -56,6 +57,7 @@ def plan(
     weights: str | None = None,
     optimizer: bool = False,
     make_vocab_size_divisible_by: int | None = None,
+    zarr2: bool = False,
     **opening: Any,
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
@@ -76,6 +78,7 @@ def plan(
         optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times ``tp`` where
             the target pads it; default the source's own, else 128.
+        zarr2: plain zarr v2 for a target of arrays, which Pathways reads, instead of OCDBT and zarr v3.
         opening: as for :func:`fastshard.open`.
 
     Raises:
@@ -86,7 +89,7 @@ def plan(
     return make_plan(
         checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
         max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by, zarr2=zarr2,
     )  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def convert(
     """
     names = (
         "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
-        "make_vocab_size_divisible_by",
+        "make_vocab_size_divisible_by", "zarr2",
     )  # fmt: skip
     planning = {k: options.pop(k) for k in names if k in options}
     expected = expected_by(expect)
@@ -153,7 +156,8 @@ def convert(
             "apart": checkpoint.listing.given(),
         })  # fmt: skip
         try:
-            outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing")))
+            arrays = array_writer.writer() if made.writes_arrays else None
+            outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing"), arrays))
         except _core.CoreError as error:
             raise from_core(error) from None
     found = [Finding.from_dict(f) for f in outcome["findings"]]

@@ -14,7 +14,7 @@ from typing import Any
 from . import _core, layouts
 from .adapters import hf_config
 from .adapters.base import Bound, Source
-from .adapters.targets import check, target_of
+from .adapters.targets import KEEPING, Wanted, check, target_of
 from .discover import File
 from .errors import FastshardError, Finding, from_core
 
@@ -66,11 +66,20 @@ class Plan:
     written.
     """
 
-    def __init__(self, core: _core.Plan, findings: list[Finding], source: Source, target: str) -> None:
+    def __init__(
+        self,
+        core: _core.Plan,
+        findings: list[Finding],
+        source: Source,
+        target: str,
+        writes_arrays: bool = False,
+    ) -> None:
         self.core = core
         self.findings = findings
         self.source = source
         self.target = target
+        #: True for a result that is a store of arrays.
+        self.writes_arrays = writes_arrays
 
     @cached_property
     def digest(self) -> str:
@@ -118,6 +127,7 @@ def make_plan(
     weights: str | None = None,
     optimizer: bool = False,
     make_vocab_size_divisible_by: int | None = None,
+    zarr2: bool = False,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
     if dtype not in _DTYPES:
@@ -126,7 +136,8 @@ def make_plan(
         raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
     include, exclude = list(include), list(exclude)
     check(to, tp, pp, bool(include or exclude))
-    source = opened.source if to is None else opened.source.model()
+    keeping = to is None or to in KEEPING
+    source = opened.source if keeping else opened.source.model()
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 48:
             raise FastshardError.of(
@@ -152,8 +163,9 @@ def make_plan(
         source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
     target = None
     if to is not None:
-        target = target_of(source, to, tp, pp, make_vocab_size_divisible_by)
-        request["target"] = target.request(layouts.get(target.layout))
+        wanted = Wanted(tp, pp, make_vocab_size_divisible_by, zarr2)
+        target = target_of(source, to, wanted)
+        request["target"] = target.request(layouts.get(target.layout) if target.layout else "")
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
     core = _plan(opened.catalog, request)
@@ -193,7 +205,8 @@ def make_plan(
         core = _plan(opened.catalog, request)
         findings += assumed + _vocabulary(source, summary["axes"])
         findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]
-    return Plan(core, findings, source, to or "merge")
+    arrays = getattr(target, "writes_arrays", False)
+    return Plan(core, findings, source, to or "merge", writes_arrays=arrays)
 
 
 def _weights(
@@ -217,7 +230,7 @@ def _weights(
             severity="error",
             help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
         )
-    if optimizer and to is not None:
+    if optimizer and to is not None and to not in KEEPING:
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",

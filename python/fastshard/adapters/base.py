@@ -427,7 +427,7 @@ class Target(Protocol):
 
     @property
     def layout(self) -> str:
-        """Name of the layout table."""
+        """Name of the layout table; empty if names and shapes stay."""
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request, with the text of the table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ from .base import Bound, Completed, Source
 BLOCK_BYTES = 8 << 20
 #: Orbax's word for a key of a dict. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
 _DICT_KEY = 2
+#: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote it.
+_VALUE = "np.ndarray"
 #: The handler that restores a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
@@ -39,9 +40,9 @@ class OrbaxTarget:
     writes_arrays: bool = True
 
     @property
-    def layout(self) -> str | None:
+    def layout(self) -> str:
         """None: names and shapes stay."""
-        return None
+        return ""
 
     @classmethod
     def of(cls, source: Source, zarr2: bool = False) -> OrbaxTarget:
@@ -57,9 +58,9 @@ class OrbaxTarget:
             custom=dict(tree.custom) if tree else {},
         )
 
-    def request(self, table: str | None) -> dict[str, Any]:
+    def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return {"name": self.name} if table is None else {"name": self.name, "layout": table}
+        return {"name": self.name}
 
     def complete(self, bound: Bound) -> Completed:
         """The store with its chunks, and the texts around it."""
@@ -99,7 +100,7 @@ class OrbaxTarget:
         tree = {}
         for name, shape in shapes.items():
             keys = self.keys.get(name) or [{"key": k, "key_type": _DICT_KEY} for k in name.split(".")]
-            value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": shape}
+            value = {"value_type": _VALUE, "skip_deserialize": False, "write_shape": shape}
             tree[_path(keys)] = {"key_metadata": keys, "value_metadata": value}
         for keys, value in self.leaves.values():
             tree.setdefault(_path(keys), {"key_metadata": keys, "value_metadata": value})
@@ -122,13 +123,12 @@ class OrbaxTarget:
             }
             for name, _, block in arrays
         ]
-        now = time.time_ns()
         checkpoint = {
             "item_handlers": {self.item: _HANDLER},
             "metrics": {},
             "performance_metrics": {},
-            "init_timestamp_nsecs": now,
-            "commit_timestamp_nsecs": now,
+            "init_timestamp_nsecs": None,
+            "commit_timestamp_nsecs": None,
             "custom_metadata": self.custom,
         }
         # What it says is the writer's path elsewhere, and never read.

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..errors import FastshardError
 from .base import Source, Target
 from .dcp_target import DcpTarget
 from .hf_target import HfTarget
 from .megatron_target import MegatronTarget
 from .neox_target import NeoxTarget
+from .orbax_target import OrbaxTarget
 from .tp_target import TpTarget
 
-__all__ = ["KNOWN", "TARGETS", "check", "target_of"]
+__all__ = ["KEEPING", "KNOWN", "TARGETS", "Wanted", "check", "target_of"]
 
 #: Targets that this version writes, and those that it knows of and refuses by name.
 TARGETS = (
     "hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "megatron", "megatron:legacy",
-    "megatron:legacy-local", "megatron:torch_dist", "tp-safetensors", "dcp",
+    "megatron:legacy-local", "megatron:torch_dist", "tp-safetensors", "dcp", "orbax",
 )  # fmt: skip
-KNOWN = ("maxtext", "maxtext:scan", "maxtext:unscan", "orbax")
+KNOWN = ("maxtext", "maxtext:scan", "maxtext:unscan")
+#: Targets that keep the names and shapes of the source: a merge in another container.
+KEEPING = ("orbax",)
+#: Targets that hold whole tensors.
+_WHOLE = ("hf", "orbax")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller asks of a target."""
+
+    tp: int = 1
+    pp: int = 1
+    vocab_multiple: int | None = None
+    #: Plain zarr v2 instead of OCDBT and zarr v3.
+    zarr2: bool = False
 
 
 def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
@@ -33,7 +51,7 @@ def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
                 "FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to
             )
         raise FastshardError.of("FS515", "target", expected=" | ".join((*TARGETS, *KNOWN)), got=repr(to))
-    whole = to is None or to == "hf"
+    whole = to is None or to in _WHOLE
     if not whole and narrowed:
         raise FastshardError.of(
             "FS515",
@@ -50,13 +68,20 @@ def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
         )
 
 
-def target_of(source: Source, to: str, tp: int, pp: int, vocab_multiple: int | None) -> Target:
+def target_of(source: Source, to: str, wanted: Wanted) -> Target:
     """The target for a source.
 
     Raises:
         FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact that
             decides values is unknown, ``FS515`` for degrees that no run has.
     """
+    tp, pp, vocab_multiple = wanted.tp, wanted.pp, wanted.vocab_multiple
+    if wanted.zarr2 and to not in ("orbax",):
+        raise FastshardError.of(
+            "FS515", f"--zarr2: {to} is no store of arrays", expected="--to orbax", got=to
+        )
+    if to == "orbax":
+        return OrbaxTarget.of(source, wanted.zarr2)
     if to == "hf":
         return HfTarget.of(source)
     if to == "tp-safetensors":

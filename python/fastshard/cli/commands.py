@@ -65,7 +65,12 @@ def _shape(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _degrees(a: argparse.Namespace) -> dict[str, Any]:
-    return {"tp": a.tp, "pp": a.pp, "make_vocab_size_divisible_by": a.make_vocab_size_divisible_by}
+    return {
+        "tp": a.tp,
+        "pp": a.pp,
+        "make_vocab_size_divisible_by": a.make_vocab_size_divisible_by,
+        "zarr2": a.zarr2,
+    }
 
 
 def inspect(a: argparse.Namespace) -> Outcome:

@@ -216,3 +216,6 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="N",
         help="pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
     )
+    parser.add_argument(
+        "--zarr2", action="store_true", help="plain zarr v2, for Pathways, instead of OCDBT and zarr v3"
+    )
