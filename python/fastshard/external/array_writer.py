@@ -13,9 +13,10 @@ from typing import Any
 
 from ..errors import FastshardError, Finding
 from .dtypes import NUMPY, ZARR2, ZARR3, numpy_dtype
+from .tensorstore import library
 
 #: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
-_UNDER_WAY = 32 << 20
+_UNDER_WAY = 16 << 20
 #: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
 #: source: orbax/checkpoint/_src/serialization/ocdbt_utils.py, type_handlers.py
 _INLINE = 1024
@@ -84,9 +85,7 @@ class StoreWriter:
     """
 
     def __init__(self) -> None:
-        import tensorstore
-
-        self._ts = tensorstore
+        self._ts = library()
         self._lock = threading.Lock()
         self._arrays: dict[str, Array] = {}
         self._open: dict[str, Any] = {}
@@ -201,16 +200,5 @@ def writer() -> StoreWriter:
     Raises:
         FastshardError: ``FS514`` if TensorStore is not installed.
     """
-    try:
-        return StoreWriter()
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514",
-            f"zarr and OCDBT are written by TensorStore: {error}",
-            help="pip install 'fastshard[orbax]'",
-        ) from None
+    return StoreWriter()
 
-
-def writable(dtype: str) -> bool:
-    """Whether arrays of this dtype can be written."""
-    return dtype in NUMPY

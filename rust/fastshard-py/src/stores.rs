@@ -39,8 +39,7 @@ struct PythonReader {
 }
 
 impl BlockReader for PythonReader {
-    fn read(&self, key: &str, len: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0u8; len];
+    fn read(&self, key: &str, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
         let told = Python::attach(|py| with_view(py, &mut bytes, |view| self.read.call1(py, (key, view))));
         match told {
             // What still looks at the buffer must find it there for ever.

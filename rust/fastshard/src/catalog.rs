@@ -132,7 +132,8 @@ impl Catalog {
             return Err(refuse("not a small plain tensor").file(self.label(file)).into());
         }
         if blob.encoded {
-            let whole = file.source.read_block(blob.member.as_deref().unwrap_or(""), blob.len as usize)?;
+            let whole =
+                file.source.read_block(blob.member.as_deref().unwrap_or(""), vec![0; blob.len as usize])?;
             let start = tensor.offset as usize;
             return Ok(whole[start..start + len as usize].to_vec());
         }

@@ -38,8 +38,10 @@ const MAX_BLOCKS: u64 = 1 << 30;
 const READ_BLOCKS: u64 = 64 << 20;
 /// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
 const DECODING: u64 = 2;
-/// The same for encoding: the encoder's copy, and what is stored until it is written.
-const ENCODING: u64 = 2;
+/// Memory that such a library takes besides.
+const LIBRARY: u64 = 24 << 20;
+/// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
+const ENCODING: u64 = 4;
 /// Most findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
@@ -196,7 +198,10 @@ fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
 /// Divides the memory budget: tile sizes per output and the number of workers.
 fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let baseline = anonymous_memory();
-    let available = options.memory.saturating_sub(baseline);
+    // The library that decodes and encodes has threads and tables of its own.
+    let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
+    let own = if coded { LIBRARY } else { 0 };
+    let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
     let per_worker = block * (1 + DECODING) + options.encodes * (1 + ENCODING);
@@ -210,7 +215,7 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
             .expected(
                 format!(
                     "at least {} MiB (baseline {} MiB + {what})",
-                    (baseline + least).div_ceil(1 << 20),
+                    (baseline + own + least).div_ceil(1 << 20),
                     baseline >> 20
                 ),
                 format!("{} MiB", options.memory >> 20),
@@ -239,7 +244,7 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * block * DECODING;
     let encodes = workers * options.encodes * (1 + ENCODING);
-    let bound = baseline + workers * Workspace::bytes(tile) + blocks + encodes;
+    let bound = baseline + own + workers * Workspace::bytes(tile) + blocks + encodes;
     Ok((tiles, MemoryUse { baseline, workers, tile, held, blocks, bound }))
 }
 

@@ -33,11 +33,12 @@ impl Stamp {
 
 /// Decodes blocks of arrays (zarr chunks) that no map or ranged read can give.
 pub trait BlockReader: std::fmt::Debug + Send + Sync {
-    /// The `len` bytes of block `key`: its elements in C order, little-endian. Called from several threads.
+    /// Fills all of `buffer` with block `key`, its elements in C order, little-endian, and gives it back.
+    /// Called from several threads.
     ///
     /// # Errors
     /// Whatever keeps the block from being read whole.
-    fn read(&self, key: &str, len: usize) -> Result<Vec<u8>>;
+    fn read(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>>;
 }
 
 /// A source file: opened once, read through one descriptor, never written.
@@ -100,18 +101,19 @@ impl SourceFile {
         self
     }
 
-    /// Bytes of an encoded block of the store that this file stands for.
+    /// Fills `buffer` with an encoded block of the store that this file stands for.
     ///
     /// # Errors
     /// `FS506` if the store gave another number of bytes; what the reader says.
-    pub fn read_block(&self, key: &str, len: usize) -> Result<Vec<u8>> {
+    pub fn read_block(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>> {
         let Some(reader) = &self.blocks else {
             return Err(Finding::new(codes::UNSUPPORTED, "no reader for the blocks of this store")
                 .file(&self.path)
                 .tensor(key)
                 .into());
         };
-        let bytes = reader.read(key, len)?;
+        let len = buffer.len();
+        let bytes = reader.read(key, buffer)?;
         match bytes.len() == len {
             true => Ok(bytes),
             false => Err(self.changed(format!("{len} bytes in {key}"), bytes.len())),

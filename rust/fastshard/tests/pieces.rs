@@ -59,8 +59,8 @@ struct OneBlock {
 }
 
 impl BlockReader for OneBlock {
-    fn read(&self, key: &str, len: usize) -> Result<Vec<u8>> {
-        assert_eq!(len, self.bytes.len());
+    fn read(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>> {
+        assert_eq!(buffer.len(), self.bytes.len());
         *self.reads.lock().unwrap().entry(key.to_string()).or_default() += 1;
         Ok(self.bytes.clone())
     }

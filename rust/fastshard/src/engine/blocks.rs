@@ -14,6 +14,8 @@ use crate::storage::SourceFile;
 
 /// Places in the file begin on pages, so that a range can be given back.
 const PAGE: u64 = 4096;
+/// Buffers kept for reuse at most.
+const MAX_SPARE: usize = 4;
 
 /// A block's bytes, or where they are.
 pub enum Block<'b> {
@@ -39,6 +41,8 @@ struct State {
     slots: HashMap<u32, Slot>,
     /// Bytes held or being decoded.
     held: u64,
+    /// Buffers of blocks that are done, for the next ones: fresh pages cost more than decoding into them.
+    spare: Vec<Vec<u8>>,
     clock: u64,
     /// Blocks that nobody needs any more, to be dropped once they are not busy.
     done: Vec<u32>,
@@ -125,9 +129,15 @@ impl Blocks {
         }
         state.slots.insert(blob, Slot::Busy);
         state.held += about.len;
-        let room = self.make_room(state);
-        let decoded =
-            room.and_then(|()| source.read_block(about.member.as_deref().unwrap_or(""), about.len as usize));
+        let len = about.len as usize;
+        let buffer = state.spare.iter().position(|b| b.len() == len).map(|i| state.spare.swap_remove(i));
+        if state.held + state.spare.iter().map(|b| b.len() as u64).sum::<u64>() > self.capacity {
+            state.spare.clear();
+        }
+        let key = about.member.as_deref().unwrap_or("");
+        let decoded = self
+            .make_room(state)
+            .and_then(|()| source.read_block(key, buffer.unwrap_or_else(|| vec![0; len])));
         let mut state = self.state();
         let result = match decoded {
             Ok(bytes) => {
@@ -174,6 +184,7 @@ impl Blocks {
                 Ok(()) => {
                     state.aside += bytes.len() as u64;
                     state.slots.insert(blob, Slot::Aside);
+                    self.reuse(&mut state, bytes);
                 }
                 Err(error) => {
                     state.slots.remove(&blob);
@@ -202,7 +213,10 @@ impl Blocks {
                     state.slots.insert(blob, Slot::Busy);
                     waiting.push(blob);
                 }
-                Some(Slot::Held { bytes, .. }) => state.held -= bytes.len() as u64,
+                Some(Slot::Held { bytes, .. }) => {
+                    state.held -= bytes.len() as u64;
+                    self.reuse(state, bytes);
+                }
                 Some(Slot::Aside) => {
                     if let Some(file) = self.file.get() {
                         let place = self.places[blob as usize];
@@ -214,6 +228,14 @@ impl Blocks {
             }
         }
         state.done = waiting;
+    }
+
+    /// Keeps the buffer of a block that is done, if nobody reads from it and there is room.
+    fn reuse(&self, state: &mut State, bytes: Arc<Vec<u8>>) {
+        let spare: u64 = state.spare.iter().map(|b| b.len() as u64).sum();
+        if state.held + spare + bytes.len() as u64 <= self.capacity && state.spare.len() < MAX_SPARE {
+            state.spare.extend(Arc::try_unwrap(bytes));
+        }
     }
 
     /// Bytes decoded and bytes put aside so far.
