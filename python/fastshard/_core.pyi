@@ -22,6 +22,7 @@ __all__ = [
     "dcp_metadata",
     "exit_code",
     "format_finding",
+    "histogram_edges",
 ]
 
 __version__: str
@@ -114,7 +115,11 @@ class Plan:
     ) -> str:
         """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some."""
     def check(self, options: str, progress: _Progress = None) -> str:
-        """Runs without writing: JSON with findings and hashes by output."""
+        """Runs without writing: JSON with findings, and hashes and statistics by output.
+
+        The options take ``stats``: ``nothing``, ``zero_slabs`` (as findings) or ``full``; and ``only``, a list
+        of output names.
+        """
 
 @final
 class ResultWriter:
@@ -144,6 +149,9 @@ def check_layout(text: str) -> tuple[str, str]:
 
 def anonymous_memory() -> int:
     """Anonymous resident memory of this process, in bytes."""
+
+def histogram_edges() -> list[float]:
+    """The 63 edges between the bins of a histogram, ascending; the first and the last bin are open."""
 
 def dcp_metadata(path: str | PathLike[str]) -> str:
     """What a `.metadata` file says, as JSON. Raises CoreError if it is none."""

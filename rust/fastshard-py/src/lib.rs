@@ -17,6 +17,7 @@ use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
 use fastshard::manifest::Manifest;
 use fastshard::plan::Plan as CorePlan;
 use fastshard::request::Request;
+use fastshard::stats::{self, Level};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::{publish, verify, write};
@@ -67,9 +68,24 @@ struct RunOptions {
     values: serde_json::Value,
     #[serde(default)]
     subset: Option<(u64, u64)>,
+    /// Only these outputs.
+    #[serde(default)]
+    only: Option<std::collections::HashSet<String>>,
+    #[serde(default)]
+    stats: Statistics,
     /// What the destination must lie apart from; the roots if not given.
     #[serde(default)]
     apart: Option<Vec<PathBuf>>,
+}
+
+/// Statistics that a run gathers.
+#[derive(serde::Deserialize, Default, Clone, Copy, PartialEq)]
+#[serde(rename_all = "snake_case")]
+enum Statistics {
+    #[default]
+    Nothing,
+    ZeroSlabs,
+    Full,
 }
 
 fn yes() -> bool {
@@ -89,11 +105,20 @@ impl RunOptions {
             finished: Vec::new(),
             held: None,
             encodes: 0,
+            stats: match self.stats {
+                Statistics::Nothing => Level::Nothing,
+                Statistics::ZeroSlabs => Level::ZeroSlabs,
+                Statistics::Full => Level::Full,
+            },
         }
     }
 
     fn subset(&self) -> Option<verify::Subset> {
         self.subset.map(|(part, of)| verify::Subset { part, of })
+    }
+
+    fn holds(&self, name: &str) -> bool {
+        self.only.as_ref().is_none_or(|names| names.contains(name))
     }
 }
 
@@ -421,6 +446,7 @@ impl Plan {
             sparse: options.sparse,
             arrays: arrays
                 .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
+            stats: options.stats == Statistics::Full,
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let roots = options.apart.unwrap_or_else(|| self.roots.clone());
@@ -431,30 +457,33 @@ impl Plan {
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
-    /// Runs without writing; returns `{"findings", "hashes"}`.
+    /// Runs without writing; returns `{"findings", "hashes", "stats"}`.
     #[pyo3(signature = (options, progress=None))]
     fn check(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
         let options = RunOptions::parse(options)?;
-        let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        if options.only.is_some() {
+            Arc::make_mut(&mut plan).outputs.retain(|o| options.holds(&o.name));
+        }
         let (checked, report) = run(py, progress, move |control| {
             verify::content(&plan, &files, options.subset(), &options.engine(), control)
         })?
         .map_err(raise)?;
         self.hashed().extend(verify::hashed(&checked, &report));
-        let hashes: std::collections::BTreeMap<_, _> = checked
-            .outputs
-            .iter()
-            .zip(&report.outputs)
-            .map(|(o, r)| {
-                // Shards of one tensor are told apart by their files.
-                let name = match &o.key {
-                    Some(key) => format!("{}:{key}", checked.files[o.file as usize].name),
-                    None => o.name.clone(),
-                };
-                (name, fastshard::hash::hex(&r.hash))
-            })
-            .collect();
-        to_json(&json!({"findings": report.findings, "hashes": hashes}))
+        let mut hashes = std::collections::BTreeMap::new();
+        let mut gathered: std::collections::BTreeMap<String, &stats::TensorStats> = Default::default();
+        for (o, r) in checked.outputs.iter().zip(&report.outputs) {
+            // Shards of one tensor are told apart by their files.
+            let name = match &o.key {
+                Some(key) => format!("{}:{key}", checked.files[o.file as usize].name),
+                None => o.name.clone(),
+            };
+            if let Some(stats) = r.seen.stats() {
+                gathered.insert(name.clone(), stats);
+            }
+            hashes.insert(name, fastshard::hash::hex(&r.hash));
+        }
+        to_json(&json!({"findings": report.findings, "hashes": hashes, "stats": gathered}))
     }
 }
 
@@ -563,6 +592,12 @@ fn check_layout(text: &str) -> PyResult<(String, String)> {
     Ok((table.name, table.family))
 }
 
+/// The edges between the bins of a histogram, ascending.
+#[pyfunction]
+fn histogram_edges() -> Vec<f64> {
+    stats::edges()
+}
+
 /// Anonymous resident memory of this process, in bytes.
 #[pyfunction]
 fn anonymous_memory() -> u64 {
@@ -583,5 +618,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(check_layout, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
+    m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;
     Ok(())
 }

@@ -19,6 +19,7 @@ use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue};
 use crate::kernel;
 use crate::plan::{Combine, Op, Output, Plan, StoredTensor};
+use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
 
 use gather::Sources;
@@ -120,6 +121,8 @@ pub struct Options {
     pub held: Option<u64>,
     /// Largest block that the sink puts together and encodes, in bytes; 0 if there are none.
     pub encodes: u64,
+    /// Statistics to gather from the tiles.
+    pub stats: Level,
 }
 
 /// What the engine found out about one output.
@@ -129,6 +132,8 @@ pub struct OutputReport {
     pub hash: [u8; 32],
     /// NaN or infinite elements.
     pub non_finite: u64,
+    /// Its statistics, as far as they were asked for.
+    pub seen: Seen,
 }
 
 /// The outcome of a run.
@@ -272,6 +277,7 @@ struct Run<'a> {
     next: AtomicU64,
     next_pad: AtomicU32,
     outputs: Vec<Mutex<Progress>>,
+    stats: Gather,
     remaining: Vec<AtomicU64>,
     /// Outputs that still read a blob.
     readers: Vec<AtomicU32>,
@@ -355,6 +361,7 @@ pub fn execute_tiled(
         next: AtomicU64::new(0),
         next_pad: AtomicU32::new(0),
         outputs: plan.outputs.iter().zip(&tiles).map(|(o, &t)| progress(o, t)).collect(),
+        stats: Gather::new(options.stats, plan.outputs.len()),
         remaining: plan.outputs.iter().zip(&tiles).map(|(o, &t)| AtomicU64::new(count(o, t))).collect(),
         tiles,
         readers,
@@ -408,11 +415,12 @@ impl Run<'_> {
     fn take_finished(&self, options: &Options) {
         for (output, tile) in &options.finished {
             let Some(slot) = self.outputs.get(*output as usize) else { continue };
-            // Another budget cuts other tiles; and comparisons of copies are not journalled.
+            // Another budget cuts other tiles; comparisons of copies and statistics are not journalled.
             let alone = |p: &crate::plan::Part| {
                 p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty()
             };
-            let comparable = self.tiles[*output as usize] == tile.size
+            let comparable = !self.stats.wanted()
+                && self.tiles[*output as usize] == tile.size
                 && self.plan.outputs[*output as usize].parts.iter().all(alone);
             let mut progress = lock(slot);
             if let (true, Some(value @ None)) = (comparable, progress.values.get_mut(tile.index as usize)) {
@@ -466,6 +474,7 @@ impl Run<'_> {
             let value = hash::tile_value(bytes, tile, size, total);
             let non_finite = kernel::count_non_finite(output.dtype, bytes);
             let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
+            self.stats.add(index, output, start, bytes);
             self.sink.write(index, start, bytes)?;
             self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
             let mut progress = lock(&self.outputs[index]);
@@ -557,6 +566,7 @@ impl Run<'_> {
             outputs.push(OutputReport {
                 hash: hash::tensor_hash(&values, self.tiles[index], output.nbytes()),
                 non_finite: progress.non_finite,
+                seen: self.stats.take(index, output),
             });
             if progress.non_finite > 0 {
                 self.find(
@@ -679,7 +689,7 @@ pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
 }
 
 /// Keeps the first findings of each code and counts the rest.
-fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
+pub(crate) fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings.sort_by(|a, b| {
         (std::cmp::Reverse(a.severity), a.code, &a.file, &a.tensor).cmp(&(
             std::cmp::Reverse(b.severity),

@@ -7,11 +7,13 @@
 mod convert;
 mod copy;
 mod scan;
+mod tally;
 mod transpose;
 
 pub use convert::{convert, f8_value, from_f32, to_f32};
 pub use copy::{copy, StridedBox, MAX_RANK};
 pub use scan::{count_non_finite, is_constant, is_zero};
+pub use tally::{count_bytes, float_block, FloatBlock};
 
 /// Elements of any float dtype, 8-bit ones included, as f32.
 pub fn values(dtype: crate::tensor::Dtype, bytes: &[u8], out: &mut [f32]) {

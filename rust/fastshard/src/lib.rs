@@ -18,6 +18,7 @@ pub mod plan;
 pub mod publish;
 pub mod repair;
 pub mod request;
+pub mod stats;
 pub mod storage;
 pub mod tensor;
 pub mod value;

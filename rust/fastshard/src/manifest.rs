@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::plan::{Op, Plan, PlanFile};
+use crate::stats::TensorStats;
 use crate::tensor::Dtype;
 
 /// Name of the manifest in a result.
@@ -22,7 +23,7 @@ pub const NOT_PROVEN: &str =
 is right for the model is proven by the layout's tests and by logits, not by a hash";
 
 /// One tensor of a file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ManifestTensor {
     /// Name in its file (keys joined by dots).
     pub name: String,
@@ -37,6 +38,9 @@ pub struct ManifestTensor {
     pub offset: Option<u64>,
     /// BLAKE3 of the logical bytes (little-endian, C order), hexadecimal.
     pub blake3: String,
+    /// Its statistics, where they were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stats: Option<TensorStats>,
 }
 
 /// One file.
@@ -156,6 +160,10 @@ impl Manifest {
                     format!("{} {}", manifest.format, manifest.version),
                 )
                 .into());
+        }
+        for tensor in &manifest.tensors {
+            let checked = tensor.stats.as_ref().map_or(Ok(()), |s| s.check(tensor.dtype, &tensor.shape));
+            checked.map_err(|what| bad(format!("its statistics have {what}")).tensor(&tensor.name))?;
         }
         Ok(manifest)
     }

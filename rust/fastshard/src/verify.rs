@@ -10,6 +10,7 @@ use crate::error::{Finding, Result};
 use crate::hash;
 use crate::manifest::{Manifest, ManifestFile, ManifestTensor};
 use crate::plan::{Output, Pieces, Plan, PlanBlob, StoredTensor};
+use crate::stats::{self, Level};
 use crate::storage::SourceFile;
 
 /// One of `of` parts of a checkpoint, counted from 1.
@@ -29,7 +30,8 @@ impl Subset {
     }
 }
 
-/// Runs a plan without writing: checksums, replicas, duplicates, padding, NaN.
+/// Runs a plan without writing: checksums, replicas, duplicates, padding, NaN, and zero slabs where
+/// they are asked for.
 ///
 /// # Errors
 /// What keeps the run from finishing.
@@ -44,7 +46,11 @@ pub fn content(
     if let Some(subset) = subset {
         plan.outputs.retain(|o| subset.holds(&o.name));
     }
-    let report = engine::execute(&plan, files, &Discard, options, control)?;
+    let mut report = engine::execute(&plan, files, &Discard, options, control)?;
+    if options.stats == Level::ZeroSlabs {
+        let found = stats::zero_slab_findings(&plan, report.outputs.iter().map(|o| &o.seen)).collect();
+        report.findings.extend(engine::limit(found));
+    }
     Ok((plan, report))
 }
 
@@ -123,6 +129,7 @@ pub fn inventory(
             file: plan.sources[file as usize].path.clone(),
             offset: None,
             blake3: hash::hex(&result.hash),
+            stats: result.seen.stats().cloned(),
         });
     }
     for (i, (file, opened)) in plan.sources.iter().zip(catalog.files.iter().flatten()).enumerate() {

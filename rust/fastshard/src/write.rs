@@ -15,6 +15,7 @@ use crate::hash::{self, Segments};
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
 use crate::publish::{self, Needs, OutFile, Space, Staging};
+use crate::stats::Level;
 use crate::storage::SourceFile;
 
 use arrays::Arrays;
@@ -44,6 +45,8 @@ pub struct Options {
     pub sparse: bool,
     /// Writes the arrays of a result that holds some.
     pub arrays: Option<Arc<dyn ArrayWriter>>,
+    /// True if the manifest is to carry statistics of each tensor.
+    pub stats: bool,
 }
 
 /// Tiles that are written and not yet journalled.
@@ -432,6 +435,7 @@ fn fill(
         finished,
         held: None,
         encodes: largest_block(plan),
+        stats: if options.stats { Level::Full } else { Level::Nothing },
     };
     let done = engine::execute(plan, files, &sink, &engine_options, control)
         .and_then(|report| sink.finish(&frames, control).map(|()| report));
@@ -527,6 +531,7 @@ fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manif
                 _ => Some(o.offset),
             },
             blake3: hash::hex(&r.hash),
+            stats: r.seen.stats().cloned(),
         })
         .collect();
     manifest

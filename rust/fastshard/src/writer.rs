@@ -121,6 +121,7 @@ impl ResultWriter {
                 file: String::new(),
                 offset: Some(at),
                 blake3: hash::hex(&digest),
+                stats: None,
             },
             digest,
         ));

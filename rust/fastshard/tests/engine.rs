@@ -68,6 +68,7 @@ fn write_out(
         copies: Vec::new(),
         values: serde_json::Value::Null,
         sparse: false,
+        stats: false,
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)
         .map(|_| ())

@@ -90,6 +90,7 @@ fn write_out(
         copies: Vec::new(),
         values: Json::Null,
         sparse: false,
+        stats: false,
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
@@ -113,6 +114,7 @@ fn options(dir: &Path) -> Options {
         finished: Vec::new(),
         held: None,
         encodes: 0,
+        stats: Default::default(),
     }
 }
 
@@ -268,6 +270,7 @@ fn safetensors_files_can_be_prescribed() {
         copies: Vec::new(),
         values: Json::Null,
         sparse: false,
+        stats: false,
     };
     let (manifest, _) =
         write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())

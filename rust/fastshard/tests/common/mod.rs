@@ -204,6 +204,7 @@ pub fn options(threads: usize, scratch_dir: &Path) -> Options {
         finished: Vec::new(),
         held: None,
         encodes: 0,
+        stats: Default::default(),
     }
 }
 

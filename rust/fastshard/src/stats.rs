@@ -1,0 +1,179 @@
+//! Statistics of tensors, gathered from their tiles in the pass that hashes them.
+//!
+//! Tiles come in any order and from several threads. Counts, extremes, the histogram and the zero slabs do
+//! not depend on that order. Mean and deviation are float sums: blocks of [`BLOCK`] numbers are summed in
+//! f64 around their first value, and joined by Chan's formula, blocks in the order of a tile and tiles in
+//! the order of the tensor. So they are the same in every run with the same tile size, and differ by
+//! rounding only (about 1e-15 of the deviation) with another one.
+//!
+//! # The histogram
+//! Its bins are fixed, so that one pass is enough and histograms of two tensors can be compared: 32
+//! magnitudes for each sign. Magnitude 0 is `0 < |x| < 2^-24` (the smallest F16), magnitude `k` in 1..=30 is
+//! `2^(k-25) <= |x| < 2^(k-24)`, magnitude 31 is `|x| >= 2^6`. Bin `31 - k` counts the negative numbers of
+//! magnitude `k`, bin `32 + k` the positive ones: bins ascend like the numbers. Zeros, NaN and infinities
+//! are counted apart.
+
+mod accumulate;
+mod gather;
+mod number;
+mod slabs;
+mod tally;
+mod zero_slab;
+
+use serde::{Deserialize, Serialize};
+
+use crate::boxes::SubBox;
+use crate::codes;
+use crate::error::Finding;
+use crate::plan::{Output, Plan};
+use crate::tensor::{c_strides, element_count, Dtype};
+
+pub use accumulate::Accumulator;
+pub use gather::{Gather, Level, Seen};
+pub use number::Number;
+pub use zero_slab::ZeroSlab;
+
+/// Bins of a histogram.
+pub const BINS: usize = 64;
+/// Numbers that are summed before their sum is joined to the others.
+pub const BLOCK: usize = 4096;
+/// Most ranges that are kept of one dimension's zero slabs: the longest.
+pub const MAX_RANGES: usize = 64;
+/// Longest dimension whose slabs are told apart: one bit for each index is held.
+pub const MAX_INDICES: u64 = 16 << 20;
+
+/// Magnitudes of one sign.
+const MAGNITUDES: i32 = BINS as i32 / 2;
+/// Exponent of the first power of two that is an edge of bins.
+const FIRST_EXPONENT: i32 = -24;
+
+/// The 63 edges between the bins of a histogram, ascending. The first and the last bin are open.
+pub fn edges() -> Vec<f64> {
+    let positive = (0..MAGNITUDES - 1).map(|k| f64::from(FIRST_EXPONENT + k).exp2());
+    positive.clone().rev().map(|x| -x).chain([0.0]).chain(positive).collect()
+}
+
+/// The bin of a number with this sign and unbiased exponent.
+#[inline(always)]
+fn bin(negative: bool, exponent: i32) -> usize {
+    let magnitude = (exponent - FIRST_EXPONENT + 1).clamp(0, MAGNITUDES - 1);
+    (if negative { MAGNITUDES - 1 - magnitude } else { MAGNITUDES + magnitude }) as usize
+}
+
+/// What the numbers of one tensor are like.
+///
+/// `zeros + nan + inf` and the histogram add up to `count`. Integers are summed as f64, so that the mean
+/// of 64-bit ones is rounded; their extremes are exact.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TensorStats {
+    /// Numbers looked at: the elements, or twice that for complex ones, whose parts count as two.
+    pub count: u64,
+    /// Zeros, of either sign.
+    pub zeros: u64,
+    /// NaN.
+    pub nan: u64,
+    /// Infinities, of either sign.
+    pub inf: u64,
+    /// Smallest finite number; none where there is no finite one.
+    pub min: Option<Number>,
+    /// Largest finite number.
+    pub max: Option<Number>,
+    /// Mean of the finite numbers; none without one, or if it overflows f64.
+    pub mean: Option<f64>,
+    /// Standard deviation of the finite numbers (of the population: divided by their count).
+    pub std: Option<f64>,
+    /// [`BINS`] counts.
+    pub histogram: Vec<u64>,
+    /// Indices of a dimension at which everything is zero, by dimension; none for a tensor that is zero
+    /// as a whole or that has fewer than two dimensions longer than 1.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zero_slabs: Vec<ZeroSlab>,
+}
+
+impl TensorStats {
+    /// Says what in statistics that somebody else wrote cannot be those of such a tensor.
+    ///
+    /// # Errors
+    /// A description of the first contradiction.
+    pub fn check(&self, dtype: Dtype, shape: &[u64]) -> std::result::Result<(), String> {
+        let parts = numbers_per_element(dtype);
+        let count = element_count(shape).and_then(|n| n.checked_mul(parts));
+        if count != Some(self.count) {
+            return Err(format!("a count of {} numbers for {dtype} {shape:?}", self.count));
+        }
+        if self.histogram.len() != BINS {
+            return Err(format!("a histogram of {} bins, not {BINS}", self.histogram.len()));
+        }
+        let apart = [self.zeros, self.nan, self.inf];
+        let sum = self.histogram.iter().chain(&apart).try_fold(0u64, |sum, n| sum.checked_add(*n));
+        if sum != Some(self.count) {
+            return Err(format!("a histogram that does not add up to {}", self.count));
+        }
+        let finite = self.count - self.nan - self.inf;
+        let ordered = match (self.min, self.max) {
+            (None, None) => finite == 0,
+            (Some(min), Some(max)) => finite > 0 && min.le(max),
+            _ => false,
+        };
+        let numbers = [self.mean, self.std];
+        if !ordered
+            || numbers.iter().flatten().any(|x| !x.is_finite())
+            || self.std.is_some_and(|std| std < 0.0)
+            || (finite == 0 && numbers != [None; 2])
+        {
+            return Err("extremes, mean or deviation that cannot be".into());
+        }
+        if self.zero_slabs.windows(2).any(|pair| pair[0].dim >= pair[1].dim) {
+            return Err("zero slabs that are not in the order of dimensions".into());
+        }
+        self.zero_slabs.iter().try_for_each(|slab| slab.check(shape))
+    }
+}
+
+/// Numbers that an element holds.
+fn numbers_per_element(dtype: Dtype) -> u64 {
+    1 + u64::from(matches!(dtype, Dtype::C64 | Dtype::C128))
+}
+
+/// Warnings about outputs of a run of which a slab is zero: what a lost shard leaves.
+///
+/// Floating tensors only, and not the padding of a vocabulary whose true size the plan knows.
+pub fn zero_slab_findings<'a>(
+    plan: &'a Plan,
+    seen: impl Iterator<Item = &'a Seen> + 'a,
+) -> impl Iterator<Item = Finding> + 'a {
+    plan.outputs.iter().zip(seen).filter_map(|(output, seen)| {
+        if !(output.dtype.is_float() || output.dtype.is_f8()) {
+            return None;
+        }
+        let slabs: Vec<&ZeroSlab> =
+            seen.zero_slabs().iter().filter(|slab| !is_padding(plan, output, slab)).collect();
+        let first = slabs.first()?;
+        let texts: Vec<String> = slabs.iter().map(|slab| slab.text(output.shape.len())).collect();
+        let finding = Finding::new(codes::ZERO_SLAB, "part of this tensor is zero throughout")
+            .tensor(&output.name)
+            .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
+            .help("a shard that was lost, or never gathered, looks like that: compare with the files of the ranks, or with `fastshard diff`; pruned weights and tokens never trained are zero too");
+        Some(match holder(output, first) {
+            Some(stored) => crate::engine::place(plan, stored, finding),
+            None => finding,
+        })
+    })
+}
+
+/// True for rows beyond a vocabulary whose true (`V`) and padded (`P`) sizes are known.
+fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
+    let (Some(&real), Some(&padded)) = (plan.axes.get("V"), plan.axes.get("P")) else { return false };
+    output.shape.get(slab.dim) == Some(&padded) && slab.ranges.iter().all(|[start, _]| *start >= real)
+}
+
+/// The stored tensor that the first element of a slab comes from.
+fn holder(output: &Output, slab: &ZeroSlab) -> Option<u32> {
+    let first = slab.ranges.first()?[0] * c_strides(&output.shape)[slab.dim];
+    let part = output.parts.iter().filter(|part| part.volume() > 0).find(|part| {
+        let mut held = false;
+        part.dst().cut(&SubBox::whole(&part.extents()), first, first + 1, &mut |_| held = true);
+        held
+    })?;
+    part.sources.first().copied()
+}

@@ -1,0 +1,119 @@
+//! Statistics of a run's outputs: what the engine hands its tiles to.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Accumulator, TensorStats, ZeroSlab};
+use crate::plan::Output;
+
+/// What is gathered while outputs are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Level {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// Slabs that are zero.
+    ZeroSlabs,
+    /// All statistics.
+    Full,
+}
+
+/// What was gathered about an output.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Seen {
+    /// Nothing was asked for.
+    #[default]
+    Nothing,
+    /// Its zero slabs.
+    ZeroSlabs(Vec<ZeroSlab>),
+    /// All statistics.
+    Stats(Box<TensorStats>),
+}
+
+impl Seen {
+    /// The zero slabs, as far as they were asked for.
+    pub fn zero_slabs(&self) -> &[ZeroSlab] {
+        match self {
+            Seen::Nothing => &[],
+            Seen::ZeroSlabs(slabs) => slabs,
+            Seen::Stats(stats) => &stats.zero_slabs,
+        }
+    }
+
+    /// The statistics, if they were asked for.
+    pub fn stats(&self) -> Option<&TensorStats> {
+        match self {
+            Seen::Stats(stats) => Some(stats),
+            _ => None,
+        }
+    }
+}
+
+/// An output whose tiles are coming in.
+#[derive(Default)]
+struct Slot {
+    accumulator: Option<Arc<Accumulator>>,
+    bytes: u64,
+    seen: Seen,
+}
+
+/// Gathers statistics of outputs, each for as long as its tiles are made: bits for the slabs of all
+/// outputs at once would not be bounded.
+pub struct Gather {
+    level: Level,
+    slots: Vec<Mutex<Slot>>,
+}
+
+impl Gather {
+    /// For that many outputs.
+    pub fn new(level: Level, outputs: usize) -> Gather {
+        let slots = if level == Level::Nothing { 0 } else { outputs };
+        Gather { level, slots: (0..slots).map(|_| Mutex::default()).collect() }
+    }
+
+    /// True if every tile must be seen.
+    pub fn wanted(&self) -> bool {
+        self.level != Level::Nothing
+    }
+
+    fn slot(&self, index: usize) -> Option<MutexGuard<'_, Slot>> {
+        self.slots.get(index).map(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn accumulator(&self, output: &Output) -> Accumulator {
+        match self.level {
+            Level::Full => Accumulator::new(output.dtype, &output.shape),
+            _ => Accumulator::of_slabs(output.dtype, &output.shape),
+        }
+    }
+
+    fn finished(&self, accumulator: &Accumulator) -> Seen {
+        accumulator
+            .finish()
+            .map_or_else(|| Seen::ZeroSlabs(accumulator.zero_slabs()), |s| Seen::Stats(Box::new(s)))
+    }
+
+    /// Adds a tile: bytes of an output from byte `start` on.
+    pub fn add(&self, index: usize, output: &Output, start: u64, bytes: &[u8]) {
+        let Some(mut slot) = self.slot(index) else { return };
+        let accumulator =
+            Arc::clone(slot.accumulator.get_or_insert_with(|| Arc::new(self.accumulator(output))));
+        drop(slot);
+        accumulator.add(start, bytes);
+        let Some(mut slot) = self.slot(index) else { return };
+        slot.bytes += bytes.len() as u64;
+        if slot.bytes == output.nbytes() {
+            slot.seen = self.finished(&accumulator);
+            slot.accumulator = None;
+        }
+    }
+
+    /// What was gathered about an output, once all its tiles were added.
+    pub fn take(&self, index: usize, output: &Output) -> Seen {
+        match self.slot(index) {
+            None => Seen::Nothing,
+            // Without a byte it has no tile that could be its last.
+            Some(_) if output.nbytes() == 0 => self.finished(&self.accumulator(output)),
+            Some(mut slot) => std::mem::take(&mut slot.seen),
+        }
+    }
+}
