@@ -62,7 +62,7 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     if json_output:
         arguments.append("--json")
     if (
-        arguments[0] in ("merge", "convert", "plan", "verify", "diff", "manifest", "masters")
+        arguments[0] in ("merge", "convert", "plan", "verify", "stats", "diff", "manifest", "masters")
         and "--memory" not in arguments
     ):
         # torch alone holds more here than the command line's default budget.

@@ -16,6 +16,7 @@ from .errors import CannotRunError, FastshardError, Finding, IncompleteError, Pr
 from .manifests import Manifest
 from .masters import MastersReport, masters, repair_masters
 from .planning import Plan
+from .stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
 from .tensor import Tensor
 from .verify import Difference, diff, manifest, verify
 from .writer import Writer
@@ -23,6 +24,7 @@ from .writer import Writer
 __version__: str = _core.__version__
 
 __all__ = [
+    "HISTOGRAM_EDGES",
     "CannotRunError",
     "Checkpoint",
     "Difference",
@@ -34,7 +36,9 @@ __all__ = [
     "Plan",
     "ProblemError",
     "Tensor",
+    "TensorStats",
     "Writer",
+    "ZeroSlab",
     "convert",
     "diff",
     "layouts",
@@ -44,6 +48,7 @@ __all__ = [
     "open",
     "plan",
     "repair_masters",
+    "stats",
     "verify",
 ]
 

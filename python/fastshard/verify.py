@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from .convert import Source, _opened
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, _files_of, against_result, beside, expected_by, run_options
-from .planning import make_plan
+from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .stats import TensorStats, gather
 from .tensor import Tensor
 
 __all__ = ["Difference", "diff", "manifest", "verify"]
@@ -37,7 +38,7 @@ def verify(
     """Checks a checkpoint's completeness and integrity, and with a manifest its content.
 
     Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
-    shards, padding, NaN.
+    shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -70,7 +71,7 @@ def verify(
     try:
         with Progress(progress) as bar:
             # Replicas and duplicates can only be judged over tensors that are whole.
-            text = plan.core.check(json.dumps(run), bar.phase("verifying"))
+            text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
             findings += [Finding.from_dict(f) for f in checked["findings"]]
             if path is not None and (
@@ -97,6 +98,7 @@ def manifest(
     source: Source,
     out: StrPath | None = None,
     *,
+    stats: bool = False,
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
@@ -107,6 +109,7 @@ def manifest(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
+        stats: with statistics of each tensor as it is stored (see :class:`fastshard.TensorStats`).
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -120,10 +123,11 @@ def manifest(
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
-            options = json.dumps(run_options(memory, threads))
-            checked = json.loads(plan.core.check(options, bar.phase("verifying")))
+            run = run_options(memory, threads)
+            checked = json.loads(plan.core.check(json.dumps(run), bar.phase("verifying")))
             raise_errors([Finding.from_dict(f) for f in checked["findings"]])
-            outcome = json.loads(checkpoint.opened.catalog.inventory(options, bar.phase("hashing")))
+            run["stats"] = "full" if stats else "nothing"
+            outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
     path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
@@ -153,7 +157,8 @@ def write_text(path: Path, text: str) -> None:
 class Difference:
     """One tensor in which two checkpoints differ.
 
-    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for ``values``.
+    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the two
+    last. Statistics are there where both sides have the tensor.
     """
 
     tensor: str
@@ -164,15 +169,49 @@ class Difference:
     largest: float = 0.0
     mean: float = 0.0
     std: float = 0.0
+    a_stats: TensorStats | None = None
+    b_stats: TensorStats | None = None
+
+    @property
+    def distributions(self) -> str:
+        """Both distributions in words: mean and std, how far they overlap, and what is zero on one side only."""
+        if self.a_stats is None or self.b_stats is None:
+            return ""
+        sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
+        words = [f"{name} has mean {_figure(own.mean)}, std {_figure(own.std)}" for name, own, _ in sides]
+        overlap = self.a_stats.overlap(self.b_stats)
+        # Rounding must not make them equal.
+        words.append(
+            "the distributions are alike"
+            if overlap == 1
+            else f"the distributions overlap by {min(overlap, 0.9999):.2%}"
+        )
+        for name, own, other in sides:
+            words += [f"{zero} are zero in {name} only" for zero in own.zero_unlike(other)]
+        return "; ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        sides = {"a_stats": self.a_stats, "b_stats": self.b_stats}
+        return {**vars(self), **{key: own.to_dict() if own else None for key, own in sides.items()}}
 
     def to_finding(self) -> Finding:
         """The difference as a finding."""
+        distributions = f"; {self.distributions}" if self.distributions else ""
         if self.kind == "values":
             message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
-            return Finding.of("FS309", message, tensor=self.tensor)
+            return Finding.of("FS309", message + distributions, tensor=self.tensor)
         return Finding.of(
-            "FS309", self.kind.replace("_", " "), tensor=self.tensor, expected=self.a, got=self.b
+            "FS309",
+            self.kind.replace("_", " ") + distributions,
+            tensor=self.tensor,
+            expected=self.a,
+            got=self.b,
         )
+
+
+def _figure(x: float | None) -> str:
+    return "-" if x is None else f"{x:.6g}"
 
 
 def diff(
@@ -187,7 +226,8 @@ def diff(
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
     Names are the sources' own where both have the same; otherwise both are seen through their
-    Hugging Face layout. Hashes are compared first; only tensors that differ are read again.
+    Hugging Face layout. Hashes are compared first; only tensors that differ are read again, for the
+    figures and for the statistics of both sides.
 
     Raises:
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
@@ -198,37 +238,49 @@ def diff(
         plans = [make_plan(one.opened, "hf"), make_plan(two.opened, "hf")]
     for plan in plans:
         raise_errors(plan.findings)
-    hashes = []
+    hashes: list[dict[str, str]] = []
+    sides: list[dict[str, TensorStats]] = []
+    run = run_options(memory, threads)
     try:
         with Progress(progress) as bar:
             for plan, title in zip(plans, "ab", strict=True):
-                outcome = json.loads(
-                    plan.core.check(json.dumps(run_options(memory, threads)), bar.phase(f"hashing {title}"))
-                )
+                outcome = json.loads(plan.core.check(json.dumps(run), bar.phase(f"hashing {title}")))
                 raise_errors([Finding.from_dict(f) for f in outcome["findings"]])
                 hashes.append(outcome["hashes"])
+            both = sorted(set(hashes[0]) & set(hashes[1]))
+            unlike = [
+                n for n in both if hashes[0][n] != hashes[1][n] or _form(plans[0], n) != _form(plans[1], n)
+            ]
+            for plan, title in zip(plans, "ab", strict=True):
+                sides.append(
+                    gather(plan, run, bar.phase(f"statistics of {title}"), unlike)[0] if unlike else {}
+                )
     except _core.CoreError as error:
         raise from_core(error) from None
-    out = []
-    for name in sorted(set(hashes[0]) | set(hashes[1])):
-        if name not in hashes[1]:
-            out.append(Difference(name, "only_a", "present", "absent"))
-        elif name not in hashes[0]:
-            out.append(Difference(name, "only_b", "absent", "present"))
-        else:
-            x, y = (Tensor(plan, plan.index[name]) for plan in plans)
-            if x.shape != y.shape:
-                out.append(Difference(name, "shape", str(list(x.shape)), str(list(y.shape))))
-            elif hashes[0][name] != hashes[1][name] or x.dtype != y.dtype:
-                out.extend(_compare(name, x, y))
-    return out
+    out = [Difference(name, "only_a", "present", "absent") for name in hashes[0].keys() - hashes[1].keys()]
+    out += [Difference(name, "only_b", "absent", "present") for name in hashes[1].keys() - hashes[0].keys()]
+    for name in unlike:
+        x, y = (Tensor(plan, plan.index[name]) for plan in plans)
+        found = (
+            Difference(name, "shape", str(list(x.shape)), str(list(y.shape)))
+            if x.shape != y.shape
+            else _compare(name, x, y)
+        )
+        out.append(replace(found, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
+    return sorted(out, key=lambda d: d.tensor)
+
+
+def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
+    """(dtype, shape) of an output."""
+    _, dtype, shape, _, _ = plan.outputs[plan.index[name]]
+    return dtype, shape
 
 
 #: Bytes compared at a time.
 _CHUNK = 16 << 20
 
 
-def _compare(name: str, x: Tensor, y: Tensor) -> list[Difference]:
+def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
     """Figures of the difference, in bounded memory."""
     rows = x.shape[0] if x.shape else 1
     step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
@@ -249,8 +301,8 @@ def _compare(name: str, x: Tensor, y: Tensor) -> list[Difference]:
     mean = total / max(1, count)
     std = max(0.0, squares / max(1, count) - mean * mean) ** 0.5
     if x.dtype != y.dtype:
-        return [Difference(name, "dtype", x.dtype, y.dtype, differing, largest, mean, std)]
+        return Difference(name, "dtype", x.dtype, y.dtype, differing, largest, mean, std)
     if differing == 0:
         # Equal numbers with other bits: the sign of a zero or the payload of a NaN.
-        return [Difference(name, "values", "", "", 0, 0.0, 0.0, 0.0)]
-    return [Difference(name, "values", "", "", differing, largest, mean, std)]
+        return Difference(name, "values", "", "", 0, 0.0, 0.0, 0.0)
+    return Difference(name, "values", "", "", differing, largest, mean, std)

@@ -19,10 +19,12 @@ from ..manifests import MANIFEST_NAME, run_options
 from ..masters import masters as compare_masters
 from ..masters import repair_masters
 from ..planning import Plan, default_threads, make_plan
+from ..stats import HISTOGRAM_EDGES
+from ..stats import with_findings as stats_of
 from ..verify import diff as diff_checkpoints
 from ..verify import manifest as make_manifest
 from ..verify import verify as verify_checkpoint
-from .render import human, table
+from .render import human, stats_table, table
 
 
 @dataclass
@@ -203,7 +205,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         shape |= _degrees(a)
     manifest = convert_checkpoint(
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, fsync=a.fsync == "full", progress=_progress(a), **shape, **_opening(a),
+        overwrite=a.overwrite, fsync=a.fsync == "full", stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
     document = manifest.document
     size = sum(f["size"] for f in document["files"])
@@ -253,6 +255,18 @@ def verify(a: argparse.Namespace) -> Outcome:
     return Result(f"{', '.join(map(str, a.ckpt))}: {verdict}", document), findings
 
 
+def stats(a: argparse.Namespace) -> Outcome:
+    """Distributions per tensor."""
+    gathered, findings = stats_of(
+        a.ckpt, include=a.include, exclude=a.exclude, memory=a.memory, progress=_progress(a), **_opening(a)
+    )
+    document = {
+        "tensors": {name: tensor.to_dict() for name, tensor in gathered.items()},
+        "histogram_edges": list(HISTOGRAM_EDGES),
+    }
+    return Result(stats_table(gathered), document), findings
+
+
 def diff(a: argparse.Namespace) -> Outcome:
     """Tensor by tensor."""
     opening = _opening(a)
@@ -262,13 +276,15 @@ def diff(a: argparse.Namespace) -> Outcome:
         if differences
         else "no difference: every tensor has the same bytes"
     )
-    document = {"equal": not differences, "differences": [vars(d) for d in differences]}
+    document = {"equal": not differences, "differences": [d.to_dict() for d in differences]}
     return Result(text, document), [d.to_finding() for d in differences]
 
 
 def manifest(a: argparse.Namespace) -> Outcome:
     """Hashes what is there."""
-    made = make_manifest(a.ckpt, a.output, memory=a.memory, progress=_progress(a), **_opening(a))
+    made = make_manifest(
+        a.ckpt, a.output, stats=a.stats, memory=a.memory, progress=_progress(a), **_opening(a)
+    )
     document = made.document
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
     size = sum(f["size"] for f in document["files"])
@@ -343,6 +359,6 @@ def explain(a: argparse.Namespace) -> Outcome:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
-    "inspect": inspect, "merge": merge, "convert": convert, "plan": plan, "verify": verify, "diff": diff,
-    "manifest": manifest, "masters": masters, "explain": explain,
+    "inspect": inspect, "merge": merge, "convert": convert, "plan": plan, "verify": verify, "stats": stats,
+    "diff": diff, "manifest": manifest, "masters": masters, "explain": explain,
 }  # fmt: skip

@@ -92,6 +92,10 @@ def not_proven(findings: list[Finding], command: str) -> str:
     """The one line that every result ends with."""
     if command == "masters":
         return "that the parameters are right: where the two differ, the files do not say which side is stale"
+    if command == "stats":
+        return (
+            "that the values are right: distributions show what is lost or broken, not what is slightly off"
+        )
     unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
     if unprovable:
         return f"{unprovable.message}; {unprovable.help}"

@@ -84,8 +84,7 @@ def _shaping(parser: argparse.ArgumentParser) -> None:
         default="equal",
         help="copies of a replicated tensor that differ: refuse (default), or average in float32",
     )
-    group.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
-    group.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
+    _choosing(group)
     group.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
     )
@@ -97,6 +96,19 @@ def _shaping(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", action="store_true", help="optimizer state too (merge)")
 
 
+def _choosing(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
+
+
+def _stats(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="statistics of each tensor into the manifest (see `fastshard stats`)",
+    )
+
+
 def _writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("writing")
     group.add_argument("--expect", metavar="FILE", help="a manifest or config to check the source against")
@@ -104,6 +116,7 @@ def _writing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
     group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    _stats(group)
 
 
 def build() -> argparse.ArgumentParser:
@@ -155,11 +168,30 @@ def build() -> argparse.ArgumentParser:
     _shaping(plan)
     _common(plan)
 
-    verify = add("verify", "completeness and integrity; with a manifest also content")
+    verify = add(
+        "verify",
+        "completeness and integrity; with a manifest also content",
+        """\
+        Completeness and integrity; with a manifest also content. Warns (FS313) about rows, columns or other
+        slabs of a floating tensor that are zero throughout while the rest is not: lost shards look like that.""",
+    )
     _source(verify)
     verify.add_argument("--expect", metavar="FILE", help="a manifest or config")
     verify.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
     _common(verify)
+
+    stats = add(
+        "stats",
+        "distributions per tensor: extremes, mean, std, zeros, NaN, histogram, zero slabs",
+        """\
+        One streaming pass over the whole tensors. The histogram has 64 fixed bins, 32 powers of two for each
+        sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of two
+        checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices of a
+        dimension at which everything is zero: lost shards look like that.""",
+    )
+    _source(stats)
+    _choosing(stats)
+    _common(stats)
 
     diff = add("diff", "two checkpoints, tensor by tensor, across formats and shardings")
     diff.add_argument("a", metavar="A")
@@ -191,6 +223,7 @@ def build() -> argparse.ArgumentParser:
     manifest = add("manifest", "hash what is there, so that later damage shows")
     _source(manifest)
     manifest.add_argument("-o", "--output", metavar="FILE", help="default: fastshard.manifest.json in CKPT")
+    _stats(manifest)
     _common(manifest)
 
     explain = add("explain", "what a finding means and what to do")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import Finding
+from ..stats import TensorStats
 
 #: Findings of one code printed before the rest is counted.
 _SHOWN = 20
@@ -65,3 +66,42 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+#: Heights of a histogram's cells; the second row for terminals that have no block characters.
+_HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
+#: Bins of a histogram that are shown as one cell.
+_BINS_PER_CELL = 2
+
+
+def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
+    """A histogram in one line, from the most negative bin to the most positive; what is not empty shows."""
+    cells = [sum(histogram[i : i + _BINS_PER_CELL]) for i in range(0, len(histogram), _BINS_PER_CELL)]
+    top = max(cells, default=0)
+    steps = len(heights) - 1
+    return "".join(heights[-(-steps * n // top)] if n else heights[0] for n in cells)
+
+
+def stats_table(gathered: Mapping[str, TensorStats]) -> str:
+    """A row for each tensor, under a header."""
+    if not gathered:
+        return "no tensors"
+    try:
+        _HEIGHTS[0].encode(sys.stdout.encoding or "utf-8")
+        heights = _HEIGHTS[0]
+    except (UnicodeError, LookupError):
+        heights = _HEIGHTS[1]
+
+    def figure(x: float | None) -> str:
+        return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
+
+    rows: list[tuple[str, ...]] = [
+        ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan/inf", "|histogram -64 .. 0 .. 64     |", "zero slabs"),
+    ]  # fmt: skip
+    for name, s in gathered.items():
+        slabs = "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs)
+        rows.append((
+            name, s.dtype, str(list(s.shape)), *(figure(x) for x in (s.min, s.max, s.mean, s.std)),
+            f"{s.zero_share:.2%}", f"{s.nan}/{s.inf}", sparkline(s.histogram, heights), slabs,
+        ))  # fmt: skip
+    return table(rows, indent="")
