@@ -161,10 +161,26 @@ pub fn zero_slab_findings<'a>(
     })
 }
 
-/// True for rows beyond a vocabulary whose true (`V`) and padded (`P`) sizes are known.
+/// Rows that a vocabulary is padded to a multiple of, for each tensor-parallel rank (Megatron-LM, GPT-NeoX).
+const PADDING: u64 = 128;
+
+/// True for the last rows of a vocabulary, where they are its padding: those beyond the true size (`V`) of
+/// a padded one (`P`), or if only one size is known, so few that no rank's shard can be lost in them.
 fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
-    let (Some(&real), Some(&padded)) = (plan.axes.get("V"), plan.axes.get("P")) else { return false };
-    output.shape.get(slab.dim) == Some(&padded) && slab.ranges.iter().all(|[start, _]| *start >= real)
+    let extent = output.shape[slab.dim];
+    let axis = |name: &str| plan.axes.get(name).copied();
+    let (real, padded) = (axis("V"), axis("P"));
+    let [[start, end]] = slab.ranges[..] else { return false };
+    if end != extent || !(padded == Some(extent) || real == Some(extent)) {
+        return false;
+    }
+    match real {
+        Some(real) if real < extent => start >= real,
+        _ => {
+            let tp = plan.topology.get("tp").copied().unwrap_or(1).max(1);
+            end - start < (PADDING * tp).min(extent / tp).min(extent / 8)
+        }
+    }
 }
 
 /// The stored tensor that the first element of a slab comes from.
