@@ -93,6 +93,23 @@ def test_ctrl_c_stops_soon_and_resume_completes(big: Path, place: Path, expected
     complete(big, out, expected)
 
 
+def test_resumed_run_has_statistics_of_all_it_wrote(big: Path, place: Path, expected: dict[str, str]) -> None:
+    out = place / "out"
+    process = start(big, out)
+    wait_until_writing(process, place)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert not out.exists()
+    stdout, stderr = start(big, out, "--resume", "--stats").communicate(timeout=120)
+    tensors = json.loads((out / "fastshard.manifest.json").read_text())["tensors"]
+    assert len(tensors) == TENSORS, stdout + stderr
+    assert {name: sha256(t) for name, t in read_result(out).items()} == expected
+    for tensor in tensors:
+        assert tensor["stats"]["count"] == TP * ROWS * COLUMNS
+        # Ranks hold the same normal numbers around 0, 10, 20 and 30, plus the tensor's own number.
+        assert tensor["stats"]["mean"] == pytest.approx(15 + int(tensor["name"][1:]), abs=0.01)
+
+
 def test_killed_run_is_resumed(big: Path, place: Path, expected: dict[str, str]) -> None:
     out = place / "out"
     process = start(big, out)

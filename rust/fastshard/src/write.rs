@@ -227,7 +227,8 @@ pub fn write(
     let run = plan.digest();
     let copied: u64 =
         options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
-    let manifest_estimate = 4096 + 400 * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
+    let each = if options.stats { 2400 } else { 400 };
+    let manifest_estimate = 4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
     let needs = Needs {
         bytes: if options.sparse { 0 } else { plan.bytes() + copied + manifest_estimate },
         files: (plan.files.len() + plan.texts.len() + folders(plan) + options.copies.len() + 2) as u64,

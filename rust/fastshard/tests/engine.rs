@@ -18,6 +18,7 @@ use fastshard::codes;
 use fastshard::engine::{self, Control, Discard, Sink, TileDone};
 use fastshard::error::{Error, Severity};
 use fastshard::kernel;
+use fastshard::stats::{Accumulator, Level, Seen};
 use fastshard::tensor::Dtype;
 use fastshard::{publish, write};
 use proptest::prelude::*;
@@ -234,6 +235,43 @@ fn records_of_other_tiles_and_of_copies_are_not_believed() {
     let (mut beyond, mut nowhere) = (all[0], all[0]);
     (beyond.1.index, nowhere.0) = (1 << 40, u32::MAX);
     assert!(run(vec![beyond, nowhere], 2048).0 == want);
+}
+
+#[test]
+fn statistics_are_those_of_the_outputs_also_where_an_earlier_run_made_tiles() {
+    let dir = temp();
+    let files = checkpoint();
+    write_ranks(dir.path(), &files);
+    let catalog = open(dir.path(), 2);
+    let request = json!({
+        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+    });
+    let plan = make_plan(&catalog, request).unwrap().plan;
+    let files = sources(&catalog, &plan);
+    let (outputs, plain) = common::run(&plan, &files, 2, Some(2048), dir.path()).unwrap();
+    assert!(plain.outputs.iter().all(|o| o.seen == Seen::Nothing));
+    let run = |level, finished| {
+        let records = Records::default();
+        let options = engine::Options { finished, stats: level, ..options(2, dir.path()) };
+        let report =
+            engine::execute_tiled(&plan, &files, &records, &options, Some(2048), &Control::default())
+                .unwrap();
+        (report, records.0.into_inner().unwrap())
+    };
+    let (_, all) = run(Level::Nothing, Vec::new());
+    for finished in [Vec::new(), all.clone()] {
+        let (report, made) = run(Level::Full, finished.clone());
+        assert_eq!(made.len(), all.len(), "the journal knows no statistics");
+        let (slabs, _) = run(Level::ZeroSlabs, finished);
+        for (((output, bytes), found), slabs) in
+            plan.outputs.iter().zip(&outputs).zip(&report.outputs).zip(&slabs.outputs)
+        {
+            let naive = Accumulator::new(output.dtype, &output.shape);
+            bytes.chunks(2048).enumerate().for_each(|(i, tile)| naive.add(i as u64 * 2048, tile));
+            assert_eq!(found.seen.stats(), naive.finish().as_ref(), "{}", output.name);
+            assert_eq!(slabs.seen, Seen::ZeroSlabs(naive.zero_slabs()));
+        }
+    }
 }
 
 #[test]
