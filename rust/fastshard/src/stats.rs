@@ -83,10 +83,15 @@ pub struct TensorStats {
     /// Standard deviation of the finite numbers (of the population: divided by their count).
     pub std: Option<f64>,
     /// [`BINS`] counts.
+    #[serde(deserialize_with = "number::at_most::<_, _, BINS>")]
     pub histogram: Vec<u64>,
     /// Indices of a dimension at which everything is zero, by dimension; none for a tensor that is zero
     /// as a whole or that has fewer than two dimensions longer than 1.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "Vec::is_empty",
+        deserialize_with = "number::at_most::<_, _, MAX_RANGES>"
+    )]
     pub zero_slabs: Vec<ZeroSlab>,
 }
 

@@ -1,4 +1,4 @@
-//! A number as JSON has it: whole, or with a fraction.
+//! What statistics are as JSON: numbers, whole or with a fraction, and lists of bounded length.
 
 use std::cmp::Ordering;
 
@@ -89,4 +89,30 @@ impl<'de> Deserialize<'de> for Number {
         }
         d.deserialize_any(Visitor)
     }
+}
+
+/// Reads a list of at most `MOST` items: what a manifest made to mislead holds beyond them is not kept.
+pub(super) fn at_most<'de, D, T, const MOST: usize>(d: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    struct Visitor<T, const MOST: usize>(std::marker::PhantomData<T>);
+    impl<'de, T: Deserialize<'de>, const MOST: usize> de::Visitor<'de> for Visitor<T, MOST> {
+        type Value = Vec<T>;
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "a list of at most {MOST}")
+        }
+        fn visit_seq<A: de::SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+            let mut list = Vec::new();
+            while let Some(item) = items.next_element()? {
+                if list.len() == MOST {
+                    return Err(de::Error::invalid_length(MOST + 1, &self));
+                }
+                list.push(item);
+            }
+            Ok(list)
+        }
+    }
+    d.deserialize_seq(Visitor::<T, MOST>(std::marker::PhantomData))
 }

@@ -12,6 +12,7 @@ pub struct ZeroSlab {
     /// How many of its indices.
     pub indices: u64,
     /// Them as `[start, end)`, ascending; the longest [`MAX_RANGES`] if there are more.
+    #[serde(deserialize_with = "super::number::at_most::<_, _, MAX_RANGES>")]
     pub ranges: Vec<[u64; 2]>,
 }
 
