@@ -105,6 +105,7 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
+    sparse: bool = False,
     stats: bool = False,
     progress: Report = False,
     **options: Any,
@@ -124,6 +125,7 @@ def convert(
         resume: continue an interrupted run of the same plan.
         overwrite: replace ``out`` if it is there.
         fsync: bring everything to disk before it is published.
+        sparse: leave holes in the result's files where they hold zeros, and reserve no space.
         stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
         progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all).
         options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
@@ -153,6 +155,7 @@ def convert(
             "resume": resume,
             "overwrite": overwrite,
             "fsync": fsync,
+            "sparse": sparse,
             "stats": "full" if stats else "nothing",
             "copies": companions(checkpoint, made, tokenizer),
             "values": made.source.values,

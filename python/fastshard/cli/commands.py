@@ -205,7 +205,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         shape |= _degrees(a)
     manifest = convert_checkpoint(
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, fsync=a.fsync == "full", stats=a.stats, progress=_progress(a), **shape, **_opening(a),
+        overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
     document = manifest.document
     size = sum(f["size"] for f in document["files"])

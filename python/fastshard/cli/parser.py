@@ -116,6 +116,7 @@ def _writing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
     group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    group.add_argument("--sparse", action="store_true", help="leave holes in files where they hold zeros")
     _stats(group)
 
 

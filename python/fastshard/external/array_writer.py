@@ -201,4 +201,3 @@ def writer() -> StoreWriter:
         FastshardError: ``FS514`` if TensorStore is not installed.
     """
     return StoreWriter()
-

@@ -28,6 +28,9 @@ const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
 const WRITEBACK_EVERY: u64 = 32 << 20;
 
+/// Smallest run of zeros that is left out of a sparse result.
+const HOLE: usize = 4096;
+
 /// How to write.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -41,7 +44,7 @@ pub struct Options {
     pub copies: Vec<(String, PathBuf)>,
     /// Values of the source for the manifest.
     pub values: serde_json::Value,
-    /// True if holes need not take space (all-zero sparse sources).
+    /// True to leave holes where the result holds zeros; no space is reserved for it then.
     pub sparse: bool,
     /// Writes the arrays of a result that holds some.
     pub arrays: Option<Arc<dyn ArrayWriter>>,
@@ -73,6 +76,28 @@ struct StagedSink<'a> {
     /// Checksums of what is written so far, by file and member.
     sums: Vec<Vec<Mutex<Segments>>>,
     fsync: bool,
+    sparse: bool,
+}
+
+/// Bytes that have a page's worth of zeros between them at least: (offset, bytes). Files begin as holes.
+fn filled(bytes: &[u8]) -> Vec<(u64, &[u8])> {
+    let mut runs: Vec<(u64, &[u8])> = Vec::new();
+    let mut start = None;
+    for (number, page) in bytes.chunks(HOLE).enumerate() {
+        let at = number * HOLE;
+        match (crate::kernel::is_zero(page), start) {
+            (false, None) => start = Some(at),
+            (true, Some(first)) => {
+                runs.push((first as u64, &bytes[first..at]));
+                start = None;
+            }
+            _ => {}
+        }
+    }
+    if let Some(first) = start {
+        runs.push((first as u64, &bytes[first..]));
+    }
+    runs
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -168,7 +193,13 @@ impl Sink for StagedSink<'_> {
         }
         let about = &self.outputs[output];
         let file = self.files[about.file as usize].as_ref().expect("no array");
-        file.write_all_at(about.offset + offset, bytes)?;
+        if self.sparse {
+            for (at, run) in filled(bytes) {
+                file.write_all_at(about.offset + offset + at, run)?;
+            }
+        } else {
+            file.write_all_at(about.offset + offset, bytes)?;
+        }
         if self.fsync {
             let mut since = lock(&self.written[about.file as usize]);
             *since += bytes.len() as u64;
@@ -428,6 +459,7 @@ fn fill(
         pending: Mutex::default(),
         flushing: Mutex::new(()),
         fsync: options.publish.fsync,
+        sparse: options.sparse,
     };
     let engine_options = engine::Options {
         threads: options.threads,
