@@ -12,7 +12,8 @@ from helpers import FIXTURES
 BROKEN = ("neox_", "tp4_", "zero", "stale_masters_", "dcp_", "hf_", "latest_points_nowhere")
 #: fixture argument -> (folder, prefix of the names)
 KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_"),
-         "sharded": ("sharded", ""), "deepspeed": ("deepspeed", ""), "universal": ("universal", "")}  # fmt: skip
+         "sharded": ("sharded", ""), "deepspeed": ("deepspeed", ""), "universal": ("universal", ""),
+         "maxtext": ("orbax", "gpt3_"), "twin": ("maxtext_twins", "a_mt_")}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,8 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # These cases exist only there; the default run builds its damaged checkpoints itself.
-    if collection_path.name == "test_broken_fixtures.py" and config.getoption("--fixtures-dir") is None:
+    # These cases exist only there; the default run builds its damaged checkpoints and train states itself.
+    only_there = ("test_broken_fixtures.py", "test_maxtext_fixtures.py")
+    if collection_path.name in only_there and config.getoption("--fixtures-dir") is None:
         return True
     return None
 

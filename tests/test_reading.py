@@ -280,3 +280,15 @@ def test_sets_of_shards_beside_each_other_are_ambiguous(tmp_path: Path) -> None:
     for name in ("model-00001-of-00002", "model-00002-of-00002", "head-00001-of-00001"):
         save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     assert_refused(tmp_path, tmp_path.parent / "out_of_shards", "FS106", exit=3, got="head-*-of-00001")
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_a_header_whose_length_begins_like_a_pickle(length: int, tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    content = length.to_bytes(8, "little") + header.ljust(length) + np.array([1, 2], np.float32).tobytes()
+    assert content[0] == 0x80
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert fastshard.open(tmp_path)["a"].numpy().tolist() == [1, 2]
+    (tmp_path / "old").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert fastshard.open(tmp_path / "old").findings[0].code == "FS514"

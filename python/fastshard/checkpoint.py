@@ -89,7 +89,7 @@ def open(
 
         source.layout = layouts.register(options.layout)
         source.family = layouts.family(source.layout)
-        source.layout_text = None
+        source.layout_text = source.rules = None
         source.pass_unknown = False
     findings += source.findings
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)

@@ -58,6 +58,9 @@ def plan(
     optimizer: bool = False,
     make_vocab_size_divisible_by: int | None = None,
     zarr2: bool = False,
+    param_scan_axis: int | None = None,
+    fused_qkv: bool | None = None,
+    rope_type: str | None = None,
     **opening: Any,
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
@@ -79,6 +82,10 @@ def plan(
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times ``tp`` where
             the target pads it; default the source's own, else 128.
         zarr2: plain zarr v2 for a target of arrays, which Pathways reads, instead of OCDBT and zarr v3.
+        param_scan_axis: axis along which a MaxText result stacks its layers; default 1, as MaxText's.
+        fused_qkv: whether a GPT-3 of MaxText has one projection for queries, keys and values.
+        rope_type: ``default`` or ``llama3.1``, as a MaxText result will be run; it decides the order of
+            queries and keys. Default what the model's scaling asks for.
         opening: as for :func:`fastshard.open`.
 
     Raises:
@@ -89,7 +96,8 @@ def plan(
     return make_plan(
         checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
         max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by, zarr2=zarr2,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by, param_scan_axis=param_scan_axis,
+        fused_qkv=fused_qkv, rope_type=rope_type, zarr2=zarr2,
     )  # fmt: skip
 
 
@@ -138,7 +146,7 @@ def convert(
     """
     names = (
         "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
-        "make_vocab_size_divisible_by", "zarr2",
+        "make_vocab_size_divisible_by", "param_scan_axis", "fused_qkv", "rope_type", "zarr2",
     )  # fmt: skip
     planning = {k: options.pop(k) for k in names if k in options}
     expected = expected_by(expect)

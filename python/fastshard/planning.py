@@ -128,6 +128,9 @@ def make_plan(
     optimizer: bool = False,
     make_vocab_size_divisible_by: int | None = None,
     zarr2: bool = False,
+    param_scan_axis: int | None = None,
+    fused_qkv: bool | None = None,
+    rope_type: str | None = None,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
     if dtype not in _DTYPES:
@@ -163,16 +166,20 @@ def make_plan(
         source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
     target = None
     if to is not None:
-        wanted = Wanted(tp, pp, make_vocab_size_divisible_by, zarr2)
+        wanted = Wanted(
+            tp, pp, make_vocab_size_divisible_by, zarr2, optimizer, param_scan_axis, fused_qkv, rope_type
+        )
         target = target_of(source, to, wanted)
         request["target"] = target.request(layouts.get(target.layout) if target.layout else "")
+        if source.rules is not None and not keeping:
+            request["source"]["layout"] = source.rules(getattr(target, "keeps_step", False), optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
     core = _plan(opened.catalog, request)
     planned = [Finding.from_dict(f) for f in json.loads(core.findings())]
     if broken:
         planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")]
-    findings += planned
+    findings += planned if source.rules is None else _grouped(planned)
     if dtype != "keep":
         findings += _quantised(core, dtype)
         if to is None and source.hf_names and source.config and quantised:
@@ -196,15 +203,20 @@ def make_plan(
             axes=summary["axes"],
             shapes={output[0]: output[2] for output in core.outputs()},
             bytes={output[0]: output[3] for output in core.outputs()},
+            dtypes={output[0]: output[1] for output in core.outputs()},
             stored=[name for unit in source.units for name in opened.catalog.names(unit.file)],
             dtype=main,
             whole=lambda: _whole_shapes(opened.catalog, request),
         )
         # What the files are called and hold follows from the tensors that there are.
         request["target"]["files"], request["texts"], assumed = target.complete(bound)
+        if target_dtypes := getattr(target, "dtypes", None):
+            request["target"]["dtypes"] = target_dtypes(bound)
         core = _plan(opened.catalog, request)
         findings += assumed + _vocabulary(source, summary["axes"])
-        findings += [f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings]
+        findings += [
+            f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
+        ]
     arrays = getattr(target, "writes_arrays", False)
     return Plan(core, findings, source, to or "merge", writes_arrays=arrays)
 
@@ -215,7 +227,7 @@ def _weights(
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
     if weights not in (None, "params", "masters"):
         raise FastshardError.of("FS515", "weights", expected="params | masters", got=repr(weights))
-    held = source.masters or source.moments_only
+    held = source.masters or source.moments_only or source.moments_named
     if (weights == "masters" and not source.masters) or (optimizer and not held):
         raise FastshardError.of(
             "FS402",
@@ -230,13 +242,13 @@ def _weights(
             severity="error",
             help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
         )
-    if optimizer and to is not None and to not in KEEPING:
+    if optimizer and to is not None and to not in KEEPING and not to.startswith("maxtext"):
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",
             help="`fastshard merge --optimizer` keeps it",
         )
-    if not held:
+    if not held or source.moments_named:
         return list(opened)
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
@@ -271,6 +283,19 @@ def _weights(
     if source.moments_only:
         return found
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
+
+
+def _grouped(findings: list[Finding]) -> list[Finding]:
+    """Tensors that are left out for one reason are one note: a train state has two moments of each weight."""
+    left: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.code == "FS212":
+            left.setdefault(finding.message, []).append(finding)
+    notes = [
+        group[0] if len(group) == 1 else replace(group[0], message=f"{len(group)} tensors: {reason}")
+        for reason, group in left.items()
+    ]
+    return [f for f in findings if f.code != "FS212"] + notes
 
 
 def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:

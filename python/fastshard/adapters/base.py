@@ -264,6 +264,11 @@ class Source:
     steps: dict[int, list[float]] = field(default_factory=dict)
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
+    #: Table for a conversion that takes the step (or not) and the optimizer's state (or not), where both lie
+    #: beside the weights under names of their own.
+    rules: Callable[[bool, bool], str] | None = None
+    #: True if there are moments under such names.
+    moments_named: bool = False
 
     def model(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
@@ -360,6 +365,8 @@ class Bound:
     stored: list[str]
     #: Bytes that a rank holds of each.
     bytes: dict[str, int]
+    #: Their dtypes.
+    dtypes: dict[str, str]
     #: torch name of the weights' dtype.
     dtype: str | None
     #: Shapes of the whole tensors, by name.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..configs import shown
 from ..errors import FastshardError, Finding
-from . import hf_config, megatron_config, neox_to_hf
+from . import hf_config, maxtext_config, megatron_config, neox_to_hf
 from .base import Bound, Completed, Source
 
 #: Files that go along with a model if they are there.
@@ -24,6 +24,8 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+#: Layouts whose config is MaxText's.
+_JAX = ("maxtext.llama", "maxtext.gpt3", "paxml.gpt3")
 
 
 @dataclass
@@ -64,6 +66,8 @@ class HfTarget:
             return cls(source, *neox_to_hf.facts_of(source))
         if source.layout in ("megatron.legacy", "megatron.dist"):
             return cls(source, *megatron_config.facts_of(source))
+        if source.layout in _JAX:
+            return cls(source, *maxtext_config.facts_of(source))
         raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
 
     def request(self, table: str) -> dict[str, Any]:
@@ -79,6 +83,8 @@ class HfTarget:
             return config, []
         if self.source.layout in ("megatron.legacy", "megatron.dist"):
             return megatron_config.config_json(self.source, axes)
+        if self.source.layout in _JAX:
+            return maxtext_config.config_json(self.source, axes)
         return neox_to_hf.config_json(self.source, axes)
 
     def complete(self, bound: Bound) -> Completed:

@@ -120,7 +120,7 @@ class NeoxTarget:
             facts = {
                 "gpt_j_residual": bool(parallel) and not llama,
                 "tied": whole.facts["tied"],
-                "gqa": source.axes.get("r", 1) > 1,
+                "gqa": source.facts.get("gqa", source.axes.get("r", 1) > 1),
                 "gated": llama,
                 "norms": True,
                 "scalenorm": False,

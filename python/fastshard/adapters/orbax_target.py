@@ -13,7 +13,7 @@ from .base import Bound, Completed, Source
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
 BLOCK_BYTES = 8 << 20
 #: Orbax's word for a key of a dict. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
-_DICT_KEY = 2
+DICT_KEY = 2
 #: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote it.
 _VALUE = "np.ndarray"
 #: The handler that restores a tree of arrays.
@@ -35,6 +35,8 @@ class OrbaxTarget:
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     #: For ``_CHECKPOINT_METADATA``: MaxText looks at ``scan_layers`` in it.
     custom: dict[str, Any] = field(default_factory=dict)
+    #: Arrays of one zero that the source does not hold: name -> dtype.
+    zeros: dict[str, str] = field(default_factory=dict)
     name: str = "orbax"
     #: A result of this kind is written by :mod:`fastshard.external.array_writer`.
     writes_arrays: bool = True
@@ -69,11 +71,13 @@ class OrbaxTarget:
             items = math.prod(shape)
             item = bound.bytes[name] // items if items else 1
             arrays.append((name, name, block_of(shape, item)))
+        arrays += [(name, name, []) for name in self.zeros]
+        shapes = {**bound.shapes, **{name: [] for name in self.zeros}}
         self._distinct([name for name, *_ in arrays])
         folder = f"{self.step}/{self.item}"
         how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
-        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays}}}]
-        return files, self.texts({name: shape for name, shape in bound.shapes.items()}, arrays), []
+        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays, "zeros": self.zeros}}}]
+        return files, self.texts(shapes, arrays), []
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""
@@ -99,7 +103,7 @@ class OrbaxTarget:
         """
         tree = {}
         for name, shape in shapes.items():
-            keys = self.keys.get(name) or [{"key": k, "key_type": _DICT_KEY} for k in name.split(".")]
+            keys = self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
             value = {"value_type": _VALUE, "skip_deserialize": False, "write_shape": shape}
             tree[_path(keys)] = {"key_metadata": keys, "value_metadata": value}
         for keys, value in self.leaves.values():

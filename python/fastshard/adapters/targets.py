@@ -8,23 +8,24 @@ from ..errors import FastshardError
 from .base import Source, Target
 from .dcp_target import DcpTarget
 from .hf_target import HfTarget
+from .maxtext_store import MaxTextStore
+from .maxtext_target import MaxTextTarget
 from .megatron_target import MegatronTarget
 from .neox_target import NeoxTarget
 from .orbax_target import OrbaxTarget
 from .tp_target import TpTarget
 
-__all__ = ["KEEPING", "KNOWN", "TARGETS", "Wanted", "check", "target_of"]
+__all__ = ["KEEPING", "TARGETS", "Wanted", "check", "target_of"]
 
-#: Targets that this version writes, and those that it knows of and refuses by name.
+#: Targets that are written.
 TARGETS = (
     "hf", "gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential", "megatron", "megatron:legacy",
-    "megatron:legacy-local", "megatron:torch_dist", "tp-safetensors", "dcp", "orbax",
+    "megatron:legacy-local", "megatron:torch_dist", "tp-safetensors", "dcp", "maxtext", "maxtext:scan", "maxtext:unscan", "orbax",
 )  # fmt: skip
-KNOWN = ("maxtext", "maxtext:scan", "maxtext:unscan")
 #: Targets that keep the names and shapes of the source: a merge in another container.
 KEEPING = ("orbax",)
 #: Targets that hold whole tensors.
-_WHOLE = ("hf", "orbax")
+_WHOLE = ("hf", "orbax", "maxtext", "maxtext:scan", "maxtext:unscan")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Wanted:
     vocab_multiple: int | None = None
     #: Plain zarr v2 instead of OCDBT and zarr v3.
     zarr2: bool = False
+    #: The optimizer's state too, where the target holds it.
+    optimizer: bool = False
+    #: Options of MaxText, by their names there.
+    param_scan_axis: int | None = None
+    fused_qkv: bool | None = None
+    rope_type: str | None = None
 
 
 def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
@@ -46,11 +53,7 @@ def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
             that nobody knows and options that do not fit.
     """
     if to is not None and to not in TARGETS:
-        if to in KNOWN:
-            raise FastshardError.of(
-                "FS514", f"this version does not write {to} yet", expected=" | ".join(TARGETS), got=to
-            )
-        raise FastshardError.of("FS515", "target", expected=" | ".join((*TARGETS, *KNOWN)), got=repr(to))
+        raise FastshardError.of("FS515", "target", expected=" | ".join(TARGETS), got=repr(to))
     whole = to is None or to in _WHOLE
     if not whole and narrowed:
         raise FastshardError.of(
@@ -76,9 +79,15 @@ def target_of(source: Source, to: str, wanted: Wanted) -> Target:
             decides values is unknown, ``FS515`` for degrees that no run has.
     """
     tp, pp, vocab_multiple = wanted.tp, wanted.pp, wanted.vocab_multiple
-    if wanted.zarr2 and to not in ("orbax",):
+    maxtext = to.startswith("maxtext")
+    if wanted.zarr2 and not maxtext and to != "orbax":
         raise FastshardError.of(
-            "FS515", f"--zarr2: {to} is no store of arrays", expected="--to orbax", got=to
+            "FS515", f"--zarr2: {to} is no store of arrays", expected="--to orbax or maxtext", got=to
+        )
+    options = {n: getattr(wanted, n) for n in ("param_scan_axis", "fused_qkv", "rope_type")}
+    if not maxtext and (stray := next((n for n, value in options.items() if value is not None), None)):
+        raise FastshardError.of(
+            "FS515", f"--{stray.replace('_', '-')}: an option of MaxText", expected="--to maxtext", got=to
         )
     if to == "orbax":
         return OrbaxTarget.of(source, wanted.zarr2)
@@ -88,6 +97,9 @@ def target_of(source: Source, to: str, wanted: Wanted) -> Target:
         return TpTarget.of(source, tp, pp, vocab_multiple)
     if to == "dcp":
         return DcpTarget.of(source, tp, pp)
+    if maxtext:
+        target = MaxTextTarget.of(source, to, optimizer=wanted.optimizer, multiple=vocab_multiple, **options)
+        return MaxTextStore(target, OrbaxTarget.of(source, wanted.zarr2))
     if to.startswith("megatron"):
         return MegatronTarget.of(source, to, tp, pp, vocab_multiple)
     return NeoxTarget.of(source, to, tp, pp, vocab_multiple)

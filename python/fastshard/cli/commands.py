@@ -72,6 +72,9 @@ def _degrees(a: argparse.Namespace) -> dict[str, Any]:
         "pp": a.pp,
         "make_vocab_size_divisible_by": a.make_vocab_size_divisible_by,
         "zarr2": a.zarr2,
+        "param_scan_axis": a.param_scan_axis,
+        "fused_qkv": a.fused_qkv,
+        "rope_type": a.rope_type,
     }
 
 

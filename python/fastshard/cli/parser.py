@@ -6,7 +6,7 @@ import argparse
 import textwrap
 
 from .. import _core
-from ..adapters.targets import KNOWN, TARGETS
+from ..adapters.targets import TARGETS
 
 EPILOG = """\
 exit codes:
@@ -238,7 +238,7 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
         "--to",
         required=required,
         metavar="TARGET",
-        help=f"{', '.join(TARGETS)} (known, not written yet: {', '.join(KNOWN)})",
+        help=", ".join(TARGETS),
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree of the result")
     parser.add_argument(
@@ -249,6 +249,19 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
         type=int,
         metavar="N",
         help="pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
+    )
+    parser.add_argument(
+        "--param-scan-axis", type=int, metavar="N", help="MaxText: axis of the stacked layers (default: 1)"
+    )
+    parser.add_argument(
+        "--fused-qkv",
+        action=argparse.BooleanOptionalAction,
+        help="MaxText's GPT-3: one projection for queries, keys and values (default: the source's)",
+    )
+    parser.add_argument(
+        "--rope-type",
+        choices=("default", "llama3.1"),
+        help="MaxText: the rotary embedding that the result will be run with (default: llama3.1)",
     )
     parser.add_argument(
         "--zarr2", action="store_true", help="plain zarr v2, for Pathways, instead of OCDBT and zarr v3"

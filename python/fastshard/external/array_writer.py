@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FastshardError, Finding
-from .dtypes import NUMPY, ZARR2, ZARR3, numpy_dtype
+from .dtypes import ZARR2, ZARR3, numpy_dtype
 from .tensorstore import library
 
 #: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.

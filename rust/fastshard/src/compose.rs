@@ -39,6 +39,8 @@ pub enum Replicas {
 pub struct Target<'a> {
     /// Its layout; `None` for the source's own at degree 1 (merge).
     pub table: Option<&'a Table>,
+    /// Integer types of single outputs, by name.
+    pub dtypes: Option<&'a std::collections::BTreeMap<String, crate::tensor::Dtype>>,
     /// What is known of it: degrees, facts, extents that differ from the source's.
     pub outside: Outside,
     /// Multiple to which the vocabulary is padded, if the target pads it.

@@ -10,8 +10,8 @@ use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::torch_zip::writer as torch_zip;
 use crate::format::{safetensors, Frame, Member};
-use crate::plan::{ArrayStore, Form, OutFile, Output};
-use crate::tensor::element_count;
+use crate::plan::{ArrayStore, Fill, Form, OutFile, Output};
+use crate::tensor::{element_count, Dtype};
 
 /// Outputs with their ranks.
 pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
@@ -53,6 +53,9 @@ pub struct ArraysSide {
     pub how: serde_json::Value,
     /// (name in the store, tensor, extent of a block).
     pub arrays: Vec<(String, String, Vec<u64>)>,
+    /// Arrays of one zero that no tensor of the source gives, among them: name and element type.
+    #[serde(default)]
+    pub zeros: BTreeMap<String, Dtype>,
 }
 
 /// A record.
@@ -129,6 +132,9 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
             dimensions.iter().map(|d| (d.clone(), side.coords.get(d).copied().unwrap_or(0))).collect();
         let mut inside: Vec<Output> = Vec::new();
         let shapes = side.content.shapes();
+        if let Content::Arrays(store) = &side.content {
+            by_name.extend(store.zeros.iter().map(|(n, d)| ((n.clone(), coords.clone()), zero(n, *d))));
+        }
         for (key, name) in side.content.tensors() {
             let place = (name.to_string(), coords.clone());
             match by_name.remove(&place) {
@@ -201,6 +207,20 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
         }
     }
     (all, files, findings)
+}
+
+/// A scalar of zero.
+fn zero(name: &str, dtype: Dtype) -> Output {
+    Output {
+        name: name.into(),
+        dtype,
+        shape: Vec::new(),
+        parts: Vec::new(),
+        fill: Fill::Zero,
+        file: 0,
+        offset: 0,
+        key: None,
+    }
 }
 
 /// Sets the outputs' offsets; the file with its size.

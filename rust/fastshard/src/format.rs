@@ -105,7 +105,9 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
     file.read_at(0, &mut magic[..n])?;
     if magic.starts_with(b"PK\x03\x04") || magic.starts_with(b"PK\x05\x06") {
         torch_zip::parse(file)
-    } else if magic[0] == 0x80 && magic[1] >= 2 && magic[1] <= 5 {
+    } else if magic[0] == 0x80 && (2..=5).contains(&magic[1]) && !(magic[4..8] == [0; 4] && magic[8] == b'{')
+    {
+        // A safetensors header of 640, 896, 1152 or 1408 bytes begins like a pickle, and goes on with zeros.
         Err(torch_zip::legacy_refusal(file))
     } else {
         safetensors::parse(file)

@@ -6,12 +6,14 @@
 
 mod convert;
 mod copy;
+mod recount;
 mod scan;
 mod tally;
 mod transpose;
 
 pub use convert::{convert, f8_value, from_f32, to_f32};
 pub use copy::{copy, StridedBox, MAX_RANK};
+pub use recount::recount;
 pub use scan::{count_non_finite, is_constant, is_zero};
 pub use tally::{count_bytes, float_block, FloatBlock};
 

@@ -139,6 +139,9 @@ pub struct TargetSide {
     /// Facts of the target.
     #[serde(default)]
     pub facts: BTreeMap<String, bool>,
+    /// Integer types of counters, where the target holds them in another one.
+    #[serde(default)]
+    pub dtypes: BTreeMap<String, Dtype>,
     /// Multiple to which the vocabulary is padded.
     #[serde(default)]
     pub pad_multiple: Option<u64>,
@@ -212,7 +215,7 @@ fn believable(request: &Request) -> Result<()> {
 /// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
 pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     let mut table = request.source.layout.as_deref().map_or_else(|| Ok(Table::generic()), Table::parse)?;
-    let target_table =
+    let mut target_table =
         request.target.as_ref().and_then(|t| t.layout.as_deref()).map(Table::parse).transpose()?;
     if let Some(target) = &target_table {
         if target.family != table.family {
@@ -224,6 +227,10 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             .help("choose a target for this family, or give a layout of your own with --layout")
             .into());
         }
+    }
+    if let Some(target) = &mut target_table {
+        target.share_axes(&table);
+        table.share_axes(target);
     }
     if let Some(dtype) = request.dtype.filter(|d| !d.is_float()) {
         return Err(Finding::new(codes::BAD_VALUE, "element type of the result")
@@ -278,6 +285,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             outside: target_outside.clone(),
             pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
             dtype: request.dtype.filter(|_| pass.slot.is_none()),
+            dtypes: request.target.as_ref().map(|t| &t.dtypes),
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
             replicas_once: request.target.as_ref().is_some_and(|t| t.replicas_once),
             wanted: &slotted,

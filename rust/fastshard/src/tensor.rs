@@ -95,6 +95,11 @@ impl Dtype {
         matches!(self, F8E4m3 | F8E5m2 | F8E4m3fnuz | F8E5m2fnuz | F8E8m0)
     }
 
+    /// True for whole numbers; false for `BOOL`.
+    pub fn is_integer(self) -> bool {
+        matches!(self, I8 | U8 | I16 | U16 | I32 | U32 | I64 | U64)
+    }
+
     /// True for the floating types that value ops may convert (F16, BF16, F32, F64).
     pub fn is_float(self) -> bool {
         matches!(self, F16 | Bf16 | F32 | F64)

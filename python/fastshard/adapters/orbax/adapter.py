@@ -8,6 +8,7 @@ from typing import Any
 
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding, error_for
+from .. import maxtext_model, paxml_model
 from ..base import Assembled, Blocks, Contents, Found, Options, Source, TreeInfo
 from . import completeness, stores
 from .completeness import Evidence, Verdict
@@ -95,6 +96,13 @@ class Orbax:
         )
         if custom:
             source.values["custom_metadata"] = custom
+        arrays = {name: (array.dtype, array.shape) for name, array in union.arrays.items()}
+        if maxtext_model.is_train_state(arrays):
+            scan = custom.get("scan_layers") if isinstance(custom, dict) else None
+            stacked = scan if isinstance(scan, bool) else None
+            maxtext_model.describe(source, arrays, options.config, options.config_path, stacked)
+        elif paxml_model.is_train_state(arrays):
+            paxml_model.describe(source, arrays, options.config, options.config_path)
         return source
 
 

@@ -105,6 +105,7 @@ class Reader:
         self._same: set[str] = set()
 
     def __call__(self, block: str, view: memoryview) -> None:
+        """Fills ``view`` with the elements of a block."""
         array, lo, extent, key = self.blocks[block]
         if key is None:
             element = fill_bytes(array)

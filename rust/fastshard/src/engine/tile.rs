@@ -274,6 +274,20 @@ fn combine(
         kernel::from_f32(output.dtype, &work.sum[..n], &mut work.other[..out]);
     } else if from == output.dtype {
         std::mem::swap(&mut work.dense, &mut work.other);
+    } else if from.is_integer() {
+        let out = n * output.dtype.size();
+        work.other.resize(work.other.len().max(out), 0);
+        if let Err(number) = kernel::recount(from, &work.dense[..bytes], output.dtype, &mut work.other[..out])
+        {
+            return Err(Finding::new(
+                codes::BAD_VALUE,
+                format!("a number that {} does not hold", output.dtype),
+            )
+            .tensor(&output.name)
+            .expected(format!("the target's counter, {}", output.dtype), format!("{number} as {from}"))
+            .help("the counter is damaged or counts something else than steps: look at it in the source")
+            .into());
+        }
     } else {
         let out = n * output.dtype.size();
         work.other.resize(work.other.len().max(out), 0);

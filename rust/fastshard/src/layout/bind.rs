@@ -135,7 +135,13 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
     for (axis, &given) in &known.extents {
         let mut others = extents.clone();
         others.remove(axis);
-        let Some(votes) = votes(table, groups, &others, known).remove(axis) else { continue };
+        // Shapes vote on what a derived axis is made of.
+        let made_of = part_of(table, &others, axis);
+        let voted = made_of.as_ref().map_or(axis, |(part, _)| part);
+        let times = made_of.as_ref().map_or(1, |(_, times)| *times);
+        let Some(mut votes) = votes(table, groups, &others, known).remove(voted) else { continue };
+        votes.by_value =
+            votes.by_value.into_iter().map(|(n, vote)| (n.saturating_mul(times), vote)).collect();
         if let [(&value, (count, distinct, witness))] = votes.by_value.iter().collect::<Vec<_>>()[..] {
             let sliced =
                 value < given && table.shards.values().any(|m| m.values().flatten().any(|a| a == axis));
@@ -179,9 +185,26 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
             }
         }
         if !progress {
+            for (name, factors) in &table.derived {
+                if let Some(size) = expr::product(factors, &table.derived, &extents) {
+                    extents.entry(name.clone()).or_insert(size);
+                }
+            }
             return (extents, findings);
         }
     }
+}
+
+/// The one factor of a derived axis without extent, and the extent of the others together.
+fn part_of(table: &Table, extents: &Extents, axis: &str) -> Option<(String, u64)> {
+    let factors = table.derived.get(axis)?;
+    let mut names = Vec::new();
+    expr::names_in(factors, &table.derived, &mut names);
+    let mut unknown = names.into_iter().filter(|name| !extents.contains_key(name));
+    let (part, None) = (unknown.next()?, unknown.next()) else { return None };
+    let mut one = extents.clone();
+    one.insert(part.clone(), 1);
+    Some((part, expr::product(factors, &table.derived, &one)?))
 }
 
 /// Compares one stored tensor's shape with the bound extents.

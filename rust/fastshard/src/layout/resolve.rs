@@ -275,6 +275,7 @@ pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Opti
         ignore: None,
         scale: None,
         add: 0.0,
+        keep_dtype: false,
         class: String::new(),
         generic: true,
     });

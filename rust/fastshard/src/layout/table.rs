@@ -126,6 +126,8 @@ pub struct Entry {
     pub scale: Option<Scale>,
     /// See `scale`.
     pub add: f64,
+    /// True if the tensor keeps its element type, whatever floating outputs are to have.
+    pub keep_dtype: bool,
     /// Shard class; empty for the default one.
     pub class: String,
     /// True for pass-through entries made for tensors that no rule names.
@@ -201,6 +203,8 @@ struct RawEntry {
     scale: Option<String>,
     #[serde(default)]
     add: f64,
+    #[serde(default)]
+    keep_dtype: bool,
     #[serde(default)]
     class: String,
 }
@@ -343,6 +347,7 @@ impl Table {
                 ignore: entry.ignore.clone(),
                 scale: entry.scale.as_deref().map(Scale::parse).transpose().map_err(fail)?,
                 add: entry.add,
+                keep_dtype: entry.keep_dtype,
                 class: entry.class.clone(),
                 generic: false,
             });
@@ -362,6 +367,21 @@ impl Table {
             entries,
             tied,
         })
+    }
+
+    /// Takes the derived and fixed axes of another table of the family that this one does not have: where
+    /// one takes an axis apart, as rope in interleaved pairs does, both must, to meet in the same axes.
+    pub fn share_axes(&mut self, other: &Table) {
+        for (name, factors) in &other.derived {
+            if !self.derived.contains_key(name) && !self.fixed.contains_key(name) {
+                self.derived.insert(name.clone(), factors.clone());
+                let mut used = Vec::new();
+                expr::names_in(factors, &other.derived, &mut used);
+                for (axis, extent) in used.iter().filter_map(|axis| other.fixed.get_key_value(axis)) {
+                    self.fixed.entry(axis.clone()).or_insert(*extent);
+                }
+            }
+        }
     }
 
     /// A table without rules, to be filled with pass-through entries.
@@ -524,6 +544,20 @@ mod tests {
         assert_eq!(scale.value(&table.derived, &extents), Some(0.25));
         let facts = Facts::from([("bias".into(), true)]);
         assert_eq!(table.entries[1].when.holds(&facts), Truth::Unknown("tied".into()));
+    }
+
+    #[test]
+    fn takes_axes_apart_like_the_other_table() {
+        let plain = "layout = \"plain\"\nfamily = \"toy\"\n[axes]\nr = 1\n";
+        let (mut plain, good) = (Table::parse(plain).unwrap(), Table::parse(GOOD).unwrap());
+        plain.share_axes(&good);
+        assert_eq!(plain.derived, good.derived);
+        assert_eq!(plain.fixed, Extents::from([("r".into(), 1), ("t".into(), 2)]));
+        // What a table says itself stays.
+        let mut own = Table::parse(&GOOD.replace("t*c", "c*t").replace("t = 2", "t = 4")).unwrap();
+        own.share_axes(&good);
+        assert_ne!(own.derived, good.derived);
+        assert_eq!(own.fixed["t"], 4);
     }
 
     #[test]

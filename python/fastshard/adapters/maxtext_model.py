@@ -1,0 +1,246 @@
+"""MaxText train states: which model the names and shapes are of, and the table that fits them.
+
+source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax core/axes_scan.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .. import layouts
+from ..errors import FastshardError, Finding
+from . import maxtext_config
+from .base import Source
+from .jax_layout import Names, Rule, Rules, dimensions, pattern, place, rules_of, scanned
+
+#: dtype and shape by name.
+Arrays = Mapping[str, tuple[str, Sequence[int]]]
+
+#: Families in the order in which they are asked.
+FAMILIES = ("llama", "gpt3")
+DECLARED = "params.params."
+_WEIGHT = re.compile(r"^((?:params\.)+)((?:decoder|token_embedder)\..*)$")
+#: Optax numbers the states of its chain, MaxText's own adam_pax is alone. source: MaxText optimizers/optimizers.py
+_MOMENT = re.compile(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:decoder|token_embedder)\.")
+#: Where a scan may have put the layers, likely ones first.
+_SCAN_AXES = (1, 0, -1, 2, 3)
+_STACKED = "decoder.layers."
+
+
+def is_train_state(names: Any) -> bool:
+    """True if the names are those of a MaxText train state or of its parameters."""
+    return any(_WEIGHT.match(name) for name in names)
+
+
+def describe(
+    source: Source,
+    arrays: Arrays,
+    config: dict[str, Any] | None = None,
+    config_path: str | None = None,
+    scan_layers: bool | None = None,
+) -> None:
+    """Family, table, axes and facts of a MaxText checkpoint. A model that no table holds is left without.
+
+    Args:
+        source: what is described.
+        arrays: dtype and shape of each array, by name.
+        config: MaxText's yml or a Hugging Face ``config.json``.
+        config_path: its path, for messages.
+        scan_layers: what the checkpoint's own metadata says of it.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that are of another kind.
+    """
+    roots = Counter(match[1] for name in arrays if (match := _WEIGHT.match(name)))
+    if not roots:
+        return
+    root = roots.most_common(1)[0][0]
+    shapes = {
+        name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
+    }
+    stacked = any(name.startswith(_STACKED) for name in shapes)
+    source.framework, source.pass_unknown = "MaxText", True
+    family = _family(source, shapes, stacked, root)
+    source.config = config
+    if family is None:
+        return
+    source.family, source.layout = family, f"maxtext.{family}"
+    text = layouts.get(source.layout)
+    source.axes = maxtext_config.axes_of(config or {}, family)
+    source.provable = source.provable or bool(config)
+    _facts(source, shapes, config or {}, config_path)
+    claims = [("_CHECKPOINT_METADATA", scan_layers)]
+    if config and maxtext_config.is_maxtext(config):
+        claims.append((config_path or "the config", maxtext_config.flag(config, "scan_layers")))
+    for where, claim in claims:
+        if claim not in (None, stacked):
+            source.findings.append(_contradiction("scan_layers", claim, stacked, where))
+    axis, unclear = _scan_axis(text, shapes, source.axes, config or {}) if stacked else (None, None)
+    rules = Rules(text, _names(root, arrays), axis, unclear)
+    source.rules = rules
+    source.moments_named = any(_MOMENT.match(name) for name in arrays)
+    # What is merged keeps every name, and needs no axis of the layers.
+    source.layout_text = (
+        f'layout = "{source.layout}"\nfamily = "{family}"\n' if unclear else rules(True, True)
+    )
+    source.values["scan_layers"] = stacked
+    if stacked and unclear is None:
+        source.values["param_scan_axis"] = axis
+    _groups(source, shapes)
+
+
+def _matching(text: str, stacked: bool) -> list[tuple[re.Pattern[str], Rule]]:
+    """Rules of the weights, each with the names that it stands for."""
+    rules = [rule for rule in rules_of(text)[1] if rule["name"].startswith(DECLARED)]
+    # Which axis they are stacked along does not matter for names.
+    named = [scanned(rule, 0)["name"] if stacked else rule["name"] for rule in rules]
+    return [(pattern(name.removeprefix(DECLARED)), rule) for name, rule in zip(named, rules, strict=True)]
+
+
+def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str) -> str | None:
+    strange: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        rules = _matching(layouts.get(f"maxtext.{family}"), stacked)
+        strange[family] = [name for name in shapes if not any(p.fullmatch(name) for p, _ in rules)]
+    fitting = [family for family in FAMILIES if not strange[family]]
+    if len(fitting) == 1:
+        return fitting[0]
+    likely = min(FAMILIES, key=lambda family: len(strange[family]))
+    source.findings.append(
+        Finding.of(
+            "FS514",
+            "no layout for this MaxText model: its tensors can be merged, not converted to other layouts",
+            severity="note",
+            tensor=root + strange[likely][0] if strange[likely] else None,
+            expected="a model of the " + " or ".join(f"{f} kind" for f in FAMILIES),
+            help="describe its tensors in a layout of your own (--layout)",
+        )
+    )
+    return None
+
+
+def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
+    return Finding.of(
+        "FS215",
+        f"{key}: {where} and the tensors contradict each other",
+        expected=str(claim).lower(),
+        got=str(seen).lower(),
+        help="give the config of this checkpoint with --config",
+    )
+
+
+def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], path: str | None) -> None:
+    """Facts that names decide, and what a config says of them."""
+    where = path or "the config"
+    if source.family == "gpt3":
+        source.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
+        fused = maxtext_config.flag(config, "fused_qkv") if maxtext_config.is_maxtext(config) else None
+        if fused not in (None, source.facts["fused_qkv"]):
+            source.findings.append(_contradiction("fused_qkv", fused, source.facts["fused_qkv"], where))
+        return
+    rope = maxtext_config.rope_of(config)
+    head = "decoder.logits_dense.kernel" in shapes
+    key = "logits_via_embedding" if maxtext_config.is_maxtext(config) else "tie_word_embeddings"
+    tied = maxtext_config.flag(config, key)
+    if tied and head:
+        source.findings.append(_contradiction(key, True, False, where))
+    # A head that the config calls for and that is not there is missing.
+    # Where nothing states the order of pairs: as MaxText's converter writes it; said wherever it matters.
+    interleaved = rope is None or rope.interleaved
+    source.facts = {"tied": not head if tied is None else tied and not head, "interleaved": interleaved}
+
+
+def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether heads share keys and values, on which other layouts depend, from the two projections that tell it."""
+    if source.family != "llama":
+        return
+    found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
+    for name, shape in shapes.items():
+        match = re.search(r"\.self_attention\.(query|key)\.kernel$", name)
+        if match and len(shape) >= 3:
+            heads = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)][-2:-1]
+            found[match[1]].update(heads)
+    query, key = (found[kind].most_common(1) for kind in ("query", "key"))
+    if query and key:
+        source.facts["gqa"] = query[0][0] != key[0][0]
+
+
+def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
+    rules = source.rules
+    if not name.startswith(_STACKED) or not isinstance(rules, Rules) or rules.scan is None:
+        return None
+    return place(len(shape) - 1, rules.scan)
+
+
+def _scan_axis(
+    text: str, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
+) -> tuple[int, FastshardError | None]:
+    """The axis of the layers: as the config says, else the one that all shapes fit."""
+    stated = maxtext_config.integer(config, "param_scan_axis") if maxtext_config.is_maxtext(config) else None
+    if stated is not None:
+        return stated, None
+    rules = _matching(text, True)
+    kinds = [(rule, shape) for name, shape in shapes.items() for p, rule in rules if p.fullmatch(name)]
+    wrong: dict[int, int] = {}
+    told: set[tuple[int, ...]] = set()
+    for axis in _SCAN_AXES:
+        places = tuple(
+            place(len(shape) - 1, axis) for rule, shape in kinds if "{L}" in rule["name"] and shape
+        )
+        if places not in told:
+            told.add(places)
+            wrong[axis] = _misfits(kinds, axis, axes)
+    best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
+    if len(best) == 1 or wrong[best[0]]:
+        return best[0], None
+    return best[0], FastshardError.of(
+        "FS106",
+        "the shapes do not tell along which axis the layers are stacked",
+        expected="one axis",
+        got=" or ".join(map(str, best)),
+        help="give MaxText's yml with --config (it must say param_scan_axis)",
+    )
+
+
+def _misfits(kinds: list[tuple[Rule, tuple[int, ...]]], axis: int, axes: dict[str, int]) -> int:
+    """Tensors whose dimensions are not those of the others, were the layers stacked along an axis."""
+    votes: dict[str, Counter[int]] = {}
+    named: list[list[tuple[str, int]]] = []
+    count = 0
+    for rule, shape in kinds:
+        dims = dimensions(scanned(rule, axis)["shape"])
+        if len(dims) != len(shape):
+            count += 1
+            continue
+        pairs = [({"c*t": "d", "V~P": "P"}.get(dim, dim), n) for dim, n in zip(dims, shape, strict=True)]
+        named.append(pairs)
+        for dim, n in pairs:
+            votes.setdefault(dim, Counter())[n] += 1
+    extents = {dim: counted.most_common(1)[0][0] for dim, counted in votes.items()} | axes
+    if "g" in axes and "r" in axes:
+        extents["g*r"] = axes["g"] * axes["r"]
+    return count + sum(any(extents[dim] != n for dim, n in pairs) for pairs in named)
+
+
+def _names(root: str, arrays: Arrays) -> Names:
+    """The spelling of names, for sources and for targets that keep it."""
+    moments = {m[2]: m for name in sorted(arrays) if (m := _MOMENT.match(name))}
+    chain = next((m[1] for m in moments.values()), "opt_state.")
+    below = next((m[3] for m in moments.values()), "params.")
+    state = tuple(name for name in arrays if name.startswith("opt_state."))
+    count = f"{chain}count"
+    scalars = tuple(name for name in state if name != count and not arrays[name][1])
+    return Names(root, DECLARED, partial(_moment, chain, below), count, scalars, state)
+
+
+def _moment(chain: str, below: str, slot: str, inner: str) -> str:
+    return f"{chain}{slot}.{below}{inner}"
+
+
+def default_names() -> Names:
+    """The names of a train state that comes from elsewhere."""
+    return _names(DECLARED, {})

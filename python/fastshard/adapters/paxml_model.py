@@ -1,0 +1,97 @@
+"""Paxml's GPT-3 of MLPerf: the table that fits its names.
+
+source: paxml train_states.py, checkpoint_paths.py; praxis optimizer_prefix_vectorization.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from .. import layouts
+from ..errors import Finding
+from . import maxtext_config
+from .base import Source
+from .jax_layout import Names, Rules, pattern, rules_of
+from .maxtext_model import Arrays
+
+ROOT = "mdl_vars.params.lm."
+_STACKED = "transformer.repeat.sub."
+#: Moments lie in groups of like prefixes of their shapes: `p#96#i-1_2` (96 layers stacked, the axis not
+#: sharded, state 2 of the optimizer's chain) and `no_prefix_2`.
+_MOMENT = re.compile(r"^(opt_states_\d+)\.(p#\d+#i-?\d+|no_prefix)_(\d+)\.([mv])\.params\.lm\.(.*)$")
+_SLOTS = {"mu": "m", "nu": "v"}
+
+
+def is_train_state(names: Iterable[str]) -> bool:
+    """True if the names are those of a Paxml language model's train state."""
+    return any(name.startswith(ROOT) for name in names)
+
+
+def describe(
+    source: Source, arrays: Arrays, config: dict[str, Any] | None = None, config_path: str | None = None
+) -> None:
+    """Family, table and axes of a Paxml checkpoint. A model that the table does not hold is left without.
+
+    Args:
+        source: what is described.
+        arrays: dtype and shape of each array, by name.
+        config: MaxText's yml for the same model.
+        config_path: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that are of another kind.
+    """
+    if not is_train_state(arrays):
+        return
+    source.framework, source.pass_unknown, source.config = "Paxml", True, config
+    text = layouts.get("paxml.gpt3")
+    named = [pattern(rule["name"]) for rule in rules_of(text)[1]]
+    strange = [name for name in arrays if name.startswith(ROOT) and not any(p.fullmatch(name) for p in named)]
+    if strange:
+        source.findings.append(
+            Finding.of(
+                "FS514",
+                "no layout for this Paxml model: its tensors can be merged, not converted to other layouts",
+                severity="note",
+                tensor=strange[0],
+                expected="GPT-3 as in MLPerf, its layers repeated",
+                help="describe its tensors in a layout of your own (--layout)",
+            )
+        )
+        return
+    source.family, source.layout = "gpt3", "paxml.gpt3"
+    source.axes = maxtext_config.axes_of(config or {}, "gpt3")
+    source.provable = source.provable or bool(config)
+    source.rules = Rules(text, _names(arrays))
+    source.moments_named = any(_MOMENT.match(name) for name in arrays)
+    source.layout_text = source.rules(True, True)
+
+
+def _names(arrays: Arrays) -> Names:
+    stored = {(m[4], m[5]): m for name in sorted(arrays) if (m := _MOMENT.match(name))}
+    groups: dict[bool, str] = {}
+    for (_, inner), match in stored.items():
+        groups.setdefault(inner.startswith(_STACKED), _group(match))
+    state = tuple(name for name in arrays if name.startswith("opt_states_"))
+    chain = next((m[1] for m in stored.values()), "opt_states_0")
+    counts = sorted(name for name in state if re.fullmatch(rf"{chain}\.no_prefix_\d+\.count", name))
+    count = counts[0] if counts else f"{chain}.no_prefix_0.count"
+    scalars = tuple(name for name in state if name != count and not arrays[name][1])
+    own = {key: _group(match) for key, match in stored.items()}
+    return Names(ROOT, ROOT, partial(_moment, own, groups), count, scalars, state)
+
+
+def _group(match: re.Match[str]) -> str:
+    """The group's name; the number in it is that of the layers."""
+    prefix = re.sub(r"^p#\d+#", "p#{#L}#", match[2])
+    return f"{match[1]}.{prefix}_{match[3]}"
+
+
+def _moment(own: dict[tuple[str, str], str], groups: dict[bool, str], slot: str, inner: str) -> str:
+    """The name of a moment: in its own group, else in that of the others of its kind."""
+    stacked = inner.startswith(_STACKED)
+    usual = groups.get(stacked, "opt_states_0.p#{#L}#i-1_2" if stacked else "opt_states_0.no_prefix_2")
+    return f"{own.get((_SLOTS[slot], inner), usual)}.{_SLOTS[slot]}.params.lm.{inner}"

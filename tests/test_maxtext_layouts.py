@@ -1,0 +1,502 @@
+"""Llama and GPT-3 between Hugging Face, MaxText and Paxml, against numpy written without the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import yaml
+from fastshard import FastshardError, convert, layouts, plan
+from fastshard import open as fastshard_open
+from fastshard.adapters import jax_layout, maxtext_model, paxml_model
+from fastshard.adapters.maxtext_target import MaxTextTarget
+from helpers import read_result
+from jax_maker import (
+    Size,
+    Tree,
+    as_numpy,
+    assert_same,
+    converted,
+    hf_llama,
+    llama_config,
+    llama_yml,
+    maxtext_gpt3_state,
+    maxtext_llama,
+    maxtext_written,
+    opened,
+    paxml_state,
+    saved,
+    scaled,
+    sha,
+)
+
+BF16 = ml_dtypes.bfloat16
+#: What no checkpoint of MaxText says, and queries and keys depend on.
+ROPE = {"rope_type": "default"}
+SIZE = Size()
+LONG = Size(head_dim=128)
+SCANS = {"scan 1": 1, "scan 0": 0, "scan -1": -1, "apart": None}
+
+
+def target(scan: int | None) -> dict[str, Any]:
+    return {"to": "maxtext:unscan"} if scan is None else {"to": "maxtext:scan", "param_scan_axis": scan}
+
+
+def hf_folder(tree: Tree, size: Size, folder: Path, **config: Any) -> Path:
+    saved(tree, folder)
+    (folder / "config.json").write_text(json.dumps(llama_config(size, **config)))
+    return folder
+
+
+def without_step(tree: Tree) -> Tree:
+    return {name: a for name, a in tree.items() if name != "step"}
+
+
+def codes(findings: list[Any], severity: str = "error") -> list[str]:
+    return [f.code for f in findings if f.severity == severity]
+
+
+@pytest.mark.parametrize("rope", ["default", "llama3.1"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_llama_to_maxtext_and_back(scan: int | None, dtype: Any, rope: str, tmp_path: Path) -> None:
+    hf = hf_llama(SIZE, dtype)
+    folder = hf_folder(hf, SIZE, tmp_path / "hf")
+    have, _ = converted(folder, tmp_path / "out", **target(scan), rope_type=rope)
+    assert_same(have, maxtext_llama(hf, SIZE, scan, rope=rope))
+    yml = yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())
+    assert (yml["rope_type"], yml.get("rope_use_scale")) == (rope, {"default": None, "llama3.1": False}[rope])
+    source = opened(tmp_path / "out", maxtext_model.describe, yml)
+    assert source.family == "llama"
+    assert source.metadata() == {
+        "scan_layers": scan is not None, **({} if scan is None else {"param_scan_axis": scan})
+    }  # fmt: skip
+    # Queries of 16 are scaled by a power of two.
+    back, findings = converted(source, tmp_path / "back", "hf")
+    assert_same(back, hf)
+    assert "FS214" not in codes(findings, "note")
+
+
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scaling", "asked", "rope"),
+    [
+        (None, None, "default"), (SCALING, None, "llama3.1"), (SCALING, "llama3.1", "llama3.1"),
+        ({**SCALING, "rope_type": "default"}, None, "default"),
+    ],
+)  # fmt: skip
+def test_the_order_of_pairs_is_that_of_the_rotary_embedding(
+    scaling: Any, asked: str | None, rope: str, tmp_path: Path
+) -> None:
+    hf = hf_llama(SIZE)
+    folder = hf_folder(hf, SIZE, tmp_path / "hf", rope_scaling=scaling)
+    have, _ = converted(folder, tmp_path / "out", "maxtext", rope_type=asked)
+    assert_same(have, maxtext_llama(hf, SIZE, 1, rope=rope))
+
+
+def test_scaled_frequencies_have_one_order(tmp_path: Path) -> None:
+    folder = hf_folder(hf_llama(SIZE), SIZE, tmp_path / "hf", rope_scaling=SCALING)
+    with pytest.raises(FastshardError) as error:
+        converted(folder, tmp_path / "out", "maxtext", rope_type="default")
+    assert error.value.code == "FS514"
+
+
+@pytest.mark.parametrize(
+    ("config", "rope"),
+    [
+        ({"rope_type": "default"}, "default"),
+        ({"rope_type": "llama3.1"}, "llama3.1"),
+        ({"rope_type": "Llama3.1", "rope_use_scale": False}, "llama3.1"),
+        ({"model_name": "llama3.1-8b"}, "llama3.1"),
+        ({"model_name": "llama3.1-8b", "rope_type": "default"}, "llama3.1"),
+        ({"model_name": "llama2-7b"}, "default"),
+        ({"model_name": "llama3-8b"}, "default"),
+        ({"model_name": "mistral-7b"}, "default"),
+        (llama_config(SIZE, rope_scaling=SCALING), "llama3.1"),
+        # Nothing tells.
+        (None, None),
+        ({"base_emb_dim": SIZE.hidden}, None),
+        ({"model_name": "llama3.3-70b"}, None),
+        (llama_config(SIZE), None),
+    ],
+)
+def test_an_order_that_nothing_states_is_not_guessed(config: Any, rope: str | None, tmp_path: Path) -> None:
+    hf = hf_llama(SIZE)
+    folder = saved(maxtext_llama(hf, SIZE, 1, rope=rope or "default"), tmp_path / "maxtext")
+    source = opened(folder, maxtext_model.describe, config)
+    if rope is not None:
+        assert_same(converted(source, tmp_path / "hf", "hf")[0], hf)
+        other = {"default": "llama3.1", "llama3.1": "default"}[rope]
+        if rope == "default":
+            have, _ = converted(source, tmp_path / "other", "maxtext", rope_type=other)
+            assert_same(have, maxtext_llama(hf, SIZE, 1, rope=other))
+        return
+    for to, more in (("hf", {}), ("megatron:legacy", {}), ("maxtext", {"rope_type": "default"})):
+        with maxtext_written(), pytest.raises(FastshardError) as error:
+            plan(source, to=to, **more)
+        assert error.value.code == "FS209"
+        assert "rope_type" in str(error.value)
+    # From one form of MaxText's to the other it does not matter.
+    have, _ = converted(source, tmp_path / "apart", "maxtext:unscan")
+    assert_same(have, maxtext_llama(hf, SIZE, None))
+
+
+def test_queries_are_rounded_once_and_the_way_back_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    hf = hf_llama(LONG, BF16)
+    folder = hf_folder(hf, LONG, tmp_path / "hf")
+    have, findings = converted(folder, tmp_path / "out", "maxtext")
+    want = maxtext_llama(hf, LONG, 1)
+    assert_same(have, want)
+    assert any(f.code == "FS214" and "the way back" in f.message for f in findings)
+    source = opened(tmp_path / "out", maxtext_model.describe, ROPE)
+    back, findings = converted(source, tmp_path / "back", "hf")
+    assert any(f.code == "FS214" and (f.tensor or "").endswith("q_proj.weight") for f in findings)
+    changed = {name for name in hf if sha(back[name]) != sha(hf[name])}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(LONG.layers)}
+    for name in changed:
+        once = scaled(scaled(hf[name], 1 / np.sqrt(128)), np.sqrt(128))
+        assert sha(back[name]) == sha(once)
+
+
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_cast_and_scale_are_one_rounding(scan: int | None, tmp_path: Path) -> None:
+    hf = hf_llama(LONG)
+    folder = hf_folder(hf, LONG, tmp_path / "hf")
+    have, _ = converted(folder, tmp_path / "out", **target(scan), dtype="bf16")
+    assert_same(have, maxtext_llama(hf, LONG, scan, BF16))
+    twice = {name: a.astype(BF16) for name, a in hf.items()}
+    name = next(name for name in have if name.endswith("query.kernel"))
+    assert sha(have[name]) != sha(maxtext_llama(twice, LONG, scan)[name])
+
+
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_layers_are_stacked_and_taken_apart_without_a_value_op(scan: int | None, tmp_path: Path) -> None:
+    step = np.array(7, np.int64)
+    first = maxtext_llama(hf_llama(LONG, BF16), LONG, 1) | {"step": step}
+    source = opened(saved(first, tmp_path / "first"), maxtext_model.describe)
+    have, findings = converted(source, tmp_path / "out", **target(scan))
+    assert_same(have, maxtext_llama(hf_llama(LONG, BF16), LONG, scan) | {"step": step})
+    assert "FS214" not in codes(findings, "note")
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_paxml_to_maxtext_with_optimizer(scan: int | None, fused: bool, tmp_path: Path) -> None:
+    source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    options = target(scan) | {"fused_qkv": fused, "optimizer": True}
+    have, _ = converted(source, tmp_path / "out", **options)
+    want = maxtext_gpt3_state(SIZE, scan, fused)
+    assert_same(have, want)
+    assert yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())["opt_type"] == "adam_pax"
+    # And from there to the other form, moments too.
+    again = opened(tmp_path / "out", maxtext_model.describe)
+    assert again.opened.source.facts == {"fused_qkv": fused}
+    other = target(1 if scan is None else None) | {"fused_qkv": not fused, "optimizer": True}
+    have, _ = converted(again, tmp_path / "other", **other)
+    assert_same(have, maxtext_gpt3_state(SIZE, 1 if scan is None else None, not fused))
+
+
+def test_groups_of_paxml_have_any_number(tmp_path: Path) -> None:
+    source = opened(saved(paxml_state(SIZE, place=5), tmp_path / "paxml"), paxml_model.describe)
+    have, _ = converted(source, tmp_path / "out", "maxtext", optimizer=True)
+    assert_same(have, maxtext_gpt3_state(SIZE, 1))
+
+
+def test_a_group_for_another_number_of_layers_is_refused(tmp_path: Path) -> None:
+    tree = {name.replace("p#3#", "p#4#"): a for name, a in paxml_state(SIZE).items()}
+    source = opened(saved(tree, tmp_path / "paxml"), paxml_model.describe)
+    with pytest.raises(FastshardError) as error:
+        converted(source, tmp_path / "out", "maxtext", optimizer=True)
+    assert error.value.exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_optimizer_is_left_out_in_one_note(tmp_path: Path) -> None:
+    tree = paxml_state(SIZE) | {"opt_states_0.no_prefix_1.strange": np.ones((2, 3), np.float32)}
+    source = opened(saved(tree, tmp_path / "paxml"), paxml_model.describe)
+    have, findings = converted(source, tmp_path / "out", "maxtext")
+    assert_same(have, maxtext_gpt3_state(SIZE, 1, optimizer=False))
+    notes = [f for f in findings if f.code == "FS212"]
+    assert len(notes) == 1
+    assert notes[0].message.startswith("34 tensors: optimizer state")
+    with pytest.raises(FastshardError) as error:
+        converted(source, tmp_path / "more", "maxtext", optimizer=True)
+    assert error.value.code == "FS207"
+    assert error.value.tensor == "opt_states_0.no_prefix_1.strange"
+
+
+def test_state_of_optax_keeps_its_names(tmp_path: Path) -> None:
+    tree = {}
+    for name, a in maxtext_gpt3_state(SIZE, 1).items():
+        tree[name.replace("opt_state.", "opt_state.0.")] = a
+    tree["opt_state.2.count"] = np.array(11, np.int32)
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe)
+    out, _ = converted(source, tmp_path / "apart", "maxtext:unscan", optimizer=True)
+    assert "opt_type" not in yaml.safe_load((tmp_path / "apart/maxtext_model.yml").read_text())
+    assert out["opt_state.2.count"] == 11
+    assert out["opt_state.0.count"] == 4000
+    assert "opt_state.0.nu.params.decoder.layers_2.mlp.wi.bias" in out
+    apart = opened(tmp_path / "apart", maxtext_model.describe)
+    have, _ = converted(apart, tmp_path / "back", "maxtext", optimizer=True)
+    assert_same(have, tree)
+    weights, _ = converted(apart, tmp_path / "weights", "maxtext:unscan")
+    assert set(weights) == {name for name in out if not name.startswith("opt_state")}
+
+
+def test_moments_scale_inversely(tmp_path: Path) -> None:
+    """A target that stores queries as they are computed with takes mu / s and nu / s**2 for weights * s."""
+    tree = maxtext_llama(hf_llama(SIZE), SIZE, None)
+    for slot in ("mu", "nu"):
+        tree |= {
+            name.replace("params.params.", f"opt_state.{slot}.params."): a for name, a in list(tree.items())
+            if name.startswith("params.params.")
+        }  # fmt: skip
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe)
+    bare = layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', "")
+    text = jax_layout.table(bare, maxtext_model.default_names())
+    assert source.opened.source.rules is not None
+    request = {
+        "source": source.opened.source.to_request(None, True) | {"layout": source.opened.source.rules(True, True)},
+        "target": {"name": "maxtext", "layout": text, "facts": {"tied": False, "interleaved": False}},
+        "max_shard_size": 1 << 30,
+    }  # fmt: skip
+    document = json.loads(source.opened.catalog.plan(json.dumps(request)).to_json())
+    ops = {
+        output["name"].split("layers_0.")[0]: part["ops"]
+        for output in document["outputs"] if output["name"].endswith("layers_0.self_attention.query.kernel")
+        for part in output["parts"]
+    }  # fmt: skip
+    assert ops == {
+        "params.params.decoder.": [{"scale": 4.0}],
+        "opt_state.mu.params.decoder.": [{"scale": 0.25}],
+        "opt_state.nu.params.decoder.": [{"scale": 0.0625}],
+    }
+
+
+def test_merging_keeps_every_name(tmp_path: Path) -> None:
+    tree = maxtext_gpt3_state(SIZE, 1)
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe)
+    assert_same({name: t.numpy() for name, t in source.items()}, tree)
+    assert codes(source.findings) == []
+
+
+def test_parameters_alone_have_other_roots(tmp_path: Path) -> None:
+    hf = hf_llama(SIZE)
+    tree = {name.removeprefix("params."): a for name, a in maxtext_llama(hf, SIZE, 1).items()}
+    source = opened(saved(tree, tmp_path / "params"), maxtext_model.describe, ROPE)
+    have, _ = converted(source, tmp_path / "hf", "hf")
+    assert_same(have, hf)
+    # The same names on the other side.
+    have, _ = converted(source, tmp_path / "apart", "maxtext:unscan")
+    want = maxtext_llama(hf, SIZE, None)
+    assert_same(have, {name.removeprefix("params."): a for name, a in want.items()})
+    alone = MaxTextTarget.of(source.opened.source, "maxtext:unscan")
+    assert (alone.constants(have), alone.empty) == ({}, [])
+
+
+def test_the_vocabulary_is_trimmed_and_not_a_constant(tmp_path: Path) -> None:
+    hf = hf_llama(SIZE)
+    source = opened(saved(maxtext_llama(hf, SIZE, 1), tmp_path / "first"), maxtext_model.describe, ROPE)
+    have, _ = converted(source, tmp_path / "hf", "hf", vocab_size=47)
+    rows = ("lm_head.weight", "model.embed_tokens.weight")
+    assert_same(have, {name: a[:47] if name in rows else a for name, a in hf.items()})
+    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 47
+
+
+# What the shapes tell of the axis of the layers.
+
+#: As many layers as rows: [L, H] and [H, L] look alike.
+SQUARE = Size(layers=4, hidden=4, groups=4, heads=4, head_dim=4, ffn=4)
+
+
+def test_an_axis_that_the_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
+    hf = hf_llama(SQUARE)
+    for axis in (0, 1):
+        folder = saved(maxtext_llama(hf, SQUARE, axis), tmp_path / f"scan{axis}")
+        unclear = opened(folder, maxtext_model.describe, ROPE)
+        with pytest.raises(FastshardError) as error:
+            converted(unclear, tmp_path / "out", "hf")
+        assert error.value.code == "FS106"
+        assert "param_scan_axis" in str(error.value)
+        # Names are enough for a merge.
+        assert codes(unclear.findings) == []
+        assert set(unclear) == set(maxtext_llama(hf, SQUARE, axis))
+        yml = {"param_scan_axis": axis, **ROPE}
+        told = opened(folder, maxtext_model.describe, yml)
+        have, _ = converted(told, tmp_path / f"hf{axis}", "hf")
+        assert_same(have, hf)
+
+
+def test_the_config_helps_to_tell_the_axis(tmp_path: Path) -> None:
+    size = Size(layers=20, hidden=3, groups=1, heads=20, head_dim=20, ffn=20)
+    folder = saved(maxtext_llama(hf_llama(size), size, 1), tmp_path / "first")
+    assert opened(folder, maxtext_model.describe).metadata()["param_scan_axis"] == 1
+    wrong = opened(folder, maxtext_model.describe, {"param_scan_axis": 0, **ROPE})
+    with pytest.raises(FastshardError) as error:
+        converted(wrong, tmp_path / "out", "hf")
+    assert error.value.exit_code == 1
+
+
+def test_one_odd_tensor_does_not_hide_the_axis(tmp_path: Path) -> None:
+    tree = maxtext_llama(hf_llama(SIZE), SIZE, 1)
+    name = "params.params.decoder.layers.mlp.wi_0.kernel"
+    tree[name] = tree[name][:, :, :-1]
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe, ROPE)
+    assert source.metadata()["param_scan_axis"] == 1
+    with pytest.raises(FastshardError) as error:
+        converted(source, tmp_path / "out", "hf")
+    assert {f.tensor for f in error.value.findings if f.code == "FS203"} == {name}
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    tree = maxtext_llama(hf_llama(SIZE), SIZE, None)
+    del tree["params.params.decoder.layers_1.mlp.wo.kernel"]
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe, ROPE)
+    with pytest.raises(FastshardError) as error:
+        converted(source, tmp_path / "out", "hf")
+    assert (error.value.code, error.value.tensor) == (
+        "FS102", "params.params.decoder.layers_1.mlp.wo.kernel",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said", [{"scan_layers": False}, {"config": {"scan_layers": False}}], ids=["metadata", "yml"]
+)
+def test_scan_layers_that_contradicts_the_names(said: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved(maxtext_llama(hf_llama(SIZE), SIZE, 1), tmp_path / "first")
+    source = opened(folder, maxtext_model.describe, **said)
+    assert codes(source.findings) == ["FS215"]
+
+
+def test_other_models_of_maxtext_are_merged_and_not_converted(tmp_path: Path) -> None:
+    tree = maxtext_llama(hf_llama(SIZE), SIZE, 1)
+    extra = "params.params.decoder.layers.post_ffw_norm.scale"
+    tree[extra] = np.ones((SIZE.hidden, SIZE.layers), np.float32)
+    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe)
+    assert_same({name: t.numpy() for name, t in source.items()}, tree)
+    assert [f.tensor for f in source.findings if f.code == "FS514"] == [extra]
+    with pytest.raises(FastshardError) as error:
+        converted(source, tmp_path / "out", "hf")
+    assert error.value.code == "FS514"
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen3"}, "qk_norm"),
+        ({"model_type": "gpt_neox"}, "no MaxText layout"),
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "scaling of rotary embeddings"),
+    ],
+)
+def test_what_maxtexts_block_has_no_place_for(config: dict[str, Any], names: str, tmp_path: Path) -> None:
+    # These are refused before a tensor is looked at, or (the last two) by what the config says alone.
+    folder = hf_folder(hf_llama(SIZE), SIZE, tmp_path / "hf", **config)
+    with pytest.raises(FastshardError) as error:
+        converted(folder, tmp_path / "out", "maxtext")
+    assert error.value.code == "FS514"
+    assert names in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"to": "maxtext", "param_scan_axis": 2}, "FS514"),
+        ({"to": "maxtext", "param_scan_axis": "x"}, "FS515"),
+        ({"to": "maxtext:unscan", "param_scan_axis": 1}, "FS515"),
+        ({"to": "maxtext", "fused_qkv": True}, "FS515"),
+        ({"to": "maxtext", "rope_type": "yarn"}, "FS515"),
+        ({"to": "maxtext", "optimizer": True}, "FS402"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], code: str, tmp_path: Path) -> None:
+    folder = hf_folder(hf_llama(SIZE), SIZE, tmp_path / "hf")
+    with pytest.raises(FastshardError) as error:
+        converted(folder, tmp_path / "out", **options)
+    assert error.value.code == code
+
+
+def test_gpt3_has_no_class_in_transformers(tmp_path: Path) -> None:
+    source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    with pytest.raises(FastshardError) as error:
+        plan(source, to="hf")
+    assert error.value.code == "FS514"
+    assert "--to maxtext" in str(error.value.expected)
+    with pytest.raises(FastshardError) as error:
+        plan(source, to="hf", optimizer=True)
+    assert error.value.code == "FS514"
+
+
+def test_what_a_train_state_needs_besides(tmp_path: Path) -> None:
+    paxml = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    with maxtext_written():
+        made = plan(paxml, to="maxtext", optimizer=True)
+    kinds = [(name, kind) for name, kind, *_ in made.outputs]
+    whole = MaxTextTarget.of(paxml.opened.source, "maxtext", optimizer=True)
+    assert whole.counters(kinds) == {"step": ("U32", "I32")}
+    assert whole.constants(name for name, _ in kinds) == {}
+    assert (whole.empty, whole.metadata()) == ([], {"scan_layers": True})
+    apart = MaxTextTarget.of(paxml.opened.source, "maxtext:unscan")
+    assert (apart.empty, apart.metadata()) == ([("opt_state",)], {"scan_layers": False})
+    assert apart.constants([]) == {"step": ("I64", 0)}
+
+
+def test_moments_keep_their_dtype(tmp_path: Path) -> None:
+    source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    have, _ = converted(source, tmp_path / "out", "maxtext", optimizer=True, dtype="bf16")
+    want = maxtext_gpt3_state(SIZE, 1)
+    assert_same(have, {name: a.astype(BF16) if name.startswith("params.") else a for name, a in want.items()})
+
+
+def test_the_vocabulary_is_padded_if_asked_for(tmp_path: Path) -> None:
+    source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    have, _ = converted(source, tmp_path / "out", "maxtext", make_vocab_size_divisible_by=64, optimizer=True)
+    want = maxtext_gpt3_state(SIZE, 1)
+    for name in (name for name in want if name.endswith("token_embedder.embedding")):
+        want[name] = np.concatenate([want[name], np.zeros((14, SIZE.hidden), np.float32)])
+    assert_same(have, want)
+    assert "vocab_size: 64" in (tmp_path / "out/maxtext_model.yml").read_text()
+
+
+def test_arrays_are_whole(tmp_path: Path) -> None:
+    folder = hf_folder(hf_llama(SIZE), SIZE, tmp_path / "hf")
+    with pytest.raises(FastshardError) as error:
+        converted(folder, tmp_path / "out", "maxtext", tp=2)
+    assert error.value.code == "FS514"
+
+
+@pytest.mark.parametrize("to", ["gpt_neox", "megatron:legacy", "dcp", "tp-safetensors"])
+def test_other_targets_take_a_llama_of_maxtext(to: str, tmp_path: Path) -> None:
+    # GPT-NeoX has only models whose heads make up the hidden size.
+    size = Size(hidden=64)
+    hf = hf_llama(size)
+    tree = maxtext_llama(hf, size, 0) | {"step": np.array(3, np.int32)}
+    source = opened(saved(tree, tmp_path / "maxtext"), maxtext_model.describe, llama_yml(size))
+    convert(source, tmp_path / "out", to=to, memory="2GiB", make_vocab_size_divisible_by=1)
+    convert(tmp_path / "out", tmp_path / "hf", to="hf", memory="2GiB", vocab_size=size.vocab)
+    have = {k: as_numpy(v) for k, v in read_result(tmp_path / "hf").items()}
+    assert_same(have, hf)
+
+
+def test_a_layout_of_the_users_own_comes_first(tmp_path: Path) -> None:
+    """It is the whole truth: what it does not name is refused."""
+    (tmp_path / "own.toml").write_text(
+        'layout = "own"\nfamily = "own"\n[[tensor]]\nname = "step"\nshape = "[]"\n'
+    )
+    folder = saved({"step": np.array(3, np.int32), "other": np.ones(2, np.float32)}, tmp_path / "maxtext")
+    findings = fastshard_open(folder, layout=tmp_path / "own.toml").findings
+    assert [(f.code, f.tensor) for f in findings if f.severity == "error"] == [("FS207", "other")]
