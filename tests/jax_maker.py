@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fastshard
 import ml_dtypes
 import numpy as np
+import tensorstore
 import torch
-from fastshard.adapters import targets
 from fastshard.adapters.base import Source
 from fastshard.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
 
 Tree = dict[str, np.ndarray]
+#: What a train state has of a model that never took a step.
+STEP: Tree = {"step": np.array(0, np.int64)}
 
 
 def sha(array: np.ndarray) -> str:
@@ -51,6 +52,8 @@ def saved(tree: Tree, folder: Path) -> Path:
 
 def opened(folder: Path, describe: Callable[..., None], config: Any = None, **said: Any) -> Checkpoint:
     """A folder of :func:`saved` as the reader of an Orbax store would declare it."""
+    if not (folder / "model.safetensors").exists():
+        return fastshard.open(folder, config=config)
     ckpt = fastshard.open(folder)
     arrays = {name: (t.dtype, tuple(t.shape)) for name, t in ckpt.items()}
     source = Source(framework="", units=ckpt.opened.source.units)
@@ -59,22 +62,35 @@ def opened(folder: Path, describe: Callable[..., None], config: Any = None, **sa
     return Checkpoint(ckpt.listing, declared, ckpt.files)
 
 
-@contextlib.contextmanager
-def maxtext_written() -> Iterator[None]:
-    """The target's tensors in safetensors files, under MaxText's names."""
-    before = targets.TARGETS
-    targets.TARGETS = (*before, "maxtext", "maxtext:scan", "maxtext:unscan")
-    try:
-        yield
-    finally:
-        targets.TARGETS = before
-
-
 def converted(source: Any, out: Path, to: str, **options: Any) -> tuple[Tree, list[Any]]:
     """What a conversion writes, and its findings."""
-    with maxtext_written():
-        manifest = fastshard.convert(source, out, to=to, memory="2GiB", **options)
-    return {k: as_numpy(v) for k, v in load_file(out / "model.safetensors").items()}, manifest.findings
+    manifest = fastshard.convert(source, out, to=to, memory="2GiB", **options)
+    if (out / "model.safetensors").exists():
+        return {k: as_numpy(v) for k, v in load_file(out / "model.safetensors").items()}, manifest.findings
+    return stored(out), manifest.findings
+
+
+def stored(out: Path) -> Tree:
+    """The arrays of an Orbax checkpoint, by TensorStore alone."""
+    (item,) = out.glob("*/items")
+    kv = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+    names = [
+        key.decode().removesuffix("/zarr.json") for key in kv.list().result() if key.endswith(b"/zarr.json")
+    ]
+    return {
+        name: np.asarray(
+            tensorstore.open(
+                {
+                    "driver": "zarr3",
+                    "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"},
+                }
+            )
+            .result()
+            .read()
+            .result()
+        )
+        for name in names
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
     ("merge", TP4, "out", "--vocab-size", "many"), ("merge", TP4, "out", "--fsync", "maybe"), ("explain", "FS999"),
     ("merge", TP4, "out", "--threads", "0"), ("merge", TP4, "out", "--threads", "-1"), ("merge", TP4, "out", "--vocab-size", "0"),
     ("merge", TP4, "out", "--memory", "lots"), ("merge", TP4, "out", "--max-shard-size", "0"),
-    ("convert", TP4, "out", "--to", "nothing"), ("convert", TP4, "out", "--to", "maxtext"), ("verify", TP4, "--subset", "3/2"),
+    ("convert", TP4, "out", "--to", "nothing"), ("convert", TP4, "out", "--to", "hf", "--zarr2"), ("verify", TP4, "--subset", "3/2"),
     ("verify", TP4, "--subset", "0/2"), ("verify", TP4, "--subset", "x"), ("merge", TP4, "out", "--optimizer"),
     ("merge", TP4, "out", "--weights", "masters"), ("convert", TP4, "out", "--to", "hf", "--tp", "2"),
     ("merge", TP4, "out", "--tokenizer", "nowhere"), ("merge", TP4, "out", "--config", "nowhere.json"),

@@ -21,7 +21,6 @@ from jax_maker import (
     llama_yml,
     maxtext_gpt3_state,
     maxtext_llama,
-    maxtext_written,
     opened,
     paxml_state,
     saved,
@@ -273,8 +272,7 @@ def test_the_yml_that_is_written_reads_back(tmp_path: Path) -> None:
 
 def test_gpt3_says_what_it_is(tmp_path: Path) -> None:
     source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
-    with maxtext_written():
-        made = plan(source, to="maxtext", fused_qkv=False)
+    made = plan(source, to="maxtext", fused_qkv=False)
     assert made.summary["texts"]
     converted(source, tmp_path / "out", "maxtext", fused_qkv=False)
     yml = yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())

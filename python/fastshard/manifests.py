@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -50,6 +52,15 @@ class Manifest(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(
+            math.prod(t["shape"])
+            * (1 if t["dtype"] == "BOOL" else int(re.findall(r"\d+", t["dtype"])[0]) // 8)
+            for t in self.document["tensors"]
+        )
 
     def __repr__(self) -> str:
         d = self.document

@@ -196,6 +196,16 @@ def plan(a: argparse.Namespace) -> Outcome:
         ),
         ("reads", "each source byte once, replicas and checksums included"),
     ]
+    if decoding := summary["decoding"]:
+        beyond = decoding["live"] > memory
+        rows.append(
+            (
+                "decodes",
+                f"{decoding['blocks']} chunks of {human(decoding['largest'])} at most, each once; "
+                f"{human(decoding['live'])} of them are needed at a time"
+                + (f": what {human(memory)} cannot hold lies on disk meanwhile" if beyond else ""),
+            )
+        )
     text = table(rows, indent="")
     if a.verbose:
         text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in made.outputs])
@@ -211,9 +221,11 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
     document = manifest.document
-    size = sum(f["size"] for f in document["files"])
+    files = document["files"]
+    size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
+    held = f"in {len(files)} files" if files else "of arrays"
     text = (
-        f"{a.out}: {len(document['tensors'])} tensors, {human(size)} in {len(document['files'])} files, "
+        f"{a.out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
         f"every byte hashed; manifest {MANIFEST_NAME}"
     )
     summary = {

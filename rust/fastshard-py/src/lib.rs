@@ -330,6 +330,17 @@ impl Plan {
     }
 }
 
+/// What decoding blocks takes; null where there are none.
+fn decoding(plan: &CorePlan) -> serde_json::Value {
+    let about = fastshard::engine::decoding(plan);
+    match about.blocks {
+        0 => serde_json::Value::Null,
+        _ => json!({
+            "blocks": about.blocks, "bytes": about.bytes, "largest": about.largest, "live": about.live,
+        }),
+    }
+}
+
 #[pymethods]
 impl Plan {
     fn findings(&self) -> PyResult<String> {
@@ -368,6 +379,7 @@ impl Plan {
             "axes": plan.axes,
             "texts": plan.texts.keys().collect::<Vec<_>>(),
             "value_ops": Manifest::ops_of(plan),
+            "decoding": decoding(plan),
         }))
     }
 

@@ -23,6 +23,7 @@ use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
 
 use gather::Sources;
+pub use release::{decoding, Decoding};
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.

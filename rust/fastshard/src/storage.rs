@@ -270,11 +270,14 @@ impl SourceFile {
         })
     }
 
-    /// Writes into a file of [`SourceFile::scratch`].
+    /// Writes into a file of [`SourceFile::scratch`]; pages of zeros stay holes.
     pub(crate) fn keep_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.file
-            .write_all_at(bytes, offset)
-            .map_err(|e| Error::io(&self.path, "cannot write a temporary file", &e))
+        for (at, run) in crate::kernel::filled(bytes) {
+            self.file
+                .write_all_at(run, offset + at)
+                .map_err(|e| Error::io(&self.path, "cannot write a temporary file", &e))?;
+        }
+        Ok(())
     }
 
     /// Gives back the space of a range of a file of [`SourceFile::scratch`]; it reads as zeros then.

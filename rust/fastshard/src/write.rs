@@ -28,9 +28,6 @@ const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
 const WRITEBACK_EVERY: u64 = 32 << 20;
 
-/// Smallest run of zeros that is left out of a sparse result.
-const HOLE: usize = 4096;
-
 /// How to write.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -77,27 +74,6 @@ struct StagedSink<'a> {
     sums: Vec<Vec<Mutex<Segments>>>,
     fsync: bool,
     sparse: bool,
-}
-
-/// Bytes that have a page's worth of zeros between them at least: (offset, bytes). Files begin as holes.
-fn filled(bytes: &[u8]) -> Vec<(u64, &[u8])> {
-    let mut runs: Vec<(u64, &[u8])> = Vec::new();
-    let mut start = None;
-    for (number, page) in bytes.chunks(HOLE).enumerate() {
-        let at = number * HOLE;
-        match (crate::kernel::is_zero(page), start) {
-            (false, None) => start = Some(at),
-            (true, Some(first)) => {
-                runs.push((first as u64, &bytes[first..at]));
-                start = None;
-            }
-            _ => {}
-        }
-    }
-    if let Some(first) = start {
-        runs.push((first as u64, &bytes[first..]));
-    }
-    runs
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -194,7 +170,7 @@ impl Sink for StagedSink<'_> {
         let about = &self.outputs[output];
         let file = self.files[about.file as usize].as_ref().expect("no array");
         if self.sparse {
-            for (at, run) in filled(bytes) {
+            for (at, run) in crate::kernel::filled(bytes) {
                 file.write_all_at(about.offset + offset + at, run)?;
             }
         } else {
@@ -261,7 +237,11 @@ pub fn write(
     let each = if options.stats { 2400 } else { 400 };
     let manifest_estimate = 4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
     let needs = Needs {
-        bytes: if options.sparse { 0 } else { plan.bytes() + copied + manifest_estimate },
+        bytes: if options.sparse {
+            0
+        } else {
+            plan.bytes() + copied + manifest_estimate + aside(plan, options)
+        },
         files: (plan.files.len() + plan.texts.len() + folders(plan) + options.copies.len() + 2) as u64,
         open_files: (files.len() + plan.files.len() + 64) as u64,
     };
@@ -311,6 +291,12 @@ pub fn write(
             }
         }
     }
+}
+
+/// Bytes of decoded blocks that may have to lie on disk at a time.
+fn aside(plan: &Plan, options: &Options) -> u64 {
+    // What memory will hold of them is known only once the run has begun: half of the budget at least is not theirs.
+    engine::decoding(plan).live.saturating_sub(options.memory / 4)
 }
 
 /// Number of folders of the result.

@@ -44,17 +44,12 @@ impl Releases {
             let mut ahead = Ahead::default();
             let encoded = |b: &u32| plan.blobs[*b as usize].encoded;
             if output.nbytes() > 0 && blobs.iter().any(encoded) {
-                let mut ends = BTreeMap::new();
-                for part in &output.parts {
-                    for &source in &part.sources {
-                        last_uses(output, part, &plan.stored[source as usize], &mut ends);
-                    }
-                }
+                let spans = spans(plan, output);
                 ahead.blocks = blobs
                     .iter()
                     .filter(|b| encoded(b))
                     // Twins and scales are not followed: until the output's end.
-                    .map(|&b| (ends.get(&b).copied().unwrap_or(output.nbytes()), b))
+                    .map(|&b| (spans.get(&b).map_or(output.nbytes(), |s| s.1), b))
                     .collect();
                 ahead.blocks.sort_unstable_by_key(|(end, _)| std::cmp::Reverse(*end));
                 for (_, blob) in &ahead.blocks {
@@ -90,8 +85,11 @@ impl Releases {
     }
 }
 
-/// Per block of `stored`, the end of the last byte of the output that part of it makes, or later.
-fn last_uses(output: &Output, part: &Part, stored: &StoredTensor, ends: &mut BTreeMap<u32, u64>) {
+/// First and end of the bytes of an output.
+type Span = (u64, u64);
+
+/// Per block of `stored`, the bytes of the output that part of it makes lie within this span.
+fn uses(output: &Output, part: &Part, stored: &StoredTensor, spans: &mut BTreeMap<u32, Span>) {
     let item = output.dtype.size() as u64;
     let Pieces::Boxes(pieces) = &stored.pieces else { return };
     if part.volume() == 0 {
@@ -102,19 +100,84 @@ fn last_uses(output: &Output, part: &Part, stored: &StoredTensor, ends: &mut BTr
         alone[axis.dim as usize] += 1;
     }
     for piece in pieces {
-        // The last position on each axis that can lie in the piece; an axis that shares its dimension
-        // with others may reach its end.
-        let mut last = part.dst_base;
+        // The first and last position on each axis that can lie in the piece; an axis that shares its
+        // dimension with others may reach its ends.
+        let (mut first, mut last) = (part.dst_base, part.dst_base);
         for axis in &part.axes {
             let d = axis.dim as usize;
-            let mut n = axis.n - 1;
+            let (mut low, mut high) = (0, axis.n - 1);
             if alone[d] == 1 && axis.step > 0 {
                 let end = (piece.lo[d] + piece.len[d]).saturating_sub(1).saturating_sub(part.src_base[d]);
-                n = n.min(end / axis.step);
+                high = high.min(end / axis.step);
+                low = piece.lo[d].saturating_sub(part.src_base[d]).div_ceil(axis.step).min(high);
             }
-            last += n * axis.dst;
+            first += low * axis.dst;
+            last += high * axis.dst;
         }
-        let end = ends.entry(piece.blob).or_default();
-        *end = (*end).max(((last + 1) * item).min(output.nbytes()));
+        let (first, end) = (first * item, ((last + 1) * item).min(output.nbytes()));
+        let span = spans.entry(piece.blob).or_insert((first, end));
+        *span = (span.0.min(first), span.1.max(end));
     }
+}
+
+/// What decoding takes, as the plan tells it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Decoding {
+    /// Blocks; each is decoded once.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of the largest.
+    pub largest: u64,
+    /// Bytes of blocks that are needed at a time, at most: what memory cannot hold of them is put aside on disk.
+    pub live: u64,
+}
+
+/// What decoding the blocks of a plan takes.
+pub fn decoding(plan: &Plan) -> Decoding {
+    if !plan.blobs.iter().any(|b| b.encoded) {
+        return Decoding::default();
+    }
+    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| super::blobs_of(plan, o)).collect();
+    let mut lives: BTreeMap<u32, Span> = BTreeMap::new();
+    let mut base = 0;
+    for index in order(plan, &blobs_of) {
+        let (output, blobs) = (&plan.outputs[index], &blobs_of[index]);
+        let spans = spans(plan, output);
+        for &blob in blobs.iter().filter(|b| plan.blobs[**b as usize].encoded) {
+            let (first, end) = spans.get(&blob).copied().unwrap_or((0, output.nbytes()));
+            let life = lives.entry(blob).or_insert((base + first, base + end));
+            *life = (life.0.min(base + first), life.1.max(base + end));
+        }
+        base += output.nbytes();
+    }
+    let len = |blob: &u32| plan.blobs[*blob as usize].len;
+    // At one position what begins is there before what ends is gone: a tile needs both.
+    let mut events: Vec<(u64, bool, u64)> = Vec::with_capacity(2 * lives.len());
+    for (blob, (first, end)) in &lives {
+        events.push((*first, false, len(blob)));
+        events.push((*end, true, len(blob)));
+    }
+    events.sort_unstable();
+    let (mut now, mut live) = (0u64, 0u64);
+    for (_, ends, bytes) in events {
+        now = if ends { now - bytes } else { now + bytes };
+        live = live.max(now);
+    }
+    Decoding {
+        blocks: lives.len() as u64,
+        bytes: lives.keys().map(len).sum(),
+        largest: lives.keys().map(len).max().unwrap_or(0),
+        live,
+    }
+}
+
+fn spans(plan: &Plan, output: &Output) -> BTreeMap<u32, Span> {
+    let mut spans = BTreeMap::new();
+    for part in &output.parts {
+        for &source in &part.sources {
+            uses(output, part, &plan.stored[source as usize], &mut spans);
+        }
+    }
+    spans
 }

@@ -69,3 +69,26 @@ pub fn is_constant(bytes: &[u8], item: usize) -> bool {
 pub fn is_zero(bytes: &[u8]) -> bool {
     bytes.first().is_none_or(|&first| first == 0) && is_constant(bytes, 1)
 }
+/// A page of zeros, and no less, is left out.
+const HOLE: usize = 4096;
+
+/// The bytes without their pages of zeros, which a file that begins as a hole need not be given: (offset, bytes).
+pub fn filled(bytes: &[u8]) -> Vec<(u64, &[u8])> {
+    let mut runs: Vec<(u64, &[u8])> = Vec::new();
+    let mut start = None;
+    for (number, page) in bytes.chunks(HOLE).enumerate() {
+        let at = number * HOLE;
+        match (is_zero(page), start) {
+            (false, None) => start = Some(at),
+            (true, Some(first)) => {
+                runs.push((first as u64, &bytes[first..at]));
+                start = None;
+            }
+            _ => {}
+        }
+    }
+    if let Some(first) = start {
+        runs.push((first as u64, &bytes[first..]));
+    }
+    runs
+}
