@@ -68,6 +68,10 @@ class Rules:
         states: tuple[State, State] = ("left out", "kept")
         return table(self.text, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
 
+    def whole(self, moments: bool) -> str:
+        """The table for a merge, which keeps every name; ``moments`` says whether there are any."""
+        return table(self.text, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+
 
 def rules_of(text: str) -> tuple[str, list[Rule]]:
     """What a table says before its rules, and its rules."""

@@ -85,7 +85,7 @@ def describe(
     source.moments_named = any(_MOMENT.match(name) for name in arrays)
     # What is merged keeps every name, and needs no axis of the layers.
     source.layout_text = (
-        f'layout = "{source.layout}"\nfamily = "{family}"\n' if unclear else rules(True, True)
+        f'layout = "{source.layout}"\nfamily = "{family}"\n' if unclear else rules.whole(source.moments_named)
     )
     source.values["scan_layers"] = stacked
     if stacked and unclear is None:

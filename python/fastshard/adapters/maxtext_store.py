@@ -19,15 +19,12 @@ class MaxTextStore:
 
     state: MaxTextTarget
     store: OrbaxTarget
+    #: As ``--to`` names it.
+    name: str
     #: A result of this kind is written by :mod:`fastshard.external.array_writer`.
     writes_arrays: bool = True
     #: A train state has a step.
     keeps_step: bool = True
-
-    @property
-    def name(self) -> str:
-        """As ``--to`` names it."""
-        return self.state.name
 
     @property
     def layout(self) -> str:

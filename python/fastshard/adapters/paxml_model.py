@@ -67,7 +67,7 @@ def describe(
     source.provable = source.provable or bool(config)
     source.rules = Rules(text, _names(arrays))
     source.moments_named = any(_MOMENT.match(name) for name in arrays)
-    source.layout_text = source.rules(True, True)
+    source.layout_text = source.rules.whole(source.moments_named)
 
 
 def _names(arrays: Arrays) -> Names:

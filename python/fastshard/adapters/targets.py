@@ -99,7 +99,7 @@ def target_of(source: Source, to: str, wanted: Wanted) -> Target:
         return DcpTarget.of(source, tp, pp)
     if maxtext:
         target = MaxTextTarget.of(source, to, optimizer=wanted.optimizer, multiple=vocab_multiple, **options)
-        return MaxTextStore(target, OrbaxTarget.of(source, wanted.zarr2))
+        return MaxTextStore(target, OrbaxTarget.of(source, wanted.zarr2), to)
     if to.startswith("megatron"):
         return MegatronTarget.of(source, to, tp, pp, vocab_multiple)
     return NeoxTarget.of(source, to, tp, pp, vocab_multiple)
