@@ -13,7 +13,7 @@ BROKEN = ("neox_", "tp4_", "zero", "stale_masters_", "dcp_", "hf_", "latest_poin
 #: fixture argument -> (folder, prefix of the names)
 KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_"),
          "sharded": ("sharded", ""), "deepspeed": ("deepspeed", ""), "universal": ("universal", ""),
-         "maxtext": ("orbax", "gpt3_"), "twin": ("maxtext_twins", "a_mt_")}  # fmt: skip
+         "orbax": ("orbax", ""), "maxtext": ("orbax", "gpt3_"), "twin": ("maxtext_twins", "a_mt_")}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
