@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Any
 
 from ...discover import File, Listing
@@ -74,7 +75,8 @@ class Orbax:
         union, tree, verdict = found.notes["union"], found.notes["tree"], found.notes["verdict"]
         place: Place = found.notes["places"][0]
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
-        source.provable = tree is not None or found.framework == "Paxml"
+        # Paxml's directories are the only list of its variables that there is.
+        source.provable = tree is not None
         source.vocab_size = options.vocab_size
         tensors = [
             (
@@ -153,10 +155,10 @@ def _identity(listing: Listing, places: list[Place]) -> str:
     """Names, sizes and times of all files of the stores, condensed."""
     digest = hashlib.blake2b(digest_size=32)
     for place in places:
-        prefix = f"{place.folder}/" if place.folder else ""
+        prefix, root = place.inside(""), os.fspath(listing.roots[place.root])
         for file in listing.files:
             if file.root == place.root and file.path.startswith(prefix):
-                stat = (listing.roots[file.root] / file.path).stat()
+                stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
                 digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 

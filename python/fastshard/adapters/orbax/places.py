@@ -53,7 +53,7 @@ class Place:
         return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
 
     def inside(self, name: str) -> str:
-        """Path of a file in it, relative to the root."""
+        """Path of a file in it, relative to the root; for the empty name what all of them begin with."""
         return f"{self.folder}/{name}" if self.folder else name
 
 

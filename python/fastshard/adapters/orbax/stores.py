@@ -13,8 +13,6 @@ from .places import Place
 from .zarr import MAX_METADATA, Array, fill_bytes, parse
 
 _METADATA = {".zarray": 2, "zarr.json": 3}
-#: Arrays that are open at a time.
-_OPEN = 512
 
 
 @dataclass
@@ -88,7 +86,7 @@ def open_stores(listing: Listing, places: list[Place]) -> Union:
 
 def _plain_keys(listing: Listing, place: Place) -> set[str]:
     """Keys of a store of plain files: paths below its folder."""
-    prefix = f"{place.folder}/" if place.folder else ""
+    prefix = place.inside("")
     return {
         f.path[len(prefix) :] for f in listing.files if f.root == place.root and f.path.startswith(prefix)
     }

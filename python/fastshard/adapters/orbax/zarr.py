@@ -70,6 +70,9 @@ class Array:
     def blocks(self, index: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
         """First element and extent of each block of a chunk."""
         lo, extent = self.extent(index)
+        if self.block == self.chunk:
+            yield lo, extent
+            return
         steps = [range(at, at + n, b) for at, n, b in zip(lo, extent, self.block, strict=True)]
         for start in itertools.product(*steps):
             yield (
