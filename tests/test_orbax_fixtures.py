@@ -85,7 +85,8 @@ def test_a_whole_one_is_proven(orbax_fixture: Path) -> None:
         pytest.skip("several hosts")
     ran = cli("verify", *nodes(orbax_fixture))
     assert ran.code == 0, ran.out
-    assert not ran.having("FS109")
+    # Nothing but its directories says which variables a checkpoint of Paxml has.
+    assert bool(ran.having("FS109")) == orbax_fixture.name.startswith("paxml_")
 
 
 def test_one_host_s_directory_alone_is_refused(orbax_fixture: Path, tmp_path: Path) -> None:

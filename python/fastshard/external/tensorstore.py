@@ -45,7 +45,7 @@ class Store:
 
     def __init__(self, path: Path, *, ocdbt: bool, label: str) -> None:
         self._ts = library()
-        self._label = label
+        self.label = label
         self._folder = f"{path}/"
         self._ocdbt = ocdbt
         # Nothing is kept that the core does not hold itself.
@@ -71,7 +71,7 @@ class Store:
             raise FastshardError.of(
                 "FS601",
                 f"the store cannot be read: {told}",
-                file=self._label,
+                file=self.label,
                 tensor=tensor,
                 help="it is damaged or was cut short: copy it again from the host that wrote it",
             ) from None
@@ -89,7 +89,7 @@ class Store:
         """
         value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
         if limit is not None and len(value) > limit:
-            raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self._label, tensor=key)
+            raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self.label, tensor=key)
         return value
 
     def _array(self, name: str, driver: str, metadata: dict[str, Any]) -> Any:

@@ -34,8 +34,8 @@ class Orbax:
             return None
         places = choose(listing, everywhere, options.step)
         findings = _committed(listing, places, options)
-        union = stores.open_stores(listing, places)
         tree = _tree(listing, places)
+        union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
         shardings: dict[str, Sharding] = {}
         for place in places:
             if file := _file(listing, place, "_sharding"):
@@ -61,6 +61,7 @@ class Orbax:
                 got=f"{len(union.keys)} keys",
                 help="name the directory of process 0 as a further CKPT",
             )
+        findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
         elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
         reader, tensors, pieces = stores.listed(union, elided)
         anchor = _anchor(listing, places[0])
@@ -195,6 +196,35 @@ def _checkpoint_metadata(listing: Listing, places: list[Place]) -> dict[str, Any
                 if isinstance(value, dict):
                     return value
     return {}
+
+
+def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding]:
+    """Chunks of arrays without metadata, and chunks that a merge left out."""
+    lacking = [name for name in union.undescribed if name not in expected]
+    findings = [
+        Finding.of(
+            "FS101",
+            "chunks of an array are here, its metadata is not",
+            file=where,
+            tensor=name,
+            expected=".zarray or zarr.json beside them",
+            help="copy it from where the checkpoint was written: without it shape and dtype are unknown",
+        )
+        for name in lacking[:_NAMED]
+    ]
+    if len(lacking) > _NAMED:
+        findings.append(Finding.of("FS101", f"and {len(lacking) - _NAMED} more arrays", file=where))
+    if union.unmerged:
+        findings.append(
+            Finding.of(
+                "FS111",
+                f"{union.unmerged} keys are in the directories of processes only: the merged store does not reach "
+                "them; they were taken from there",
+                severity="note",
+                file=where,
+            )
+        )
+    return findings
 
 
 def _expected(tree: Tree, there: set[str], where: str, evidence: Evidence) -> list[Finding]:

@@ -45,7 +45,8 @@ class Evidence:
     def implied(self) -> int | None:
         """Number of processes that took part, where anything states it."""
         if self.expected is not None:
-            return self.expected
+            # More directories than processes: the number given is wrong, and says nothing of those between.
+            return max(self.expected, 1 + max(self.present, default=-1))
         processes = self.processes()
         return None if processes is None else 1 + max(processes.values())
 

@@ -17,6 +17,8 @@ from ...errors import FastshardError
 _TEMPORARY = re.compile(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
 #: A step's folder: a number, with or without a prefix.
 _STEP = re.compile(r"^(?:.*[_-])?(\d{1,18})$")
+#: The same without prefixes that a host's folder may have as well (``node_1``).
+_PLAIN_STEP = re.compile(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
 _PROCESS = re.compile(r"^ocdbt\.process_(\d{1,9})$")
 _METADATA = {".zarray": 2, "zarr.json": 3}
 
@@ -89,14 +91,36 @@ def find(listing: Listing) -> list[Place]:
 
 def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
     """Step, item, and whether a folder on the way is temporary."""
-    full = root.resolve() / folder if folder else root.resolve()
-    parts = [_TEMPORARY.sub("", part) for part in full.parts[-2:]]
-    # Above the directory given nothing says what is temporary: only the names of step and item do.
-    temporary = any(_TEMPORARY.search(part) for part in full.parts[-2:])
-    before, last = ("", *parts)[-2:]
-    if _STEP.match(last):
-        return last, "", temporary
-    return (before if _STEP.match(before) else None), last, temporary
+    root = root.resolve()
+    inside = len(folder.split("/")) if folder else 0
+    full = (root / folder).parts[-2:]
+    steps, names, temporary = [], [], False
+    for depth, part in enumerate(reversed(full)):
+        name = _TEMPORARY.sub("", part)
+        if depth < inside:
+            step = bool(_STEP.match(name))
+            marked = name != part
+        else:
+            # The directory given and what is above it may be called anything.
+            above = root if depth == inside else root.parent
+            step = bool(_PLAIN_STEP.match(name)) or (
+                bool(_STEP.match(name)) and (above / "_CHECKPOINT_METADATA").is_file()
+            )
+            marked = name != part and (step or ".orbax-checkpoint-tmp" in part)
+        names.append(name)
+        steps.append(step)
+        temporary = temporary or marked
+    if steps and steps[0]:
+        return names[0], "", temporary
+    return (names[1] if len(steps) > 1 and steps[1] else None), (names or [""])[0], temporary
+
+
+def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
+    """Without directories that were given twice, or one within the other."""
+    found: dict[Path, Place] = {}
+    for place in places:
+        found.setdefault(place.path(listing).resolve(), place)
+    return list(found.values())
 
 
 def number(step: str | None) -> int:
@@ -111,7 +135,8 @@ def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> lis
     Raises:
         FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant.
     """
-    places = list(places)
+    everywhere = list(places)
+    places = _once(listing, everywhere)
     steps = {number(p.step): p.step for p in places}
     have = ", ".join(str(s) for _, s in sorted(steps.items()) if s is not None) or "none"
     if wanted is not None:
@@ -131,8 +156,9 @@ def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> lis
         committed = [p for p in places if p.committed]
         newest = max(number(p.step) for p in committed or places)
         chosen = [p for p in places if number(p.step) == newest]
+    taken = {p.path(listing).resolve() for p in chosen}
     for root in range(len(listing.roots)):
-        if not any(p.root == root for p in chosen):
+        if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
             raise FastshardError.of(
                 "FS107",
                 "the directories given hold different steps",
@@ -141,13 +167,14 @@ def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> lis
                 got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
                 help="give the directories of one save only, or choose a step that all hold with --step",
             )
-    items = {p.item for p in chosen}
+    # A directory that was itself given is the item that is meant, whatever it is called.
+    items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
     if len(items) > 1:
         raise FastshardError.of(
             "FS106",
             "several items hold arrays",
             expected="one",
-            got=", ".join(sorted(items)),
+            got=", ".join(sorted(i or "the step's own directory" for i in items)),
             help="name the directory of the item that is meant as CKPT",
         )
     for root in range(len(listing.roots)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +13,16 @@ from ...discover import Listing
 from ...errors import FastshardError
 from ...external import tensorstore
 from .places import Place
-from .zarr import MAX_METADATA, Array, fill_bytes, parse
+from .zarr import MAX_CHUNKS, MAX_METADATA, Array, fill_bytes, parse
 
 _METADATA = {".zarray": 2, "zarr.json": 3}
+#: Keys of chunks, of either version and with either separator.
+_CHUNK = re.compile(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
 @dataclass
 class Held:
-    """One key-value store: a place, or one process' part of it that was never merged."""
+    """One key-value store: a place, or one process' part of it that was never (or not wholly) merged."""
 
     place: Place
     label: str
@@ -31,57 +36,125 @@ class Union:
 
     held: list[Held]
     arrays: dict[str, Array] = field(default_factory=dict)
-    #: All keys, and the stores that hold each that several hold.
     keys: set[str] = field(default_factory=set)
+    #: Keys that a merged store lacks and the store of a process beside it holds.
+    unmerged: int = 0
+    #: Names of arrays that have chunks and no metadata.
+    undescribed: list[str] = field(default_factory=list)
+
+    def add(self, held: Held) -> None:
+        """Takes a further store."""
+        self.held.append(held)
+        self.keys |= held.keys
 
     def holders(self, key: str) -> list[Held]:
         """Stores that hold a key."""
         return [h for h in self.held if key in h.keys]
 
 
-def open_stores(listing: Listing, places: list[Place]) -> Union:
+def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozenset()) -> Union:
     """Opens the stores of all places and reads the metadata of their arrays.
+
+    Args:
+        listing: what the roots hold.
+        places: the directories of one item.
+        names: arrays that there must be.
 
     Raises:
         FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
     """
-    held: list[Held] = []
+    union = Union([])
     for place in places:
-        label = place.label(listing)
-        parts = (
-            [""]
-            if place.merged or not place.processes
-            else [f"ocdbt.process_{n}" for n in sorted(place.processes)]
-        )
-        for part in parts:
-            path = place.path(listing) / part if part else place.path(listing)
-            store = tensorstore.Store(path, ocdbt=place.ocdbt, label=label)
+        if place.ocdbt and not place.merged:
+            for n in sorted(place.processes):
+                union.add(_process(listing, place, n))
+        else:
+            store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
             keys = set(store.keys()) if place.ocdbt else _plain_keys(listing, place)
-            held.append(Held(place, label, store, keys))
-    union = Union(held)
-    for one in held:
-        union.keys |= one.keys
-    for key in sorted(union.keys):
+            union.add(Held(place, store.label, store, keys))
+    _describe(union, union.keys)
+    if names - set(union.arrays) or any(_lacks(a, union.keys) for a in union.arrays.values()):
+        # What a process wrote is not reached from the merged store if its directory came to stand there later.
+        before = set(union.keys)
+        for place in places:
+            for n in sorted(place.processes) if place.merged else ():
+                part = _process(listing, place, n)
+                part.keys -= before
+                union.add(part)
+        union.unmerged = len(union.keys) - len(before)
+        _describe(union, union.keys - before)
+    union.undescribed = _undescribed(union)
+    return union
+
+
+def _process(listing: Listing, place: Place, number: int) -> Held:
+    """The store of one process."""
+    name = f"ocdbt.process_{number}"
+    store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=f"{place.label(listing)}/{name}")
+    return Held(place, store.label, store, set(store.keys()))
+
+
+def _lacks(array: Array, keys: Set[str]) -> bool:
+    return 0 not in array.shape and any(f"{array.name}/{array.key(i)}" not in keys for i in array.chunks())
+
+
+def _describe(union: Union, keys: Iterable[str]) -> None:
+    """Reads the metadata of the arrays that have it among these keys."""
+    where = union.held[0].label
+    chunks = sum(math.prod(a.grid) for a in union.arrays.values())
+    for key in sorted(k for k in keys if k.endswith(tuple(_METADATA))):
         name, _, last = key.rpartition("/")
-        zarr = _METADATA.get(last)
-        if zarr is None:
+        if last not in _METADATA or not name:
             continue
-        if ".." in name.split("/") or name.startswith("/") or not name:
-            raise FastshardError.of("FS603", "name of an array", file=held[0].label, got=repr(key))
-        found = [(h, h.store.read(key, MAX_METADATA)) for h in union.holders(key)]
-        array = parse(name, found[0][1], zarr, found[0][0].label)
-        for other, text in found[1:]:
-            if text != found[0][1] and parse(name, text, zarr, other.label).metadata != array.metadata:
+        if ".." in name.split("/") or name.startswith("/"):
+            raise FastshardError.of("FS603", "name of an array", file=where, got=repr(key))
+        holders = union.holders(key)
+        text = holders[0].store.read(key, MAX_METADATA)
+        array = parse(name, text, _METADATA[last], holders[0].label)
+        if array is None:
+            continue
+        if name in union.arrays:
+            raise FastshardError.of(
+                "FS106",
+                "an array has metadata of zarr v2 and of v3",
+                file=holders[0].label,
+                tensor=name,
+                expected=".zarray or zarr.json",
+                help="remove the one that is left from another save",
+            )
+        for other in holders[1:]:
+            again = other.store.read(key, MAX_METADATA)
+            if again == text:
+                continue
+            described = parse(name, again, _METADATA[last], other.label)
+            if described is None or described.metadata != array.metadata:
                 raise FastshardError.of(
                     "FS107",
                     "two hosts describe this array differently: they are of different saves",
                     file=other.label,
                     tensor=name,
-                    expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in {found[0][0].label}",
+                    expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in {holders[0].label}",
                     help="give the directories of one save only",
                 )
         union.arrays[name] = array
-    return union
+        chunks += math.prod(array.grid)
+        if chunks > MAX_CHUNKS:
+            raise FastshardError.of(
+                "FS601", f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
+                help="an array's metadata was damaged: copy it again",
+            )  # fmt: skip
+
+
+def _undescribed(union: Union) -> list[str]:
+    """Folders with files that are named as chunks are and belong to no array."""
+    found: set[str] = set()
+    for folder in {k.rpartition("/")[0] for k in union.keys}:
+        parts = folder.split("/")
+        if any("/".join(parts[:n]) in union.arrays for n in range(1, len(parts) + 1)):
+            continue
+        found.add(folder)
+    named = (_CHUNK.match(k) for k in union.keys if k.rpartition("/")[0] in found)
+    return sorted({match[1] for match in named if match})
 
 
 def _plain_keys(listing: Listing, place: Place) -> set[str]:
@@ -103,7 +176,11 @@ class Reader:
         self._same: set[str] = set()
 
     def __call__(self, block: str, view: memoryview) -> None:
-        """Fills ``view`` with the elements of a block."""
+        """Fills ``view`` with the elements of a block.
+
+        Raises:
+            FastshardError: ``FS601`` for a chunk that cannot be decoded, ``FS302`` where two stores contradict each other.
+        """
         array, lo, extent, key = self.blocks[block]
         if key is None:
             element = fill_bytes(array)
@@ -154,6 +231,8 @@ def listed(
     pieces: dict[str, list[Any]] = {}
     for name, array in sorted(union.arrays.items()):
         absent = set(elided.get(name, ()))
+        if absent:
+            fill_bytes(array)
         pieces[name] = []
         if 0 in array.shape:
             continue

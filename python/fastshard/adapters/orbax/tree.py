@@ -27,7 +27,6 @@ class Tree:
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     #: True if chunks that equal the fill value are stored too; None where nothing says so.
     stores_fill: bool | None = None
-    zarr3: bool | None = None
 
 
 def parse_tree(text: str, where: str) -> Tree:
@@ -52,7 +51,6 @@ def parse_tree(text: str, where: str) -> Tree:
     tree = Tree()
     stored = described.get("store_array_data_equal_to_fill_value")
     tree.stores_fill = stored if isinstance(stored, bool) else None
-    tree.zarr3 = described.get("use_zarr3") if isinstance(described.get("use_zarr3"), bool) else None
     for path, entry in entries.items():
         keys = entry.get("key_metadata") if isinstance(entry, dict) else None
         value = entry.get("value_metadata") if isinstance(entry, dict) else None

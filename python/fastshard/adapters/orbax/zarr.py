@@ -24,6 +24,8 @@ _MAX_RANK = 32
 MAX_METADATA = 1 << 20
 #: Blocks are shards of chunks as long as they are not larger; beyond, the chunks in them.
 _SHARD_BYTES = 64 << 20
+#: As JSON has no such numbers. source: zarr v2 and v3 specifications, fill values
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()}
 
 
@@ -81,8 +83,8 @@ class Array:
             )
 
 
-def parse(name: str, text: bytes, zarr: int, where: str) -> Array:
-    """The array that a metadata file describes.
+def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
+    """The array that a metadata file describes; None for one that describes a group.
 
     Raises:
         FastshardError: ``FS601`` if it is malformed, ``FS514`` for what is not read.
@@ -100,12 +102,14 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array:
         raise malformed(str(error)) from None
     if not isinstance(described, dict):
         raise malformed("no object")
+    if zarr == 3 and described.get("node_type") == "group":
+        return None
     shape = _extents(described.get("shape"))
     if zarr == 2:
         version, dtype = described.get("zarr_format"), described.get("dtype")
         chunk = _extents(described.get("chunks"))
         block = chunk
-        separator = described.get("dimension_separator", ".")
+        separator = described.get("dimension_separator") or "."
         fill = described.get("fill_value")
         if described.get("order", "C") not in ("C", "F"):
             raise malformed("order", described.get("order"))
@@ -116,8 +120,8 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array:
         grid = described.get("chunk_grid")
         chunk = _extents(_configured(grid, "regular").get("chunk_shape"))
         encoding = described.get("chunk_key_encoding")
-        if isinstance(encoding, dict) and encoding.get("name") != "default":
-            raise _unread(name, where, "chunk_key_encoding", encoding.get("name"))
+        if encoding is not None and (not isinstance(encoding, dict) or encoding.get("name") != "default"):
+            raise _unread(name, where, "chunk_key_encoding", encoding)
         separator = _configured(encoding, "default").get("separator", "/")
         fill = described.get("fill_value")
         if described.get("storage_transformers"):
@@ -145,10 +149,11 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array:
     ):
         raise malformed("an array or a chunk beyond what can be addressed", list(shape))
     array = Array(name, found, shape, chunk, block, zarr, separator, fill, described)
-    if math.prod(array.grid) > MAX_CHUNKS:
-        raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
     if math.prod(chunk) * item <= _SHARD_BYTES:
         array = Array(name, found, shape, chunk, chunk, zarr, separator, fill, described)
+    blocks = math.prod(-(-n // b) for n, b in zip(shape, array.block, strict=True))
+    if math.prod(array.grid) > MAX_CHUNKS or blocks > MAX_CHUNKS:
+        raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
     return array
 
 
@@ -163,12 +168,16 @@ def fill_bytes(array: Array) -> bytes:
 
     from ...external.dtypes import numpy_dtype
 
-    value = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(
-        array.fill if isinstance(array.fill, str) else "", array.fill
-    )
+    value = _FLOATS.get(array.fill, array.fill) if isinstance(array.fill, str) else array.fill
+    if array.dtype == "C64" and isinstance(value, list) and len(value) == 2:
+        value = complex(*(_FLOATS.get(v, v) if isinstance(v, str) else v for v in value))
     try:
-        return np.array(0 if value is None else value).astype(numpy_dtype(array.dtype)).tobytes()
-    except (TypeError, ValueError) as error:
+        with np.errstate(all="ignore"):
+            element = np.array(0 if value is None else value, numpy_dtype(array.dtype))
+        if element.shape:
+            raise ValueError(f"{value!r:.80} is no number")
+        return element.tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
         raise FastshardError.of("FS601", f"fill value: {error}", tensor=array.name) from None
 
 
