@@ -92,7 +92,12 @@ class Store:
             raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self.label, tensor=key)
         return value
 
-    def _array(self, name: str, driver: str, metadata: dict[str, Any]) -> Any:
+    def has(self, key: str) -> bool:
+        """True if the key is there now."""
+        one = self._ts.KvStore.KeyRange(key, key + "\0")
+        return bool(self._wait(lambda: self._kv.list(one).result(), key))
+
+    def _array(self, name: str, driver: str, metadata: dict[str, Any], sparse: bool) -> Any:
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)
@@ -101,7 +106,7 @@ class Store:
             "driver": driver,
             "kvstore": self._spec(name + "/"),
             "metadata": metadata,
-            "fill_missing_data_reads": False,
+            "fill_missing_data_reads": sparse,
         }
         # The metadata may lie in another host's store.
         opening = {"open": True, "assume_metadata": True, "context": self._context}
@@ -113,9 +118,9 @@ class Store:
         return array
 
     def _elements(
-        self, name: str, driver: str, metadata: dict[str, Any], lo: list[int], extent: list[int]
+        self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
     ) -> Any:
-        array = self._array(name, driver, metadata)
+        array = self._array(name, driver, metadata, sparse)
         place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
         return self._wait(lambda: (array[place] if place else array).read(order="C").result(), name)
 
@@ -124,26 +129,29 @@ class Store:
         name: str,
         driver: str,
         metadata: dict[str, Any],
+        sparse: bool,
         lo: list[int],
         extent: list[int],
         view: memoryview,
     ) -> None:
         """Fills ``view`` with the C-ordered elements of a box of an array.
 
+        With ``sparse`` what is absent holds the fill value; the caller knows then that the chunk itself is there.
+
         Raises:
             FastshardError: ``FS601`` if a chunk is missing or cannot be decoded.
         """
         import numpy as np
 
-        array = self._array(name, driver, metadata)
+        array = self._array(name, driver, metadata, sparse)
         place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
         target = self._ts.array(np.frombuffer(view, array.dtype.numpy_dtype).reshape(extent))
         self._wait(lambda: target.write(array[place] if place else array).result(), name)
 
     def decoded(
-        self, name: str, driver: str, metadata: dict[str, Any], lo: list[int], extent: list[int]
+        self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
     ) -> bytes:
         """The same as bytes."""
-        found: bytes = self._elements(name, driver, metadata, lo, extent).tobytes()
+        found: bytes = self._elements(name, driver, metadata, sparse, lo, extent).tobytes()
         return found

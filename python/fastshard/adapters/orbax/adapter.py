@@ -63,7 +63,7 @@ class Orbax:
             )
         findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
         elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
-        reader, tensors, pieces = stores.listed(union, elided)
+        reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
         anchor = _anchor(listing, places[0])
         blocks = Blocks(tensors, reader, _identity(listing, places))
         notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}

@@ -6,11 +6,11 @@ import math
 import re
 import threading
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...discover import Listing
-from ...errors import FastshardError
+from ...errors import FastshardError, error_for
 from ...external import tensorstore
 from .places import Place
 from .zarr import MAX_CHUNKS, MAX_METADATA, Array, fill_bytes, parse
@@ -168,8 +168,9 @@ def _plain_keys(listing: Listing, place: Place) -> set[str]:
 class Reader:
     """Decodes blocks; a chunk that several stores hold must be the same in all of them."""
 
-    def __init__(self, union: Union) -> None:
+    def __init__(self, union: Union, stores_fill: bool) -> None:
         self._union = union
+        self._stores_fill = stores_fill
         #: Block -> array, first element, extent, key of its chunk (None for one that holds the fill value).
         self.blocks: dict[str, tuple[Array, list[int], list[int], str | None]] = {}
         self._lock = threading.Lock()
@@ -184,12 +185,32 @@ class Reader:
         array, lo, extent, key = self.blocks[block]
         if key is None:
             element = fill_bytes(array)
-            if any(element):
-                view[:] = element * (len(view) // len(element))
+            view[:] = element * (len(view) // len(element))
             return
         holders = self._union.holders(key)
-        self._compare(array, key, lo, extent, holders)
-        holders[0].store.decode(array.name, _driver(array), array.metadata, lo, extent, view)
+        chunk = key[len(array.name) + 1 :]
+        try:
+            self._compare(array, key, lo, extent, holders)
+            holders[0].store.decode(array.name, *self._how(array), lo, extent, view)
+        except FastshardError as error:
+            told = (replace(f, message=f"chunk {chunk}: {f.message}") for f in error.findings)
+            raise error_for(list(told)) from None
+        if array.partial and not holders[0].store.has(key):
+            raise FastshardError.of(
+                "FS506",
+                f"chunk {chunk} is gone",
+                file=holders[0].label,
+                tensor=array.name,
+                help="wait until nothing changes the checkpoint, then run again",
+            )
+
+    def _how(self, array: Array) -> tuple[str, dict[str, Any], bool]:
+        """Driver, metadata, and whether parts of a shard may be absent: they hold the fill value then."""
+        return (
+            "zarr" if array.zarr == 2 else "zarr3",
+            array.metadata,
+            array.partial and not self._stores_fill,
+        )
 
     def _compare(self, array: Array, key: str, lo: list[int], extent: list[int], holders: list[Held]) -> None:
         with self._lock:
@@ -197,36 +218,33 @@ class Reader:
                 return
         first = holders[0]
         raw = first.store.read(key)
+        alike = True
         for other in holders[1:]:
             if other.store.read(key) == raw:
                 continue
+            # What was compared is this block; a chunk may have others.
+            alike = False
             # Compressed anew the bytes may be others and the elements the same.
-            one, two = (
-                h.store.decoded(array.name, _driver(array), array.metadata, lo, extent)
-                for h in (first, other)
-            )
+            one, two = (h.store.decoded(array.name, *self._how(array), lo, extent) for h in (first, other))
             if one != two:
                 raise FastshardError.of(
                     "FS302",
-                    f"two hosts hold different elements in chunk {key.rpartition('/')[0] and key[len(array.name) + 1 :]}",
+                    "two hosts hold different elements",
                     file=other.label,
                     tensor=array.name,
                     expected=f"the same as in {first.label}",
                     help="give the directories of one save only; if the run let replicas drift, leave one host's directory out",
                 )
-        with self._lock:
-            self._same.add(key)
-
-
-def _driver(array: Array) -> str:
-    return "zarr" if array.zarr == 2 else "zarr3"
+        if alike:
+            with self._lock:
+                self._same.add(key)
 
 
 def listed(
-    union: Union, elided: dict[str, list[tuple[int, ...]]]
+    union: Union, elided: dict[str, list[tuple[int, ...]]], stores_fill: bool
 ) -> tuple[Reader, list[tuple[str, str, list[int]]], dict[str, list[Any]]]:
     """The reader, its blocks (key, dtype, shape), and per array (first element, extent, number of block)."""
-    reader = Reader(union)
+    reader = Reader(union, stores_fill)
     tensors: list[tuple[str, str, list[int]]] = []
     pieces: dict[str, list[Any]] = {}
     for name, array in sorted(union.arrays.items()):
@@ -235,6 +253,11 @@ def listed(
             fill_bytes(array)
         pieces[name] = []
         if 0 in array.shape:
+            # A block of no elements states the dtype; there is nothing to read.
+            block = f"{name}/"
+            reader.blocks[block] = (array, [0] * len(array.shape), list(array.shape), None)
+            pieces[name].append(([0] * len(array.shape), list(array.shape), len(tensors)))
+            tensors.append((block, array.dtype, list(array.shape)))
             continue
         for index in array.chunks():
             key = f"{name}/{array.key(index)}"

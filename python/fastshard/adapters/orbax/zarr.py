@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...configs import parse_json
@@ -47,6 +47,8 @@ class Array:
     fill: Any
     #: As stored.
     metadata: dict[str, Any]
+    #: True if a chunk consists of parts, some of which may be absent.
+    partial: bool = False
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
         version, dtype = described.get("zarr_format"), described.get("dtype")
         chunk = _extents(described.get("chunks"))
         block = chunk
-        separator = described.get("dimension_separator") or "."
+        separator = "." if described.get("dimension_separator") is None else described["dimension_separator"]
         fill = described.get("fill_value")
         if described.get("order", "C") not in ("C", "F"):
             raise malformed("order", described.get("order"))
@@ -149,8 +151,9 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     ):
         raise malformed("an array or a chunk beyond what can be addressed", list(shape))
     array = Array(name, found, shape, chunk, block, zarr, separator, fill, described)
-    if math.prod(chunk) * item <= _SHARD_BYTES:
-        array = Array(name, found, shape, chunk, chunk, zarr, separator, fill, described)
+    if block != chunk:
+        whole = math.prod(chunk) * item <= _SHARD_BYTES
+        array = replace(array, block=chunk if whole else block, partial=True)
     blocks = math.prod(-(-n // b) for n, b in zip(shape, array.block, strict=True))
     if math.prod(array.grid) > MAX_CHUNKS or blocks > MAX_CHUNKS:
         raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
