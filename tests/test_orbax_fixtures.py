@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import fastshard
 import pytest
-from helpers import assert_refused, cli, read_result, sha256
+from helpers import FIXTURES, assert_refused, cli, read_result, sha256
 
 #: What _ABORTED_ ones need, whose directories all still carry the mark of temporary ones.
 UNCOMMITTED = ("--accept", "uncommitted")
@@ -71,12 +72,12 @@ def test_what_is_opened_has_the_hashes(orbax_fixture: Path) -> None:
     assert have == wanted(orbax_fixture)
 
 
-def test_maxtext_s_own_conversions_have_their_hashes(maxtext_fixture: Path, tmp_path: Path) -> None:
-    root = maxtext_fixture / "0"
+def test_maxtext_s_own_conversions_have_their_hashes(twin_fixture: Path, tmp_path: Path) -> None:
+    root = twin_fixture / "0"
     assert cli("verify", root).code == 0
     ran = cli("merge", root, tmp_path / "out")
     assert ran.code == 0, ran.out
-    assert merged(tmp_path / "out") == wanted(maxtext_fixture)
+    assert merged(tmp_path / "out") == wanted(twin_fixture)
     assert fastshard.open(root).step == "0"
 
 
@@ -117,3 +118,17 @@ def test_without_consent_uncommitted_directories_are_refused(orbax_fixture: Path
         pytest.skip("committed")
     ran = assert_refused(nodes(orbax_fixture), tmp_path / "out", "FS104", exit=3)
     assert "--accept uncommitted" in ran.errors[0]["help"]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut short"])
+def test_a_data_file_that_the_index_names_is_missed_without_reading_it(damage: str, tmp_path: Path) -> None:
+    # Where chunks of zeros are left out, an absent chunk proves nothing; one that the index names does.
+    root = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / "orbax" / "mp2_shared_good_063_zarr3_elided_zeros", root)
+    data = max(root.glob("checkpoints/*/items/ocdbt.process_1/d/*"), key=lambda p: p.stat().st_size)
+    if damage == "deleted":
+        data.unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:100])
+    ran = assert_refused(root, tmp_path / "out", "FS111", exit=3)
+    assert data.name in ran.errors[0]["message"]

@@ -7,10 +7,12 @@ import ctypes
 import functools
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import FastshardError
+from . import ocdbt_index
 
 #: Arrays that one store keeps open.
 _OPEN = 64
@@ -20,7 +22,6 @@ _OPEN = 64
 _MMAP_THRESHOLD = -3
 
 
-@functools.cache
 def library() -> Any:
     """TensorStore.
 
@@ -35,9 +36,14 @@ def library() -> Any:
         ) from None
     # It allocates a buffer for each chunk, on many threads; below the threshold glibc keeps them for each thread
     # after they are freed: twice the memory that is in use. Chunks go back to the system at once instead.
+    _return_chunks()
+    return tensorstore
+
+
+@functools.cache
+def _return_chunks() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
-    return tensorstore
 
 
 class Store:
@@ -80,6 +86,25 @@ class Store:
         """All keys."""
         found = self._wait(lambda: self._kv.list().result())
         return [key.decode("utf-8", "backslashreplace") for key in found]
+
+    def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
+        """Keys of an OCDBT store whose values are there, and those whose values are not, with the reason.
+
+        The index alone is read, no value.
+
+        Args:
+            sizes: files below the store's folder that may be read, with their sizes in bytes.
+        """
+        base = {"driver": "file", "path": self._folder}
+        there: list[str] = []
+        lost: dict[str, str] = {}
+        for key, place in self._wait(lambda: list(ocdbt_index.walk(self._ts, base, sizes))):
+            why = place and ocdbt_index.unreadable(place, sizes)
+            if why:
+                lost[key] = why
+            else:
+                there.append(key)
+        return there, lost
 
     def read(self, key: str, limit: int | None = None) -> bytes:
         """The value of a key as it is stored.

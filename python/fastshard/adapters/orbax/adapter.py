@@ -46,6 +46,7 @@ class Orbax:
             present={n for p in places for n in p.processes},
             per_process=places[0].ocdbt,
             expected=options.expect_processes,
+            lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
             where=places[0].label(listing),
         )
         accepted = "elided-zeros" in options.accept

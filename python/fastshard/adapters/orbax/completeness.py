@@ -35,6 +35,8 @@ class Evidence:
     per_process: bool = True
     #: Processes that took part, as the caller says.
     expected: int | None = None
+    #: Keys that an index names and whose values are not there, with the reason: they were written, and are lost.
+    lost: Mapping[str, str] = field(default_factory=dict)
     #: Where messages say that it is.
     where: str = ""
 
@@ -110,6 +112,7 @@ def judge(
             verdict.missing[name] = absent
             # No value is stated for chunks that are absent, or the writer leaves none out.
             certain = certain or array.fill is None or evidence.stores_fill is True
+            certain = certain or any(f"{name}/{array.key(i)}" in evidence.lost for i in absent)
     if not verdict.missing:
         return verdict
     lacking, implied = evidence.absent(), evidence.implied()
@@ -164,6 +167,9 @@ def _findings(
         lost = sum(math.prod(array.extent(i)[1]) for i in chunks)
         keys = ", ".join(array.key(i) for i in chunks[:_KEYS])
         more = f" and {len(chunks) - _KEYS} more" if len(chunks) > _KEYS else ""
+        damaged = next(filter(None, (evidence.lost.get(f"{name}/{array.key(i)}") for i in chunks)), None)
+        if damaged:
+            more += f" (the index names them: {damaged})"
         findings.append(
             Finding.of(
                 "FS111",

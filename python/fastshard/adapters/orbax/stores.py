@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
@@ -28,6 +29,8 @@ class Held:
     label: str
     store: tensorstore.Store
     keys: set[str]
+    #: Keys that it names and whose values are not there, with the reason.
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,28 +73,45 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
                 union.add(_process(listing, place, n))
         else:
             store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
-            keys = set(store.keys()) if place.ocdbt else _plain_keys(listing, place)
-            union.add(Held(place, store.label, store, keys))
+            union.add(_held(listing, place, store))
     _describe(union, union.keys)
     if names - set(union.arrays) or any(_lacks(a, union.keys) for a in union.arrays.values()):
         # What a process wrote is not reached from the merged store if its directory came to stand there later.
         before = set(union.keys)
         for place in places:
             for n in sorted(place.processes) if place.merged else ():
-                part = _process(listing, place, n)
-                part.keys -= before
-                union.add(part)
+                # One that cannot be read has nothing to add; what the merged store lacks is missing then.
+                with contextlib.suppress(FastshardError):
+                    part = _process(listing, place, n)
+                    part.keys -= before
+                    union.add(part)
         union.unmerged = len(union.keys) - len(before)
         _describe(union, union.keys - before)
     union.undescribed = _undescribed(union)
     return union
 
 
+def _held(listing: Listing, place: Place, store: tensorstore.Store, below: str = "") -> Held:
+    """A store with the keys whose values are there."""
+    if not place.ocdbt:
+        return Held(place, store.label, store, _plain_keys(listing, place))
+    # Files that the listing does not hold, links that leave the directory among them, are not read.
+    prefix = place.inside(f"{below}/" if below else "")
+    prefix = prefix if prefix.endswith("/") or not prefix else f"{prefix}/"
+    sizes = {
+        f.path[len(prefix) :]: f.size
+        for f in listing.files
+        if f.root == place.root and f.path.startswith(prefix)
+    }
+    keys, lost = store.placed(sizes)
+    return Held(place, store.label, store, set(keys), lost)
+
+
 def _process(listing: Listing, place: Place, number: int) -> Held:
     """The store of one process."""
     name = f"ocdbt.process_{number}"
     store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=f"{place.label(listing)}/{name}")
-    return Held(place, store.label, store, set(store.keys()))
+    return _held(listing, place, store, name)
 
 
 def _lacks(array: Array, keys: Set[str]) -> bool:
