@@ -20,6 +20,8 @@ _UNDER_WAY = 16 << 20
 #: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
 #: source: orbax/checkpoint/_src/serialization/ocdbt_utils.py, type_handlers.py
 _INLINE = 1024
+#: Bytes of a node of that tree: each commit writes those on its way anew, and blocks are committed as they come.
+_NODE = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class StoreWriter:
             "driver": "ocdbt",
             "base": {"driver": "file", "path": folder},
             "path": path,
-            "config": {"max_inline_value_bytes": _INLINE},
+            "config": {"max_inline_value_bytes": _INLINE, "max_decoded_node_bytes": _NODE},
         }
 
     def write(self, key: str, index: list[int], shape: list[int], data: bytes) -> str | None:
