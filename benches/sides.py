@@ -163,6 +163,44 @@ def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
 
+def paxml_script(a: dict[str, Any]) -> Job:
+    """Paxml's arrays in MaxText's order, one whole array after another."""
+    import numpy as np
+    import tensorstore as ts
+
+    source = next(Path(a["src"]).glob("checkpoints/*"))
+    context = ts.Context({"file_io_sync": False})
+
+    def job() -> None:
+        item = Path(a["out"]) / "4000" / "items"
+        item.mkdir(parents=True)
+        for name, (to, order) in a["mapping"].items():
+            path = f"{source}/mdl_vars.params.lm.{name}/"
+            read = ts.open({"driver": "zarr", "kvstore": {"driver": "file", "path": path}}).result()
+            value = np.ascontiguousarray(np.transpose(read.read().result(), order))
+            chunk = list(value.shape)
+            chunk[0] = max(1, chunk[0] // 16)
+            inner = {"chunk_shape": chunk}
+            little = {"name": "bytes", "configuration": {"endian": "little"}}
+            sharding = {
+                **inner,
+                "codecs": [little, {"name": "zstd", "configuration": {"level": 3, "checksum": False}}],
+                "index_codecs": [little, {"name": "crc32c"}],
+            }
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"params.params.{to}/"},
+                "metadata": {
+                    "shape": value.shape, "data_type": "float32",
+                    "chunk_grid": {"name": "regular", "configuration": inner},
+                    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+                },
+            }  # fmt: skip
+            ts.open(spec, create=True, context=context).result().write(value).result()
+
+    return job
+
+
 def cli(a: dict[str, Any]) -> Job:
     """A fastshard command in this process, whose memory can then be read."""
     from fastshard.cli import main as fastshard_main
@@ -182,6 +220,7 @@ SIDES = {
     f.__name__: f
     for f in (
         fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
+        paxml_script,
     )
 }  # fmt: skip
 
