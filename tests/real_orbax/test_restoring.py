@@ -1,0 +1,128 @@
+"""Real Orbax restores what is written here, and what it writes is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Two devices, before jax is loaded: arrays are restored divided over them too.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import fastshard
+import numpy as np
+import pytest
+from helpers import FIXTURES
+
+jax = pytest.importorskip("jax")
+ocp = pytest.importorskip("orbax.checkpoint")
+
+NODES = FIXTURES / "orbax" / "mp2_local_BROKEN_063_zarr3"
+PAXML = FIXTURES / "orbax" / "paxml_gpt3_micro_weights"
+
+
+def leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, str(key)))
+    elif isinstance(tree, (list, tuple)):
+        for key, value in enumerate(tree):
+            yield from leaves(value, (*path, str(key)))
+    elif tree is not None:
+        yield ".".join(path), np.asarray(tree)
+
+
+def hashes(tree: Any) -> dict[str, tuple[list[int], str]]:
+    return {
+        name: (list(a.shape), hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest())
+        for name, a in leaves(tree)
+    }
+
+
+def expected(fixture: Path) -> dict[str, tuple[list[int], str]]:
+    described = json.loads((fixture / "expected.json").read_text())
+    return {name: (t["shape"], t["sha256"]) for name, t in described["tensors"].items()}
+
+
+def restored(way: str, out: Path, step: int) -> Any:
+    item = out / str(step) / "items"
+    if way == "PyTreeCheckpointer":
+        return ocp.PyTreeCheckpointer().restore(item)
+    if way == "StandardCheckpointer":
+        return ocp.StandardCheckpointer().restore(item)
+    if way == "CheckpointManager":
+        handlers = {"items": ocp.PyTreeCheckpointHandler()}
+        with ocp.CheckpointManager(out, item_names=("items",), item_handlers=handlers) as manager:
+            assert manager.latest_step() == step
+            return manager.restore(step, args=ocp.args.Composite(items=ocp.args.PyTreeRestore()))["items"]
+    from orbax.checkpoint import v1
+
+    return v1.load_checkpointables(out / str(step))["items"]
+
+
+@pytest.mark.parametrize("way", ["PyTreeCheckpointer", "StandardCheckpointer", "CheckpointManager", "v1"])
+@pytest.mark.parametrize("zarr2", [False, True], ids=["ocdbt-zarr3", "plain-zarr2"])
+def test_a_repaired_checkpoint_is_restored(way: str, zarr2: bool, tmp_path: Path) -> None:
+    fastshard.convert([NODES / "node0", NODES / "node1"], tmp_path / "out", to="orbax", zarr2=zarr2)
+    assert hashes(restored(way, tmp_path / "out", 4000)) == expected(NODES)
+
+
+@pytest.mark.parametrize("zarr2", [False, True], ids=["ocdbt-zarr3", "plain-zarr2"])
+def test_arrays_are_restored_divided_over_devices(zarr2: bool, tmp_path: Path) -> None:
+    fastshard.convert(PAXML, tmp_path / "out", to="maxtext", zarr2=zarr2)
+    whole = dict(leaves(restored("PyTreeCheckpointer", tmp_path / "out", 4000)))
+    item = tmp_path / "out" / "4000" / "items"
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
+    assert mesh.size == 2
+
+    def placed(array: Any) -> Any:
+        divided = array.ndim > 0 and array.shape[0] % 2 == 0
+        spec = (
+            jax.sharding.PartitionSpec("fsdp" if divided else None)
+            if array.ndim
+            else jax.sharding.PartitionSpec()
+        )
+        return ocp.ArrayRestoreArgs(sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    tree = ocp.PyTreeCheckpointer().restore(item)
+    arguments = jax.tree.map(lambda a: placed(np.asarray(a)), tree)
+    divided = ocp.PyTreeCheckpointer().restore(item, restore_args=arguments)
+    seen = dict(leaves(divided))
+    assert set(seen) == set(whole)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(seen[name], array)
+    kernel = divided["params"]["params"]["decoder"]["layers"]["mlp"]["wi"]["kernel"]
+    assert len(kernel.addressable_shards) == 2
+    assert kernel.addressable_shards[0].data.shape[0] * 2 == kernel.shape[0]
+
+
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "plain"])
+@pytest.mark.parametrize("zarr3", [True, False], ids=["zarr3", "zarr2"])
+def test_what_orbax_writes_is_read(ocdbt: bool, zarr3: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tree = {
+        "params": {"w": rng.standard_normal((7, 5), dtype=np.float32), "list": [np.arange(3), np.zeros(4)]},
+        "half": jax.numpy.asarray(rng.standard_normal((3, 4)), jax.numpy.bfloat16),
+        "flags": np.array([True, False]),
+        "step": np.int32(7),
+        "nothing": None,
+        "empty": {},
+    }
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    ocp.Checkpointer(handler).save(tmp_path / "3" / "items", tree)
+    source = fastshard.open(tmp_path / "3" / "items")
+    got = {
+        name: (list(t.shape), hashlib.sha256(t.numpy().tobytes()).hexdigest()) for name, t in source.items()
+    }
+    assert got == hashes(tree)
+    # And back, its lists and empty nodes included.
+    fastshard.convert(source, tmp_path / "out", to="orbax")
+    again = ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")
+    assert hashes(again) == hashes(tree)
+    assert jax.tree.structure(again) == jax.tree.structure(
+        ocp.PyTreeCheckpointer().restore(tmp_path / "3" / "items")
+    )
