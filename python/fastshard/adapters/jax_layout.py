@@ -40,6 +40,8 @@ class Names:
     moment: Callable[[str, str], str]
     #: Counter of the optimizer.
     count: str
+    #: Kinds of moments that there are; others have no rules.
+    slots: tuple[str, ...] = tuple(MOMENTS)
     #: State besides, which is kept as it is: names of scalars.
     scalars: tuple[str, ...] = ()
     #: All of the optimizer's state, by name; what no rule names is left out by name too.
@@ -129,7 +131,7 @@ def table(
         weight = rule if scan is None else scanned(rule, scan)
         inner = weight["name"].removeprefix(names.declared)
         out.append(weight | {"name": names.root + inner})
-        for slot, power in MOMENTS.items():
+        for slot in names.slots:
             # As the optimizers of other frameworks: --dtype is about weights.
             moment = weight | {
                 "name": names.moment(slot, inner),
@@ -137,7 +139,7 @@ def table(
                 "keep_dtype": "true",
             }
             if factor := _POWER.match(weight.get("scale", "")):
-                moment["scale"] = f"{factor[1]}^{float(factor[2]) * power:g}"
+                moment["scale"] = f"{factor[1]}^{float(factor[2]) * MOMENTS[slot]:g}"
             out += _stated(moment, optimizer, LEFT_OUT)
             covered.append(pattern(moment["name"]))
     counters = [name for name in (names.count, *names.scalars) if _PLAIN.fullmatch(name)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import layouts
 from ..errors import FastshardError, Finding
 from . import maxtext_config
 from .base import Source
-from .jax_layout import Names, Rule, Rules, dimensions, pattern, place, rules_of, scanned
+from .jax_layout import MOMENTS, Names, Rule, Rules, dimensions, pattern, place, rules_of, scanned
 
 #: dtype and shape by name.
 Arrays = Mapping[str, tuple[str, Sequence[int]]]
@@ -234,7 +235,7 @@ def _names(root: str, arrays: Arrays) -> Names:
     state = tuple(name for name in arrays if name.startswith("opt_state."))
     count = f"{chain}count"
     scalars = tuple(name for name in state if name != count and not arrays[name][1])
-    return Names(root, DECLARED, partial(_moment, chain, below), count, scalars, state)
+    return Names(root, DECLARED, partial(_moment, chain, below), count, tuple(moments), scalars, state)
 
 
 def _moment(chain: str, below: str, slot: str, inner: str) -> str:
@@ -243,4 +244,4 @@ def _moment(chain: str, below: str, slot: str, inner: str) -> str:
 
 def default_names() -> Names:
     """The names of a train state that comes from elsewhere."""
-    return _names(DECLARED, {})
+    return replace(_names(DECLARED, {}), slots=tuple(MOMENTS))

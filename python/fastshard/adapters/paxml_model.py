@@ -81,7 +81,8 @@ def _names(arrays: Arrays) -> Names:
     count = counts[0] if counts else f"{chain}.no_prefix_0.count"
     scalars = tuple(name for name in state if name != count and not arrays[name][1])
     own = {key: _group(match) for key, match in stored.items()}
-    return Names(ROOT, ROOT, partial(_moment, own, groups), count, scalars, state)
+    slots = tuple(slot for slot, letter in _SLOTS.items() if any(kind == letter for kind, _ in stored))
+    return Names(ROOT, ROOT, partial(_moment, own, groups), count, slots, scalars, state)
 
 
 def _group(match: re.Match[str]) -> str:
