@@ -85,7 +85,7 @@ def plan(
         param_scan_axis: axis along which a MaxText result stacks its layers; default 1, as MaxText's.
         fused_qkv: whether a GPT-3 of MaxText has one projection for queries, keys and values.
         rope_type: ``default`` or ``llama3.1``, as a MaxText result will be run; it decides the order of
-            queries and keys. Default what the model's scaling asks for.
+            queries and keys. Default ``llama3.1``, whose order MaxText's own converter writes.
         opening: as for :func:`fastshard.open`.
 
     Raises:
