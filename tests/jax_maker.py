@@ -1,10 +1,10 @@
-"""Train states of MaxText and Paxml for tests: read from the fixtures, or made here by numpy alone."""
+"""Train states of MaxText and Paxml for tests, made by numpy alone, and how to read what becomes of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import tensorstore
 import torch
-from fastshard.adapters.base import Source
-from fastshard.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
 
 Tree = dict[str, np.ndarray]
 #: What a train state has of a model that never took a step.
 STEP: Tree = {"step": np.array(0, np.int64)}
+#: The rotary embedding whose order of queries and keys MaxText's converter writes.
+LLAMA31 = {"rope_type": "llama3.1", "rope_use_scale": False}
 
 
 def sha(array: np.ndarray) -> str:
@@ -50,47 +50,67 @@ def saved(tree: Tree, folder: Path) -> Path:
     return folder
 
 
-def opened(folder: Path, describe: Callable[..., None], config: Any = None, **said: Any) -> Checkpoint:
-    """A folder of :func:`saved` as the reader of an Orbax store would declare it."""
-    if not (folder / "model.safetensors").exists():
-        return fastshard.open(folder, config=config)
-    ckpt = fastshard.open(folder)
-    arrays = {name: (t.dtype, tuple(t.shape)) for name, t in ckpt.items()}
-    source = Source(framework="", units=ckpt.opened.source.units)
-    describe(source, arrays, config, **said)
-    declared = dataclasses.replace(ckpt.opened, source=source, findings=list(source.findings))
-    return Checkpoint(ckpt.listing, declared, ckpt.files)
+def _zarr(tree: Tree, item: Path) -> None:
+    """The arrays as zarr v2, a folder and one chunk each, as TensorStore's driver of files has them."""
+    for name, array in tree.items():
+        array = np.array(array, order="C")
+        metadata = {
+            "zarr_format": 2, "shape": array.shape, "chunks": array.shape, "order": "C", "filters": None,
+            "dtype": "bfloat16" if array.dtype == ml_dtypes.bfloat16 else array.dtype.str,
+            "compressor": None, "fill_value": None, "dimension_separator": ".",
+        }  # fmt: skip
+        (item / name).mkdir(parents=True)
+        (item / name / ".zarray").write_text(json.dumps(metadata))
+        (item / name / ("0" + ".0" * (array.ndim - 1))).write_bytes(array.tobytes())
+
+
+def saved_orbax(tree: Tree, folder: Path, **custom: Any) -> Path:
+    """A checkpoint of Orbax, whose steps lie in ``folder``; ``custom`` is what it says of itself besides."""
+    item = folder / "7/items"
+    _zarr(tree, item)
+    entries = {}
+    for name, array in tree.items():
+        keys = name.split(".")
+        entries[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+            "value_metadata": {
+                "value_type": "np.ndarray", "skip_deserialize": False, "write_shape": array.shape
+            },
+        }  # fmt: skip
+    described = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None}
+    (item / "_METADATA").write_text(json.dumps(described))
+    (folder / "7/_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": custom}))
+    return folder
+
+
+def saved_paxml(tree: Tree, folder: Path) -> Path:
+    """A checkpoint of Paxml."""
+    _zarr(tree, folder / "checkpoint_00004000/state")
+    return folder
 
 
 def converted(source: Any, out: Path, to: str, **options: Any) -> tuple[Tree, list[Any]]:
     """What a conversion writes, and its findings."""
     manifest = fastshard.convert(source, out, to=to, memory="2GiB", **options)
+    return read(out), manifest.findings
+
+
+def read(out: Path) -> Tree:
+    """The arrays of a result: of safetensors, or of an Orbax checkpoint, which TensorStore alone decodes."""
     if (out / "model.safetensors").exists():
-        return {k: as_numpy(v) for k, v in load_file(out / "model.safetensors").items()}, manifest.findings
-    return stored(out), manifest.findings
-
-
-def stored(out: Path) -> Tree:
-    """The arrays of an Orbax checkpoint, by TensorStore alone."""
-    (item,) = out.glob("*/items")
-    kv = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
-    names = [
-        key.decode().removesuffix("/zarr.json") for key in kv.list().result() if key.endswith(b"/zarr.json")
-    ]
-    return {
-        name: np.asarray(
-            tensorstore.open(
-                {
-                    "driver": "zarr3",
-                    "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"},
-                }
-            )
-            .result()
-            .read()
-            .result()
-        )
-        for name in names
-    }
+        return {k: as_numpy(v) for k, v in load_file(out / "model.safetensors").items()}
+    (item,) = (path.parent for path in out.glob("*/*/_METADATA"))
+    files: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
+    if (item / "manifest.ocdbt").exists():
+        files = {"driver": "ocdbt", "base": files}
+    tree = {}
+    for key in tensorstore.KvStore.open(files).result().list().result():
+        name, _, metadata = key.decode().partition("/")
+        if driver := {"zarr.json": "zarr3", ".zarray": "zarr"}.get(metadata):
+            path = f"{name}/" if files["driver"] == "ocdbt" else f"{item}/{name}/"
+            array = tensorstore.open({"driver": driver, "kvstore": {**files, "path": path}}).result()
+            tree[name] = np.asarray(array.read().result())
+    return tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +199,7 @@ def scaled(array: np.ndarray, factor: float, dtype: Any = None) -> np.ndarray:
     return (array.astype(np.float32) * np.float32(factor)).astype(dtype or array.dtype)
 
 
-def maxtext_llama(hf: Tree, size: Size, scan: int | None, dtype: Any = None, rope: str = "default") -> Tree:
+def maxtext_llama(hf: Tree, size: Size, scan: int | None, dtype: Any = None, rope: str = "llama3.1") -> Tree:
     """What MaxText has of :func:`hf_llama`, besides the step, for one of its rotary embeddings."""
     s = size
     ordered = interleaved if rope == "llama3.1" else np.asarray
@@ -298,7 +318,7 @@ def paxml_state(size: Size, dtype: Any = np.float32, place: int = 2) -> Tree:
 def maxtext_gpt3_state(size: Size, scan: int | None, fused: bool = True, optimizer: bool = True) -> Tree:
     """What :func:`paxml_state` is in MaxText."""
     tree = {f"params.params.{k}": a for k, a in maxtext_gpt3(paxml_gpt3(size), scan, fused).items()}
-    tree["step"] = np.array(4000, np.uint32)
+    tree["step"] = np.array(4000, np.int32)
     if optimizer:
         for seed, slot in ((1, "mu"), (2, "nu")):
             moments = maxtext_gpt3(paxml_gpt3(size, np.float32, seed), scan, fused)

@@ -11,34 +11,36 @@ import pytest
 import torch
 import yaml
 from fastshard import FastshardError, plan
-from fastshard.adapters import maxtext_config, maxtext_model, paxml_model
+from fastshard import open as fastshard_open
+from fastshard.adapters import maxtext_config
 from fastshard.checkpoint import Checkpoint
 from jax_maker import (
+    STEP,
     Size,
+    assert_same,
     converted,
     hf_llama,
     llama_config,
     llama_yml,
     maxtext_gpt3_state,
     maxtext_llama,
-    opened,
     paxml_state,
     saved,
+    saved_orbax,
+    saved_paxml,
 )
 from transformers import AutoModelForCausalLM
 
 SIZE = Size()
 
 
-def llama(
-    folder: Path, config: Any = None, tied: bool = False, scan: int | None = 1, **said: Any
-) -> Checkpoint:
+def llama(folder: Path, config: Any = None, tied: bool = False, scan: int | None = 1) -> Checkpoint:
     tree = maxtext_llama(hf_llama(SIZE, tied=tied), SIZE, scan)
-    return opened(saved(tree, folder / "maxtext"), maxtext_model.describe, config, **said)
+    return fastshard_open(saved_orbax(tree, folder / "maxtext"), config=config)
 
 
-def config_of(source: Checkpoint, out: Path) -> tuple[dict[str, Any], list[Any]]:
-    _, findings = converted(source, out, "hf")
+def config_of(source: Checkpoint, out: Path, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    _, findings = converted(source, out, "hf", **options)
     return json.loads((out / "config.json").read_text()), findings
 
 
@@ -53,6 +55,23 @@ def test_what_is_stated_nowhere_is_named(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     noted = " ".join(f.message for f in findings if f.severity == "note")
     assert all(key in noted for key in ("rope_max_timescale", "normalization_layer_epsilon", "decoder_block"))
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_without_any_config_nothing_is_guessed_but_the_order_of_pairs(dtype: str, tmp_path: Path) -> None:
+    config, findings = config_of(llama(tmp_path), tmp_path / "hf", dtype=dtype)
+    lacking = ("rope_theta", "rms_norm_eps", "max_position_embeddings")
+    assert not set(lacking) & set(config)
+    want = llama_config(SIZE)
+    assert {key: config[key] for key in want if key not in lacking} == {
+        key: want[key] for key in want if key not in lacking
+    }
+    warned = [f for f in findings if f.severity == "warning"]
+    assert [(f.code, f.file) for f in warned] == [("FS109", "config.json")] * 4
+    for f, key in zip(warned, ("rope_type", *lacking), strict=True):
+        assert f.message.startswith(f"stated nowhere: {key}"), key
+    # transformers' own defaults, which the warnings name, are what such a model is computed with.
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.hidden_size == SIZE.hidden
 
 
 def test_the_yml_gives_what_the_checkpoint_does_not_hold(tmp_path: Path) -> None:
@@ -94,7 +113,7 @@ def test_transformers_loads_the_result(tmp_path: Path) -> None:
     given = llama_config(SIZE, rope_theta=5e5, rope_scaling=scaling, max_position_embeddings=9000)
     hf = hf_llama(SIZE)
     tree = maxtext_llama(hf, SIZE, 1, rope="llama3.1")
-    source = opened(saved(tree, tmp_path / "maxtext"), maxtext_model.describe, given)
+    source = fastshard_open(saved_orbax(tree, tmp_path / "maxtext"), config=given)
     config, findings = config_of(source, tmp_path / "hf")
     assert config == {**given, "torch_dtype": "float32"}
     assert not [f for f in findings if f.severity == "warning"]
@@ -228,7 +247,7 @@ def test_a_tied_head(tmp_path: Path) -> None:
     with pytest.raises(FastshardError) as error:
         plan(llama(tmp_path, yml, tied=True), to="hf")
     assert (error.value.code, "normalize_embedding_logits" in str(error.value)) == ("FS514", True)
-    source = llama(tmp_path, yml | {"normalize_embedding_logits": False}, tied=True)
+    source = llama(tmp_path / "as is", yml | {"normalize_embedding_logits": False}, tied=True)
     config, _ = config_of(source, tmp_path / "hf")
     assert config["tie_word_embeddings"] is True
 
@@ -249,11 +268,11 @@ def test_a_tied_model_of_transformers(tmp_path: Path) -> None:
     saved(hf, tmp_path / "hf")
     (tmp_path / "hf/config.json").write_text(json.dumps(llama_config(SIZE, tied=True)))
     have, findings = converted(tmp_path / "hf", tmp_path / "out", "maxtext")
-    assert set(have) == set(maxtext_llama(hf, SIZE, 1))
+    assert_same(have, maxtext_llama(hf, SIZE, 1) | STEP)
     assert any(f.severity == "warning" and "normalize_embedding_logits" in f.message for f in findings)
     yml = yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())
     assert (yml["logits_via_embedding"], yml["normalize_embedding_logits"]) == (True, False)
-    back = opened(tmp_path / "out", maxtext_model.describe, yml)
+    back = fastshard_open(tmp_path / "out", config=yml)
     assert config_of(back, tmp_path / "back")[0]["tie_word_embeddings"] is True
 
 
@@ -265,13 +284,13 @@ def test_the_yml_that_is_written_reads_back(tmp_path: Path) -> None:
     converted(tmp_path / "hf", tmp_path / "out", "maxtext:unscan")
     yml = yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())
     assert yml["scan_layers"] is False
-    config, _ = config_of(opened(tmp_path / "out", maxtext_model.describe, yml), tmp_path / "back")
+    config, _ = config_of(fastshard_open(tmp_path / "out", config=yml), tmp_path / "back")
     del given["max_position_embeddings"]
     assert {key: config.get(key) for key in given} == given
 
 
 def test_gpt3_says_what_it_is(tmp_path: Path) -> None:
-    source = opened(saved(paxml_state(SIZE), tmp_path / "paxml"), paxml_model.describe)
+    source = fastshard_open(saved_paxml(paxml_state(SIZE), tmp_path / "paxml"))
     made = plan(source, to="maxtext", fused_qkv=False)
     assert made.summary["texts"]
     converted(source, tmp_path / "out", "maxtext", fused_qkv=False)
@@ -284,12 +303,12 @@ def test_gpt3_says_what_it_is(tmp_path: Path) -> None:
     assert {key: yml[key] for key in want} == want
     # With it, everything fits; with another size or form, it does not.
     tree = maxtext_gpt3_state(SIZE, 1, fused=False)
-    folder = saved(tree, tmp_path / "again")
-    again = opened(folder, maxtext_model.describe, yml)
+    folder = saved_orbax(tree, tmp_path / "again")
+    again = fastshard_open(folder, config=yml)
     assert not [f for f in again.findings if f.severity == "error"]
-    fused = opened(folder, maxtext_model.describe, yml | {"fused_qkv": True})
+    fused = fastshard_open(folder, config=yml | {"fused_qkv": True})
     assert [f.code for f in fused.findings if f.severity == "error"] == ["FS215"]
-    longer = opened(folder, maxtext_model.describe, yml | {"trainable_position_size": 13})
+    longer = fastshard_open(folder, config=yml | {"trainable_position_size": 13})
     assert [f.code for f in longer.findings if f.severity == "error"]
 
 
@@ -297,7 +316,7 @@ def test_moments_of_another_shape_are_found(tmp_path: Path) -> None:
     tree = maxtext_gpt3_state(SIZE, 1)
     name = "opt_state.nu.params.decoder.layers.mlp.wi.kernel"
     tree[name] = np.ascontiguousarray(tree[name][:, :2])
-    source = opened(saved(tree, tmp_path / "first"), maxtext_model.describe)
+    source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
     with pytest.raises(FastshardError) as error:
         converted(source, tmp_path / "out", "maxtext:unscan", optimizer=True)
     assert name in {f.tensor for f in error.value.findings}

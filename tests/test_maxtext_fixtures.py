@@ -1,4 +1,4 @@
-"""Layouts of MaxText and Paxml against what MaxText's own converters wrote; TensorStore decodes the arrays."""
+"""MaxText and Paxml against what MaxText's own converters wrote, bit for bit, with default options."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import ml_dtypes
-import numpy as np
 import pytest
-from fastshard.adapters import maxtext_model, paxml_model
-from jax_maker import Tree, converted, opened, saved, sha
-
-tensorstore = pytest.importorskip("tensorstore")
-
-#: The twins are runs of a model_name of Llama 3.1, its scaling of frequencies off.
-LLAMA31 = {"rope_type": "llama3.1", "rope_use_scale": False}
+from jax_maker import LLAMA31, Tree, converted, read, sha
 
 
 def described(fixture: Path) -> dict[str, Any]:
@@ -29,26 +23,12 @@ def tensors(fixture: Path) -> dict[str, Any]:
     return wanted
 
 
-def decoded(fixture: Path) -> Tree:
-    """The arrays of a fixture, checked against its own hashes."""
-    document = described(fixture)
-    item, form = fixture / document["item_dir"], document.get("format") or {}
-    tree = {}
-    for name, wanted in tensors(fixture).items():
-        store: dict[str, Any] = {"driver": "file", "path": f"{item}/{name}/"}
-        if form.get("ocdbt"):
-            store = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
-        spec = {"driver": "zarr3" if form.get("zarr3") else "zarr", "kvstore": store}
-        tree[name] = np.asarray(tensorstore.open(spec).result().read().result())
-        assert sha(tree[name]) == wanted["sha256"]
-    return tree
-
-
-def assert_hashes(have: Tree, want: dict[str, Any], besides: tuple[str, ...] = ()) -> None:
-    want = {name: entry for name, entry in want.items() if name not in besides}
-    assert set(have) == set(want)
+def assert_hashes(have: Tree, want: dict[str, Any]) -> None:
+    """Names, dtypes, shapes and bits."""
+    assert set(have) == set(want), set(have) ^ set(want)
     for name, entry in want.items():
-        assert list(have[name].shape) == entry["shape"]
+        assert str(have[name].dtype) == entry["dtype"], name
+        assert list(have[name].shape) == entry["shape"], name
         assert sha(have[name]) == entry["sha256"], name
 
 
@@ -56,35 +36,63 @@ def form_of(fixture: Path) -> str:
     return "maxtext:unscan" if "unscan" in fixture.name else "maxtext:scan"
 
 
-def test_twins_to_hugging_face(twin_fixture: Path, tmp_path: Path) -> None:
-    source = opened(saved(decoded(twin_fixture), tmp_path / "maxtext"), maxtext_model.describe, LLAMA31)
-    have, _ = converted(source, tmp_path / "hf", "hf")
+def other_form_of(fixture: Path) -> str:
+    return "maxtext:scan" if "unscan" in fixture.name else "maxtext:unscan"
+
+
+def assert_form(out: Path, fixture: Path) -> None:
+    """The store is of the kind of the fixture's, and says so."""
+    (item,) = out.glob("*/items")
+    kept = fixture / described(fixture)["item_dir"]
+    plain = "zarr2" in fixture.name
+    assert (item / "manifest.ocdbt").exists() is not plain
+    assert len(list(item.glob("*/.zarray"))) == (len(tensors(fixture)) if plain else 0)
+    told, wanted = (json.loads((path / "_METADATA").read_text()) for path in (item, kept))
+    for key in ("use_ocdbt", "use_zarr3"):
+        assert told[key] is not plain
+        assert told[key] is wanted.get(key, told[key])
+    assert set(told["tree_metadata"]) == set(wanted["tree_metadata"])
+
+
+def test_fixtures_are_read(twin_fixture: Path) -> None:
+    source = fastshard.open(twin_fixture)
+    assert (source.framework, source.family) == ("MaxText", "llama")
+    assert not [f for f in source.findings if f.severity in ("error", "warning")]
+    assert source.metadata()["completeness"]["verdict"] == "COMPLETE"
+    assert source.metadata()["scan_layers"] is (form_of(twin_fixture) == "maxtext:scan")
+
+
+@pytest.mark.parametrize("config", [None, LLAMA31], ids=["no config", "yml"])
+def test_twins_to_hugging_face(twin_fixture: Path, config: Any, tmp_path: Path) -> None:
+    have, findings = converted(twin_fixture, tmp_path / "hf", "hf", config=config)
     assert_hashes(have, described(twin_fixture)["hf_tensors"])
+    warned = [f.code for f in findings if f.severity == "warning" and "rope_type" in f.message]
+    assert warned == (["FS109"] if config is None else [])
 
 
 def test_twins_from_hugging_face(twin_fixture: Path, tmp_path: Path) -> None:
-    hf = twin_fixture / described(twin_fixture)["hf_source"]
-    have, _ = converted(hf.resolve(), tmp_path / "maxtext", form_of(twin_fixture), rope_type="llama3.1")
-    assert_hashes(have, tensors(twin_fixture), besides=("step",))
+    hf = (twin_fixture / described(twin_fixture)["hf_source"]).resolve()
+    zarr2 = "zarr2" in twin_fixture.name
+    have, _ = converted(hf, tmp_path / "maxtext", form_of(twin_fixture), zarr2=zarr2)
+    assert have["step"] == 0
+    assert_hashes(have, tensors(twin_fixture))
+    assert_form(tmp_path / "maxtext", twin_fixture)
 
 
 def test_twins_in_the_other_form_and_back(twin_fixture: Path, tmp_path: Path) -> None:
-    source = opened(saved(decoded(twin_fixture), tmp_path / "maxtext"), maxtext_model.describe)
-    other = "maxtext:scan" if form_of(twin_fixture) == "maxtext:unscan" else "maxtext:unscan"
-    converted(source, tmp_path / "other", other)
-    back = opened(tmp_path / "other", maxtext_model.describe)
-    have, _ = converted(back, tmp_path / "back", form_of(twin_fixture))
+    converted(twin_fixture, tmp_path / "other", other_form_of(twin_fixture))
+    have, _ = converted(tmp_path / "other", tmp_path / "back", form_of(twin_fixture))
     assert_hashes(have, tensors(twin_fixture))
 
 
 def test_gpt3_in_the_other_form_and_back(maxtext_fixture: Path, tmp_path: Path) -> None:
-    tree = decoded(maxtext_fixture)
-    source = opened(saved(tree, tmp_path / "maxtext"), maxtext_model.describe)
-    with_state = {"optimizer": any(name.startswith("opt_state.mu.") for name in tree)}
-    other = "maxtext:scan" if form_of(maxtext_fixture) == "maxtext:unscan" else "maxtext:unscan"
-    converted(source, tmp_path / "other", other, fused_qkv=False, **with_state)
-    back = opened(tmp_path / "other", maxtext_model.describe)
-    have, _ = converted(back, tmp_path / "back", form_of(maxtext_fixture), fused_qkv=True, **with_state)
+    state = any(name.startswith("opt_state.mu.") for name in tensors(maxtext_fixture))
+    options = {"optimizer": state, "zarr2": "zarr2" in maxtext_fixture.name}
+    other = other_form_of(maxtext_fixture)
+    converted(maxtext_fixture, tmp_path / "other", other, fused_qkv=False, **options)
+    have, _ = converted(
+        tmp_path / "other", tmp_path / "back", form_of(maxtext_fixture), fused_qkv=True, **options
+    )
     assert_hashes(have, tensors(maxtext_fixture))
 
 
@@ -94,26 +102,27 @@ def test_gpt3_in_the_other_form_and_back(maxtext_fixture: Path, tmp_path: Path) 
         ("paxml_gpt3_tiny", "gpt3_tiny_scan_f32", {}),
         ("paxml_gpt3_tiny", "gpt3_tiny_unscan_bf16", {"dtype": "bf16"}),
         ("paxml_gpt3_micro_opt", "gpt3_micro_scan_f32_opt", {"optimizer": True}),
-        ("paxml_gpt3_micro_opt", "gpt3_micro_scan_bf16_zarr2", {"dtype": "bf16"}),
-        ("paxml_gpt3_micro_opt", "gpt3_micro_unscan_f32_zarr2", {}),
+        ("paxml_gpt3_micro_opt", "gpt3_micro_scan_bf16_zarr2", {"dtype": "bf16", "zarr2": True}),
+        ("paxml_gpt3_micro_opt", "gpt3_micro_unscan_f32_zarr2", {"zarr2": True}),
     ],
 )
 def test_paxml_to_maxtext(
     paxml: str, maxtext: str, options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     root: Path = request.config.getoption("--fixtures-dir") / "orbax"
-    source = opened(saved(decoded(root / paxml), tmp_path / "paxml"), paxml_model.describe)
-    have, _ = converted(source, tmp_path / "maxtext", form_of(root / maxtext), **options)
-    want = tensors(root / maxtext)
-    assert (set(have), "step" in have) == (set(want), True)
-    assert_hashes(have, want)
+    have, _ = converted(root / paxml, tmp_path / "maxtext", form_of(root / maxtext), **options)
+    assert (have["step"].dtype, have["step"]) == ("int32", 4000)
+    assert_hashes(have, tensors(root / maxtext))
+    # The folder of the step is that of the source.
+    assert (tmp_path / "maxtext/4000/items").is_dir()
 
 
 def test_a_cast_is_to_the_nearest_even(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    root: Path = request.config.getoption("--fixtures-dir") / "maxtext_twins"
-    tree = decoded(root / "a_mt_f32_scan")
-    source = opened(saved(tree, tmp_path / "f32"), maxtext_model.describe)
+    source: Path = request.config.getoption("--fixtures-dir") / "maxtext_twins/a_mt_f32_scan"
     have, _ = converted(source, tmp_path / "bf16", "maxtext", dtype="bf16")
+    tree = read(source)
+    assert_hashes(tree, tensors(source))
+    assert set(have) == set(tree)
     for name, array in tree.items():
         want = array if name == "step" else array.astype(ml_dtypes.bfloat16)
         assert sha(have[name]) == sha(want), name
