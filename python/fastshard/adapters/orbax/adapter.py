@@ -31,7 +31,15 @@ class Orbax:
             return None
         everywhere = find(listing)
         if not everywhere:
-            return None
+            started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
+            if started is None:
+                return None
+            raise FastshardError.of(
+                "FS104",
+                "Orbax began to save here, and no array is there",
+                file=started.path,
+                help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
+            )
         places = choose(listing, everywhere, options.step)
         findings = _committed(listing, places, options)
         tree = _tree(listing, places)
