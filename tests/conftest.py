@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # These cases exist only there; the default run builds its damaged checkpoints and train states itself.
-    only_there = ("test_broken_fixtures.py", "test_maxtext_fixtures.py")
+    only_there = ("test_broken_fixtures.py", "test_maxtext_pairs.py")
     if collection_path.name in only_there and config.getoption("--fixtures-dir") is None:
         return True
     return None

@@ -9,6 +9,7 @@ from typing import Any
 import fastshard
 import ml_dtypes
 import pytest
+from helpers import FIXTURES
 from jax_maker import LLAMA31, Tree, converted, read, sha
 
 
@@ -96,29 +97,16 @@ def test_gpt3_in_the_other_form_and_back(maxtext_fixture: Path, tmp_path: Path) 
     assert_hashes(have, tensors(maxtext_fixture))
 
 
-@pytest.mark.parametrize(
-    ("paxml", "maxtext", "options"),
-    [
-        ("paxml_gpt3_tiny", "gpt3_tiny_scan_f32", {}),
-        ("paxml_gpt3_tiny", "gpt3_tiny_unscan_bf16", {"dtype": "bf16"}),
-        ("paxml_gpt3_micro_opt", "gpt3_micro_scan_f32_opt", {"optimizer": True}),
-        ("paxml_gpt3_micro_opt", "gpt3_micro_scan_bf16_zarr2", {"dtype": "bf16", "zarr2": True}),
-        ("paxml_gpt3_micro_opt", "gpt3_micro_unscan_f32_zarr2", {"zarr2": True}),
-    ],
-)
-def test_paxml_to_maxtext(
-    paxml: str, maxtext: str, options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    root: Path = request.config.getoption("--fixtures-dir") / "orbax"
-    have, _ = converted(root / paxml, tmp_path / "maxtext", form_of(root / maxtext), **options)
+def test_paxml_to_maxtext(tmp_path: Path) -> None:
+    maxtext = FIXTURES / "orbax/gpt3_micro_scan_bf16_zarr2"
+    paxml = FIXTURES / "orbax/paxml_gpt3_micro_weights"
+    have, _ = converted(paxml, tmp_path / "maxtext", "maxtext", dtype="bf16", zarr2=True)
     assert (have["step"].dtype, have["step"]) == ("int32", 4000)
-    assert_hashes(have, tensors(root / maxtext))
-    # The folder of the step is that of the source.
-    assert (tmp_path / "maxtext/4000/items").is_dir()
+    assert_hashes(have, tensors(maxtext))
 
 
-def test_a_cast_is_to_the_nearest_even(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    source: Path = request.config.getoption("--fixtures-dir") / "maxtext_twins/a_mt_f32_scan"
+def test_a_cast_is_to_the_nearest_even(tmp_path: Path) -> None:
+    source = FIXTURES / "maxtext_twins/a_mt_f32_scan"
     have, _ = converted(source, tmp_path / "bf16", "maxtext", dtype="bf16")
     tree = read(source)
     assert_hashes(tree, tensors(source))
