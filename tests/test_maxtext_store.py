@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import numpy as np
 import pytest
 import yaml
 from fastshard import FastshardError
-from helpers import cli
+from helpers import FIXTURES, cli
 from jax_maker import (
     STEP,
     Size,
@@ -202,3 +203,21 @@ def test_flags_that_do_not_fit_the_model(
     ran = cli("convert", request.getfixturevalue(source), tmp_path / "out", *flags)
     assert [f["code"] for f in ran.errors] == [code]
     assert not (tmp_path / "out").exists()
+
+
+def test_the_yml_beside_a_result_is_read_again(tmp_path: Path) -> None:
+    twin = FIXTURES / "maxtext_twins/a_hf_f32_single"
+    fastshard.convert(twin, tmp_path / "maxtext", to="maxtext", rope_type="default")
+    fastshard.convert(tmp_path / "maxtext", tmp_path / "hf", to="hf")
+    assert fastshard.diff(tmp_path / "hf", twin) == []
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (10000.0, 1e-05)
+
+
+def test_nothing_is_left_of_a_result_that_is_refused(tmp_path: Path) -> None:
+    state = paxml_state(SIZE)
+    state["step"] = np.array(4_000_000_000, np.uint32)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FastshardError):
+        fastshard.convert(saved_paxml(state, tmp_path / "paxml"), tmp_path / "out" / "it", to="maxtext")
+    assert list((tmp_path / "out").iterdir()) == []

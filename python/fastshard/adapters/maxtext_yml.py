@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .maxtext_target import MaxTextTarget
 
 #: Name of the file.
-_FILE = "maxtext_model.yml"
+FILE = "maxtext_model.yml"
 
 
 def of(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
@@ -78,7 +78,7 @@ def of(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], lis
                     "the output layer is the embedding: MaxText computes the same only with "
                     "logits_via_embedding: true and normalize_embedding_logits: false",
                     severity="warning",
-                    file=_FILE,
+                    file=FILE,
                 )
             )
     return out, findings
@@ -104,7 +104,7 @@ def _from_hf(config: dict[str, Any], interleaved: bool, findings: list[Finding])
                 "FS109",
                 f"the model attends to {seen} positions, MaxText's block to all before: they differ beyond these",
                 severity="warning",
-                file=_FILE,
+                file=FILE,
             )
         )
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -181,6 +182,13 @@ class StoreWriter:
                     expected=lacking[0],
                     help="the file system lost what was written: look at its logs, then run again",
                 )
+
+    def abort(self) -> None:
+        """Waits for what is under way, whatever becomes of it: the store will be removed."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self._under_way.popleft()[1].result()
+        self._open.clear()
 
     def _told(self, work: Any) -> str | None:
         try:

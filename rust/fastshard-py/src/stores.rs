@@ -86,6 +86,11 @@ impl ArrayWriter for PythonWriter {
     fn finish(&self) -> Result<()> {
         self.call("the store", |py| self.writer.call_method0(py, "finish"))
     }
+
+    fn abort(&self) {
+        // What it failed at is told already.
+        let _ = self.call("the store", |py| self.writer.call_method0(py, "abort"));
+    }
 }
 
 /// Why a call with a view did not end well, and whether somebody still holds the view.

@@ -464,6 +464,9 @@ fn fill(
         Some(arrays) if clean(&report) => arrays.finish().map(|()| report),
         _ => Ok(report),
     });
+    if let (Some(arrays), false) = (&sink.arrays, done.as_ref().is_ok_and(clean)) {
+        arrays.abort();
+    }
     let report = match done {
         Ok(report) => report,
         Err(error) => {

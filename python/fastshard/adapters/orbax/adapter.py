@@ -7,10 +7,12 @@ import json
 import os
 from typing import Any
 
+from ...configs import parse_yaml
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding, error_for
 from .. import maxtext_model, paxml_model
 from ..base import Assembled, Blocks, Contents, Found, Options, Source, TreeInfo
+from ..maxtext_yml import FILE as MODEL_FILE
 from . import completeness, stores
 from .completeness import Evidence, Verdict
 from .places import Place, choose, find
@@ -109,12 +111,15 @@ class Orbax:
         if custom:
             source.values["custom_metadata"] = custom
         arrays = {name: (array.dtype, array.shape) for name, array in union.arrays.items()}
+        config, path = options.config, options.config_path
+        if config is None:
+            config, path = _model_beside(listing, place)
         if maxtext_model.is_train_state(arrays):
             scan = custom.get("scan_layers") if isinstance(custom, dict) else None
             stacked = scan if isinstance(scan, bool) else None
-            maxtext_model.describe(source, arrays, options.config, options.config_path, stacked)
+            maxtext_model.describe(source, arrays, config, path, stacked)
         elif paxml_model.is_train_state(arrays):
-            paxml_model.describe(source, arrays, options.config, options.config_path)
+            paxml_model.describe(source, arrays, config, path)
         return source
 
 
@@ -234,6 +239,29 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
             )
         )
     return findings
+
+
+def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None, str | None]:
+    """The yml that a conversion to MaxText left beside the step.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    folder = place.folder
+    while True:
+        path = f"{folder}/{MODEL_FILE}" if folder else MODEL_FILE
+        file = next((f for f in listing.files if f.root == place.root and f.path == path), None)
+        if file is not None:
+            try:
+                config = parse_yaml(listing.read_text(file, limit=1 << 20))
+            except ValueError as error:
+                raise FastshardError.of("FS211", f"not a config: {error}", file=path) from None
+            if isinstance(config, dict) and config:
+                return config, path
+            raise FastshardError.of("FS211", "not a config: no keys", file=path)
+        if not folder:
+            return None, None
+        folder = folder.rpartition("/")[0]
 
 
 def _expected(tree: Tree, there: set[str], where: str, evidence: Evidence) -> list[Finding]:

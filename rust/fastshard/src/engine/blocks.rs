@@ -8,7 +8,8 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::error::Result;
+use crate::codes;
+use crate::error::{Finding, Result};
 use crate::plan::Plan;
 use crate::storage::SourceFile;
 
@@ -62,6 +63,20 @@ pub struct Blocks {
     /// Offset of each blob in the file, and the file's size.
     places: Vec<u64>,
     size: u64,
+}
+
+/// A buffer for a block, whose size metadata alone states.
+fn room_for(len: usize, key: &str) -> Result<Vec<u8>> {
+    let mut buffer = Vec::new();
+    if buffer.try_reserve_exact(len).is_err() {
+        return Err(Finding::new(codes::MEMORY_BUDGET, "a chunk that does not fit in memory")
+            .tensor(key)
+            .expected("what this machine has", format!("{} MiB", len >> 20))
+            .help("the array's metadata is damaged, or it was written with chunks for larger machines")
+            .into());
+    }
+    buffer.resize(len, 0);
+    Ok(buffer)
 }
 
 impl Blocks {
@@ -137,7 +152,8 @@ impl Blocks {
         let key = about.member.as_deref().unwrap_or("");
         let decoded = self
             .make_room(state)
-            .and_then(|()| source.read_block(key, buffer.unwrap_or_else(|| vec![0; len])));
+            .and_then(|()| buffer.map_or_else(|| room_for(len, key), Ok))
+            .and_then(|buffer| source.read_block(key, buffer));
         let mut state = self.state();
         let result = match decoded {
             Ok(bytes) => {

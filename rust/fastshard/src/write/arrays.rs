@@ -45,6 +45,9 @@ pub trait ArrayWriter: Debug + Send + Sync {
     /// # Errors
     /// What keeps it from being complete.
     fn finish(&self) -> Result<()>;
+
+    /// Lets go of the store, which will be removed: nothing is written to it any more afterwards.
+    fn abort(&self);
 }
 
 /// The blocks of one output.
@@ -195,6 +198,11 @@ impl Arrays {
     /// True for an output that becomes an array.
     pub(super) fn holds(&self, output: usize) -> bool {
         self.grids.contains_key(&output)
+    }
+
+    /// Lets go of the store.
+    pub(super) fn abort(&self) {
+        self.writer.abort();
     }
 
     /// Completes the store.
