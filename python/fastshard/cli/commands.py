@@ -109,6 +109,7 @@ def inspect(a: argparse.Namespace) -> Outcome:
         ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in summary["dtypes"].items()) or "-"),
         ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items()) or "-"),
         *_trained_with(document["metadata"].get("features")),
+        *_chunks(document["metadata"].get("completeness")),
         ("complete", _verdict(plan)),
     ]
     text = table(rows, indent="")
@@ -139,6 +140,17 @@ def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
     if fp8 := features.get("fp8"):
         rows.append(("fp8 state", ", ".join(f"{k} {v}" for k, v in fp8.items())))
     return rows
+
+
+def _chunks(judged: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """One row on the chunks of a store of arrays."""
+    if not judged:
+        return []
+    absent = judged["absent_chunks"]
+    told = f"{judged['verdict']}: {judged['chunks']} called for, " + (
+        f"{absent} absent" if absent else "all there"
+    )
+    return [("chunks", told)]
 
 
 def _verdict(plan: Plan) -> str:

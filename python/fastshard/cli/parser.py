@@ -65,7 +65,7 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=("uncommitted", "elided-zeros"),
-        help="accept what is not in order: a save that was not committed; absent chunks as zeros",
+        help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros",
     )
     group.add_argument(
         "--expect-processes",
