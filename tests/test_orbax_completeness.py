@@ -64,7 +64,9 @@ def test_the_verdict_is_that_of_an_oracle(
     per_process: bool,
 ) -> None:
     arrays, keys = store
-    verdict = judge(arrays, keys, Evidence(stores_fill, {}, present, per_process, expected))
+    verdict = judge(
+        arrays, keys, Evidence(stores_fill, {}, present, per_process=per_process, expected=expected)
+    )
     lost = {name: math.prod(a.shape) - elements(a, keys) for name, a in arrays.items()}
     assert verdict.lost == sum(lost.values())
     assert set(verdict.missing) == {name for name, n in lost.items() if n}

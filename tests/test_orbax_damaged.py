@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import numpy as np
@@ -212,3 +213,50 @@ def test_no_damage_makes_more_than_a_finding(
             np.asarray(tensor)
     except fastshard.FastshardError as error:
         assert error.findings
+
+
+#: A save of two processes on disks of their own, by a writer that leaves out chunks of zeros.
+ELIDING = "mp2_local_BROKEN_063_zarr3"
+
+
+def test_a_directory_alone_does_not_show_that_its_process_wrote(tmp_path: Path) -> None:
+    root = copy(ORBAX / ELIDING / "node0", tmp_path / "node0")
+    stray = next(root.glob("checkpoints/*/items")) / "ocdbt.process_1"
+    stray.mkdir()
+    (stray / "manifest.ocdbt").write_bytes(b"garbage")
+    assert_refused(root, tmp_path / "out", "FS111", exit=3)
+
+
+def test_fewer_processes_than_the_files_tell_of_are_not_believed(tmp_path: Path) -> None:
+    options = ("--expect-processes", "1")
+    assert_refused(ORBAX / ELIDING / "node0", tmp_path / "out", "FS111", options=options, exit=3)
+
+
+def test_a_chunk_outside_the_grid_is_of_another_save(tmp_path: Path) -> None:
+    write(tmp_path / "items", "w", painted(4, 4), [2, 4])
+    (tmp_path / "items" / "w" / "7.9").write_bytes(b"abc")
+    ran = assert_refused(tmp_path / "items", tmp_path / "out", "FS107", exit=1)
+    assert ran.errors[0]["tensor"] == "w"
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {"device_mesh": {"mesh": "a"}},
+        {"device_mesh": {"mesh": [{"id": 1e999}]}},
+        {"shape": [1e999]},
+        {"axis_names": ["a", "b", "c"]},
+        {"device_mesh": {"mesh": [[[]], {"id": 0}]}},
+    ],
+)
+def test_a_sharding_that_cannot_be_understood_says_nothing(sharding: dict[str, Any], tmp_path: Path) -> None:
+    root = copy(ORBAX / "mp2_shared_good_063_zarr3_elided_zeros", tmp_path / "ckpt")
+    file = next(root.glob("checkpoints/*/items/_sharding"))
+    entries = {k: json.dumps({**json.loads(v), **sharding}) for k, v in json.loads(file.read_text()).items()}
+    file.write_text(json.dumps(entries))
+    assert_refused(root, tmp_path / "out", "FS106", exit=3)
+
+
+def test_an_absurd_number_of_processes_is_refused(tmp_path: Path) -> None:
+    options = ("--expect-processes", "1000000000")
+    assert_refused(ORBAX / ELIDING / "node0", tmp_path / "out", "FS211", options=options, exit=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, adapters
-from .adapters.base import Contents, Options, Source
+from .adapters.base import MAX_DEGREE, Contents, Options, Source
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding
@@ -56,7 +56,7 @@ def open(
         vocab_size=_positive(vocab_size, "vocab_size"),
         accept=frozenset(accept),
         layout=None if layout is None else os.fspath(layout),
-        expect_processes=_positive(expect_processes, "expect_processes"),
+        expect_processes=_processes(expect_processes),
     )
     listing = list_roots(paths)
     found = adapters.detect(listing, options)
@@ -100,6 +100,14 @@ def _positive(value: int | None, name: str) -> int | None:
     if value is not None and (not isinstance(value, int) or value < 1):
         raise FastshardError.of("FS211", name, expected="a positive whole number", got=repr(value))
     return value
+
+
+def _processes(count: int | None) -> int | None:
+    if count is not None and count > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
+        )
+    return _positive(count, "expect_processes")
 
 
 def _relative(finding: Finding, prefixes: list[str]) -> Finding:

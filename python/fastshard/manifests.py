@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
-from .planning import default_threads, parse_size
+from .planning import default_threads, make_plan, parse_size
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -120,8 +120,12 @@ class Expected:
         named = _files_of(path)
         have = {file["path"] for file in checkpoint.files}
         try:
-            if named & have or not named:
+            tensors = {t["name"] for t in _read(path)["tensors"]}
+            if named & have or not tensors:
                 return _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
+            if not named and not tensors - checkpoint.keys():
+                # Of a store of arrays, whose files a manifest does not name: its arrays are the source's.
+                return against_result(path, make_plan(checkpoint.opened), run, progress)
             # A manifest of another layout of the same model: its tensors are the ones to come out.
             return against_result(path, plan, run, progress)
         except _core.CoreError as error:

@@ -122,7 +122,26 @@ def test_what_orbax_writes_is_read(ocdbt: bool, zarr3: bool, tmp_path: Path) -> 
     # And back, its lists and empty nodes included.
     fastshard.convert(source, tmp_path / "out", to="orbax")
     again = ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")
-    assert hashes(again) == hashes(tree)
-    assert jax.tree.structure(again) == jax.tree.structure(
-        ocp.PyTreeCheckpointer().restore(tmp_path / "3" / "items")
-    )
+    before = ocp.PyTreeCheckpointer().restore(tmp_path / "3" / "items")
+    assert hashes(again) == hashes(before)
+    assert jax.tree.structure(again) == jax.tree.structure(before)
+
+
+def test_numbers_and_texts_come_back_as_what_they_were(tmp_path: Path) -> None:
+    tree = {"w": np.arange(6.0), "count": 7, "rate": 2.5, "text": "hello"}
+    ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
+    fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax")
+    again = ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")
+    before = ocp.PyTreeCheckpointer().restore(tmp_path / "3" / "items")
+    assert (again["count"], again["rate"], again["text"]) == (7, 2.5, "hello")
+    assert [type(again[k]) for k in ("count", "rate", "text")] == [
+        type(before[k]) for k in ("count", "rate", "text")
+    ]
+
+
+def test_a_tree_with_lists_is_written_whole_or_not(tmp_path: Path) -> None:
+    tree = {"layers": [np.arange(3), np.arange(4)]}
+    ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
+    with pytest.raises(fastshard.FastshardError) as error:
+        fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax", exclude=["layers.0"])
+    assert error.value.code == "FS515"

@@ -207,6 +207,10 @@ class TreeInfo:
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
     #: What the writer said of the checkpoint.
     custom: dict[str, Any]
+    #: value_type by array.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as stored.
+    strings: str | None = None
 
 
 @dataclass

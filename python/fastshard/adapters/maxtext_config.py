@@ -293,7 +293,10 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         out["rope_scaling"] = {"rope_type": "llama3", **LLAMA3_SCALING}
     if config.get("decoder_block") is None:
         findings.append(_stated_nowhere("decoder_block: config.json says Llama", "note"))
-    unknown = "max_position_embeddings: config.json lacks it, and transformers takes its own default"
+    unknown = (
+        "max_position_embeddings, bos_token_id, eos_token_id: config.json lacks them, "
+        "and transformers takes its own defaults"
+    )
     findings.append(_stated_nowhere(unknown, "warning"))
     return out, findings
 

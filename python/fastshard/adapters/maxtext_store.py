@@ -46,7 +46,14 @@ class MaxTextStore:
         zeros = {name: dtype for name, (dtype, _) in self.state.constants(bound.shapes).items()}
         # The tree is MaxText's own: what the source's looked like says nothing here.
         store = replace(
-            self.store, item=_ITEM, keys={}, leaves=empty, custom=self.state.metadata(), zeros=zeros
+            self.store,
+            item=_ITEM,
+            keys={},
+            types={},
+            strings=None,
+            leaves=empty,
+            custom=self.state.metadata(),
+            zeros=zeros,
         )
         files, more, assumed = store.complete(bound)
         return files, texts | more, findings + assumed

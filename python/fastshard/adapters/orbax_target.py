@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import FastshardError
+from ..errors import FastshardError, Finding
+from ..external.dtypes import NUMPY
 from .base import Bound, Completed, Source
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
@@ -16,6 +17,8 @@ BLOCK_BYTES = 8 << 20
 DICT_KEY = 2
 #: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote it.
 _VALUE = "np.ndarray"
+#: Restored as numbers of Python. source: orbax type_handlers.py
+_SCALARS = ("scalar", "int", "float", "bool")
 #: The handler that restores a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
@@ -33,6 +36,10 @@ class OrbaxTarget:
     keys: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     #: Entries of the tree that are no arrays: name -> (key_metadata, value_metadata).
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    #: value_type by name, where the source states it.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as the source stores them.
+    strings: str | None = None
     #: For ``_CHECKPOINT_METADATA``: MaxText looks at ``scan_layers`` in it.
     custom: dict[str, Any] = field(default_factory=dict)
     #: Arrays of one zero that the source does not hold: name -> dtype.
@@ -57,6 +64,8 @@ class OrbaxTarget:
             zarr=2 if zarr2 else 3,
             keys=dict(tree.keys) if tree else {},
             leaves=dict(tree.leaves) if tree else {},
+            types=dict(tree.types) if tree else {},
+            strings=tree.strings if tree else None,
             custom=dict(tree.custom) if tree else {},
         )
 
@@ -74,10 +83,11 @@ class OrbaxTarget:
         arrays += [(name, name, []) for name in self.zeros]
         shapes = {**bound.shapes, **{name: [] for name in self.zeros}}
         self._distinct([name for name, *_ in arrays])
+        self._writable(bound.dtypes)
         folder = f"{self.step}/{self.item}"
         how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
         files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays, "zeros": self.zeros}}}]
-        return files, self.texts(shapes, arrays), []
+        return files, self.texts(shapes, arrays), self._changed(shapes)
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""
@@ -96,6 +106,48 @@ class OrbaxTarget:
                     "FS514", "a name with a slash has no place in a store of arrays", tensor=name
                 )
 
+    def _writable(self, dtypes: dict[str, str]) -> None:
+        """Refuses what the store cannot hold: other dtypes, and lists of which a part was left out."""
+        for name, dtype in dtypes.items():
+            if dtype not in NUMPY:
+                raise FastshardError.of(
+                    "FS514",
+                    "arrays of this dtype are not written",
+                    tensor=name,
+                    expected=" | ".join(NUMPY),
+                    got=dtype,
+                    help="--dtype bf16 writes their values, where their scales are there",
+                )
+        left = sorted(set(self.keys) - set(dtypes))
+        listed = next(
+            (n for n in dtypes if any(k.get("key_type") != DICT_KEY for k in self.keys.get(n, ()))), None
+        )
+        if left and listed is not None:
+            raise FastshardError.of(
+                "FS515",
+                "a tree with lists is written whole: without a part the others would get other places",
+                tensor=listed,
+                got=f"{left[0]} left out",
+                help="leave out --include and --exclude, or merge to safetensors",
+            )
+
+    def _changed(self, shapes: dict[str, list[int]]) -> list[Finding]:
+        """Entries that Orbax will restore as something else."""
+        keys = [n for n in shapes if self.types.get(n) == "jax.random.key"]
+        return (
+            [
+                Finding.of(
+                    "FS212",
+                    f"{len(keys)} random keys are written as the numbers that they hold",
+                    severity="warning",
+                    tensor=keys[0],
+                    help="wrap them with jax.random.wrap_key_data when they are restored",
+                )
+            ]
+            if keys
+            else []
+        )
+
     def texts(self, shapes: dict[str, list[int]], arrays: list[tuple[str, str, list[int]]]) -> dict[str, str]:
         """Small files, by path.
 
@@ -104,7 +156,9 @@ class OrbaxTarget:
         tree = {}
         for name, shape in shapes.items():
             keys = self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
-            value = {"value_type": _VALUE, "skip_deserialize": False, "write_shape": shape}
+            kind = self.types.get(name)
+            kind = kind if kind in _SCALARS and not shape else _VALUE
+            value = {"value_type": kind, "skip_deserialize": False, "write_shape": shape}
             tree[_path(keys)] = {"key_metadata": keys, "value_metadata": value}
         for keys, value in self.leaves.values():
             tree.setdefault(_path(keys), {"key_metadata": keys, "value_metadata": value})
@@ -138,7 +192,8 @@ class OrbaxTarget:
         # What it says is the writer's path elsewhere, and never read.
         done = "Checkpoint commit was successful\n"
         folder = f"{self.step}/{self.item}"
-        return {
+        strings = {} if self.strings is None else {f"{folder}/_strings.json": self.strings}
+        return strings | {
             f"{folder}/_METADATA": json.dumps(metadata),
             f"{folder}/array_metadatas/process_0": json.dumps({"array_metadatas": described}),
             f"{folder}/commit_success.txt": done,

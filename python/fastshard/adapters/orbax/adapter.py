@@ -53,8 +53,9 @@ class Orbax:
         evidence = Evidence(
             stores_fill=tree.stores_fill if tree else None,
             shardings=shardings,
-            present={n for p in places for n in p.processes},
+            present=union.wrote(),
             per_process=places[0].ocdbt,
+            committed=any(p.committed for p in places),
             expected=options.expect_processes,
             lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
             where=places[0].label(listing),
@@ -103,8 +104,11 @@ class Orbax:
         checkpoint = _checkpoint_metadata(listing, found.notes["places"])
         custom = checkpoint.get("custom_metadata")
         source.tree = TreeInfo(
-            item=place.item or "items",
+            # A folder that lies in no step's is named after anything.
+            item=place.item if place.item and place.step is not None else "items",
             keys=tree.arrays if tree else {},
+            types=tree.types if tree else {},
+            strings=_strings(listing, found.notes["places"]),
             leaves=tree.leaves if tree else {},
             custom=custom if isinstance(custom, dict) else {},
         )
@@ -176,6 +180,14 @@ def _identity(listing: Listing, places: list[Place]) -> str:
                 stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
                 digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+def _strings(listing: Listing, places: list[Place]) -> str | None:
+    """Texts among the leaves, which Orbax keeps in a file of their own. source: orbax type_handlers.py"""
+    for place in places:
+        if file := _file(listing, place, "_strings.json"):
+            return listing.read_text(file)
+    return None
 
 
 def _tree(listing: Listing, places: list[Place]) -> Tree | None:

@@ -29,10 +29,12 @@ class Evidence:
     #: True if chunks equal to the fill value are stored too.
     stores_fill: bool | None
     shardings: Mapping[str, Sharding]
-    #: Numbers of the processes whose directories (``ocdbt.process_N``) are there.
+    #: Numbers of the processes whose stores (``ocdbt.process_N``) are there and hold something of these arrays.
     present: Set[int]
     #: True if the format keeps a directory per process; plain files of all processes lie together.
     per_process: bool = True
+    #: True if a save was committed: what its processes had to write was written by then.
+    committed: bool = True
     #: Processes that took part, as the caller says.
     expected: int | None = None
     #: Keys that an index names and whose values are not there, with the reason: they were written, and are lost.
@@ -46,11 +48,12 @@ class Evidence:
 
     def implied(self) -> int | None:
         """Number of processes that took part, where anything states it."""
-        if self.expected is not None:
-            # More directories than processes: the number given is wrong, and says nothing of those between.
-            return max(self.expected, 1 + max(self.present, default=-1))
         processes = self.processes()
-        return None if processes is None else 1 + max(processes.values())
+        told = None if processes is None else 1 + max(processes.values())
+        if self.expected is None:
+            return told
+        # Fewer than the files tell of: the number given is wrong.
+        return max(self.expected, told or 0, 1 + max(self.present, default=-1))
 
     def absent(self) -> list[int]:
         """Processes that took part and whose directories are not there."""
@@ -118,7 +121,7 @@ def judge(
     lacking, implied = evidence.absent(), evidence.implied()
     if certain or lacking:
         verdict.verdict = INCOMPLETE
-    elif implied is None or not evidence.per_process:
+    elif implied is None or not evidence.per_process or not evidence.committed:
         verdict.verdict = AMBIGUOUS
     verdict.findings = _findings(arrays, verdict, evidence, accept_elided)
     return verdict

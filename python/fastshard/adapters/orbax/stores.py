@@ -44,11 +44,19 @@ class Union:
     unmerged: int = 0
     #: Names of arrays that have chunks and no metadata.
     undescribed: list[str] = field(default_factory=list)
+    #: Keys of each process' own store that was opened.
+    of_process: dict[int, set[str]] = field(default_factory=dict)
 
     def add(self, held: Held) -> None:
         """Takes a further store."""
         self.held.append(held)
         self.keys |= held.keys
+
+    def wrote(self) -> set[int]:
+        """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows nothing."""
+        known = {f"{a.name}/{a.key(i)}" for a in self.arrays.values() for i in a.chunks() if 0 not in a.shape}
+        known |= {f"{name}/{last}" for name in self.arrays for last in _METADATA}
+        return {n for n, keys in self.of_process.items() if not known.isdisjoint(keys)}
 
     def holders(self, key: str) -> list[Held]:
         """Stores that hold a key."""
@@ -70,7 +78,9 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     for place in places:
         if place.ocdbt and not place.merged:
             for n in sorted(place.processes):
-                union.add(_process(listing, place, n))
+                part = _process(listing, place, n)
+                union.of_process.setdefault(n, set()).update(part.keys)
+                union.add(part)
         else:
             store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
             union.add(_held(listing, place, store))
@@ -83,10 +93,12 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
                 # One that cannot be read has nothing to add; what the merged store lacks is missing then.
                 with contextlib.suppress(FastshardError):
                     part = _process(listing, place, n)
+                    union.of_process.setdefault(n, set()).update(part.keys)
                     part.keys -= before
                     union.add(part)
         union.unmerged = len(union.keys) - len(before)
         _describe(union, union.keys - before)
+    _foreign(union)
     union.undescribed = _undescribed(union)
     return union
 
@@ -163,6 +175,26 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
                 "FS601", f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
                 help="an array's metadata was damaged: copy it again",
             )  # fmt: skip
+
+
+def _foreign(union: Union) -> None:
+    """Refuses chunks that an array does not have: of another save, with another grid or format."""
+    for held in union.held:
+        for key in held.keys:
+            found = _CHUNK.match(key)
+            array = union.arrays.get(found[1]) if found else None
+            if array is None:
+                continue
+            name, last = array.name, key[len(array.name) + 1 :]
+            if not array.has(last):
+                raise FastshardError.of(
+                    "FS107",
+                    f"chunk {last} lies outside the array: it is of another save",
+                    file=held.label,
+                    tensor=name,
+                    expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as {array.key((0,) * len(array.shape))}",
+                    help="give the directories of one save only",
+                )
 
 
 def _undescribed(union: Union) -> list[str]:

@@ -62,6 +62,18 @@ class Array:
             return self.separator.join(numbers) or "0"
         return self.separator.join(["c", *numbers])
 
+    def has(self, key: str) -> bool:
+        """True if this is the key of one of its chunks."""
+        parts = key.split(self.separator)
+        if self.zarr == 3 and parts.pop(0) != "c":
+            return False
+        if not self.shape and self.zarr == 2:
+            return key == "0"
+        grid = self.grid
+        if len(parts) != len(grid) or not all(p.isdigit() and str(int(p)) == p for p in parts):
+            return False
+        return all(int(p) < n for p, n in zip(parts, grid, strict=True))
+
     def chunks(self) -> Iterator[tuple[int, ...]]:
         """Indices of all chunks."""
         return itertools.product(*map(range, self.grid))
