@@ -69,6 +69,7 @@ fn write_out(
         copies: Vec::new(),
         values: serde_json::Value::Null,
         sparse: false,
+        arrays: None,
         stats: false,
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)

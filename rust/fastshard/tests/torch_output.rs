@@ -90,6 +90,7 @@ fn write_out(
         copies: Vec::new(),
         values: Json::Null,
         sparse: false,
+        arrays: None,
         stats: false,
     };
     let roots = [source.to_path_buf()];
@@ -270,6 +271,7 @@ fn safetensors_files_can_be_prescribed() {
         copies: Vec::new(),
         values: Json::Null,
         sparse: false,
+        arrays: None,
         stats: false,
     };
     let (manifest, _) =
