@@ -242,9 +242,14 @@ impl SourceFile {
         fill(&mut |bytes| {
             file.write_all(bytes).map_err(|e| Error::io(dir, "cannot write a temporary file", &e))
         })?;
-        let meta = file.metadata().map_err(|e| Error::io(dir, "cannot stat", &e))?;
+        Self::own(file, origin)
+    }
+
+    /// A file of this process, called `path` in messages.
+    fn own(file: File, path: &Path) -> Result<Self> {
+        let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
         Ok(SourceFile {
-            path: origin.to_path_buf(),
+            path: path.to_path_buf(),
             file,
             stamp: Stamp::of(&meta),
             network: false,
@@ -258,16 +263,7 @@ impl SourceFile {
     pub(crate) fn scratch(dir: &Path, size: u64) -> Result<Self> {
         let file = unnamed(dir).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
         file.set_len(size).map_err(|e| Error::io(dir, "cannot make a temporary file", &e))?;
-        let meta = file.metadata().map_err(|e| Error::io(dir, "cannot stat", &e))?;
-        Ok(SourceFile {
-            path: dir.to_path_buf(),
-            file,
-            stamp: Stamp::of(&meta),
-            network: false,
-            own: true,
-            map: OnceLock::new(),
-            blocks: None,
-        })
+        Self::own(file, dir)
     }
 
     /// Writes into a file of [`SourceFile::scratch`]; pages of zeros stay holes.

@@ -17,7 +17,7 @@ from ...errors import FastshardError
 from ...external.dtypes import NUMPY, ZARR2, ZARR3
 
 #: Chunks of one array at most: more are not a checkpoint's.
-MAX_CHUNKS = 1 << 22
+MAX_CHUNKS = 1 << 20
 #: Dimensions at most. source: tensorstore kMaxRank
 _MAX_RANK = 32
 #: Largest metadata file read, in bytes.
