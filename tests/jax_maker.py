@@ -99,7 +99,7 @@ def read(out: Path) -> Tree:
     """The arrays of a result: of safetensors, or of an Orbax checkpoint, which TensorStore alone decodes."""
     if (out / "model.safetensors").exists():
         return {k: as_numpy(v) for k, v in load_file(out / "model.safetensors").items()}
-    (item,) = (path.parent for path in out.glob("*/*/_METADATA"))
+    (item,) = (path.parent.resolve() for path in out.glob("*/*/_METADATA"))
     files: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
     if (item / "manifest.ocdbt").exists():
         files = {"driver": "ocdbt", "base": files}

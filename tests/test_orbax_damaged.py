@@ -260,3 +260,12 @@ def test_a_sharding_that_cannot_be_understood_says_nothing(sharding: dict[str, A
 def test_an_absurd_number_of_processes_is_refused(tmp_path: Path) -> None:
     options = ("--expect-processes", "1000000000")
     assert_refused(ORBAX / ELIDING / "node0", tmp_path / "out", "FS211", options=options, exit=2)
+
+
+def test_paths_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy(ORBAX / "mp2_shared_good_063_zarr3_elided_zeros", tmp_path / "ckpt")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fastshard.convert("../ckpt", "../out", to="orbax")
+    fastshard.convert("../out", "../back", to=None)
+    assert merged(tmp_path / "back") == wanted(tmp_path / "ckpt")

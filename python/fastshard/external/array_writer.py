@@ -99,7 +99,8 @@ class StoreWriter:
 
     def begin(self, folder: str, how: str, arrays: str) -> str | None:
         """Makes the store in ``folder``, from nothing: what an interrupted run left there is removed."""
-        path = Path(folder)
+        # TensorStore takes no path with `..` in it.
+        path = Path(folder).resolve()
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)

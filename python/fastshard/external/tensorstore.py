@@ -52,7 +52,8 @@ class Store:
     def __init__(self, path: Path, *, ocdbt: bool, label: str) -> None:
         self._ts = library()
         self.label = label
-        self._folder = f"{path}/"
+        # TensorStore takes no path with `..` in it.
+        self._folder = f"{path.resolve()}/"
         self._ocdbt = ocdbt
         # Nothing is kept that the core does not hold itself.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}})
