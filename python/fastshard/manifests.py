@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
-from .planning import default_threads, make_plan, parse_size
+from .external.dtypes import item_size
+from .planning import default_threads, parse_size
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -56,11 +56,7 @@ class Manifest(Mapping[str, Any]):
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(
-            math.prod(t["shape"])
-            * (1 if t["dtype"] == "BOOL" else int(re.findall(r"\d+", t["dtype"])[0]) // 8)
-            for t in self.document["tensors"]
-        )
+        return sum(math.prod(t["shape"]) * item_size(t["dtype"]) for t in self.document["tensors"])
 
     def __repr__(self) -> str:
         d = self.document
@@ -117,15 +113,16 @@ class Expected:
         path = self.manifest or beside(checkpoint)
         if path is None:
             return []
-        named = _files_of(path)
+        document = _read(path)
+        named = {file["name"] for file in document["files"]}
         have = {file["path"] for file in checkpoint.files}
         try:
-            tensors = {t["name"] for t in _read(path)["tensors"]}
+            tensors = {t["name"] for t in document["tensors"]}
             if named & have or not tensors:
                 return _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays, whose files a manifest does not name: its arrays are the source's.
-                return against_result(path, make_plan(checkpoint.opened), run, progress)
+                return against_result(path, checkpoint._plan, run, progress)
             # A manifest of another layout of the same model: its tensors are the ones to come out.
             return against_result(path, plan, run, progress)
         except _core.CoreError as error:

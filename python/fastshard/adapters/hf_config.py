@@ -228,3 +228,16 @@ def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
         "qk_norm": any(name.endswith("q_norm.weight") for name in have),
         "mlp_bias": any(name.endswith("gate_proj.bias") for name in have),
     }
+
+
+def sizes(axes: dict[str, int]) -> dict[str, int]:
+    """Sizes of a model of the Llama kind by its axes, as ``config.json`` names them."""
+    return {
+        "vocab_size": axes["V"],
+        "hidden_size": axes["H"],
+        "intermediate_size": axes["F"],
+        "num_hidden_layers": axes["L"],
+        "num_attention_heads": axes["g"] * axes["r"],
+        "num_key_value_heads": axes["g"],
+        "head_dim": axes["d"],
+    }

@@ -243,15 +243,7 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
         FastshardError: ``FS211`` for values of another kind.
     """
     config = source.config or {}
-    size = {
-        "vocab_size": axes["V"],
-        "hidden_size": axes["H"],
-        "intermediate_size": axes["F"],
-        "num_hidden_layers": axes["L"],
-        "num_attention_heads": axes["g"] * axes["r"],
-        "num_key_value_heads": axes["g"],
-        "head_dim": axes["d"],
-    }
+    size = hf_config.sizes(axes)
     findings = []
     if rope_of(config) is None:
         findings.append(

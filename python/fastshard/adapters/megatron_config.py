@@ -11,6 +11,7 @@ from typing import Any
 
 from ..configs import shown
 from ..errors import FastshardError, Finding
+from . import hf_config
 from .base import Source
 
 _ACTIVATION = "silu"
@@ -337,13 +338,7 @@ def config_json(source: Source, axes: dict[str, int]) -> tuple[dict[str, Any], l
     out = {
         "architectures": [name],
         "model_type": kind,
-        "vocab_size": axes["V"],
-        "hidden_size": axes["H"],
-        "intermediate_size": axes["F"],
-        "num_hidden_layers": axes["L"],
-        "num_attention_heads": axes["g"] * axes["r"],
-        "num_key_value_heads": axes["g"],
-        "head_dim": axes["d"],
+        **hf_config.sizes(axes),
         "hidden_act": _ACTIVATION,
         "max_position_embeddings": known("max_position_embeddings", 4096),
         "rms_norm_eps": known("norm_epsilon", 1e-5),

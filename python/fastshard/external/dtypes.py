@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 #: numpy's name, by safetensors' name; bfloat16 is ml_dtypes'.
@@ -17,6 +18,11 @@ ZARR2 = {
     "BOOL": "|b1", "I8": "|i1", "U8": "|u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4",
     "I64": "<i8", "U64": "<u8", "F16": "<f2", "BF16": "bfloat16", "F32": "<f4", "F64": "<f8", "C64": "<c8",
 }  # fmt: skip
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element, by any of safetensors' names (8-bit floats too)."""
+    return 1 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0]) // 8
 
 
 def numpy_dtype(dtype: str) -> Any:

@@ -16,8 +16,6 @@ from . import ocdbt_index
 
 #: Arrays that one store keeps open.
 _OPEN = 64
-
-
 #: mallopt's M_MMAP_THRESHOLD. source: malloc.h of glibc
 _MMAP_THRESHOLD = -3
 
@@ -83,11 +81,6 @@ class Store:
                 help="it is damaged or was cut short: copy it again from the host that wrote it",
             ) from None
 
-    def keys(self) -> list[str]:
-        """All keys."""
-        found = self._wait(lambda: self._kv.list().result())
-        return [key.decode("utf-8", "backslashreplace") for key in found]
-
     def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
         """Keys of an OCDBT store whose values are there, and those whose values are not, with the reason.
 
@@ -143,12 +136,12 @@ class Store:
                 self._open.popitem(last=False)
         return array
 
-    def _elements(
+    def _box(
         self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
     ) -> Any:
         array = self._array(name, driver, metadata, sparse)
         place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
-        return self._wait(lambda: (array[place] if place else array).read(order="C").result(), name)
+        return self._wait(lambda: array[place] if place else array, name)
 
     def decode(
         self,
@@ -169,15 +162,15 @@ class Store:
         """
         import numpy as np
 
-        array = self._array(name, driver, metadata, sparse)
-        place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
+        box = self._box(name, driver, metadata, sparse, lo, extent)
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
-        target = self._ts.array(np.frombuffer(view, array.dtype.numpy_dtype).reshape(extent))
-        self._wait(lambda: target.write(array[place] if place else array).result(), name)
+        target = self._ts.array(np.frombuffer(view, box.dtype.numpy_dtype).reshape(extent))
+        self._wait(lambda: target.write(box).result(), name)
 
     def decoded(
         self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
     ) -> bytes:
         """The same as bytes."""
-        found: bytes = self._elements(name, driver, metadata, sparse, lo, extent).tobytes()
+        box = self._box(name, driver, metadata, sparse, lo, extent)
+        found: bytes = self._wait(lambda: box.read(order="C").result(), name).tobytes()
         return found

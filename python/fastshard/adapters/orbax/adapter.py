@@ -14,7 +14,7 @@ from .. import maxtext_model, paxml_model
 from ..base import Assembled, Blocks, Contents, Found, Options, Source, TreeInfo
 from ..maxtext_yml import FILE as MODEL_FILE
 from . import completeness, stores
-from .completeness import Evidence, Verdict
+from .completeness import Evidence
 from .places import Place, choose, find
 from .tree import Sharding, Tree, parse_shardings, parse_tree
 
@@ -64,12 +64,12 @@ class Orbax:
         verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
         findings += verdict.findings
         if tree is not None:
-            findings += _expected(tree, set(union.arrays), places[0].label(listing), evidence)
+            findings += _expected(tree, set(union.arrays), evidence.where)
         if not union.arrays:
             raise FastshardError.of(
                 "FS104",
                 "no array has its metadata here: the process that writes it wrote to another disk, or the save was cut short",
-                file=places[0].label(listing),
+                file=evidence.where,
                 got=f"{len(union.keys)} keys",
                 help="name the directory of process 0 as a further CKPT",
             )
@@ -157,7 +157,12 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
 
 
 def _file(listing: Listing, place: Place, name: str) -> File | None:
-    path = place.inside(name)
+    return _at(listing, place, place.folder, name)
+
+
+def _at(listing: Listing, place: Place, folder: str, name: str) -> File | None:
+    """The file of that name in a folder of the place's root."""
+    path = f"{folder}/{name}" if folder else name
     return next((f for f in listing.files if f.root == place.root and f.path == path), None)
 
 
@@ -174,11 +179,10 @@ def _identity(listing: Listing, places: list[Place]) -> str:
     """Names, sizes and times of all files of the stores, condensed."""
     digest = hashlib.blake2b(digest_size=32)
     for place in places:
-        prefix, root = place.inside(""), os.fspath(listing.roots[place.root])
-        for file in listing.files:
-            if file.root == place.root and file.path.startswith(prefix):
-                stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
-                digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        root = os.fspath(listing.roots[place.root])
+        for _, file in place.files(listing):
+            stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
+            digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
@@ -212,9 +216,7 @@ def _checkpoint_metadata(listing: Listing, places: list[Place]) -> dict[str, Any
     """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
     for place in places:
         for folder in (place.folder, place.folder.rpartition("/")[0]):
-            path = f"{folder}/_CHECKPOINT_METADATA" if folder else "_CHECKPOINT_METADATA"
-            file = next((f for f in listing.files if f.root == place.root and f.path == path), None)
-            if file is not None:
+            if file := _at(listing, place, folder, "_CHECKPOINT_METADATA"):
                 try:
                     value = json.loads(listing.read_text(file, limit=1 << 20))
                 except (ValueError, RecursionError):
@@ -261,9 +263,8 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
     """
     folder = place.folder
     while True:
-        path = f"{folder}/{MODEL_FILE}" if folder else MODEL_FILE
-        file = next((f for f in listing.files if f.root == place.root and f.path == path), None)
-        if file is not None:
+        if file := _at(listing, place, folder, MODEL_FILE):
+            path = file.path
             try:
                 config = parse_yaml(listing.read_text(file, limit=1 << 20))
             except ValueError as error:
@@ -276,7 +277,7 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
         folder = folder.rpartition("/")[0]
 
 
-def _expected(tree: Tree, there: set[str], where: str, evidence: Evidence) -> list[Finding]:
+def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
     """Arrays that ``_METADATA`` names and no store describes, and the other way round."""
     lacking = sorted(set(tree.arrays) - there)
     findings = [
@@ -302,6 +303,3 @@ def _expected(tree: Tree, there: set[str], where: str, evidence: Evidence) -> li
             )
         )
     return findings
-
-
-__all__ = ["Orbax", "Verdict"]

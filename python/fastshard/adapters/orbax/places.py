@@ -6,12 +6,13 @@ source: orbax/checkpoint/_src/path/{atomicity,step}.py; paxml/checkpoint_paths.p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...discover import File, Listing
 from ...errors import FastshardError
+from .zarr import METADATA
 
 #: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
 _TEMPORARY = re.compile(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
@@ -20,7 +21,6 @@ _STEP = re.compile(r"^(?:.*[_-])?(\d{1,18})$")
 #: The same without prefixes that a host's folder may have as well (``node_1``).
 _PLAIN_STEP = re.compile(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
 _PROCESS = re.compile(r"^ocdbt\.process_(\d{1,9})$")
-_METADATA = {".zarray": 2, "zarr.json": 3}
 
 
 @dataclass
@@ -58,6 +58,13 @@ class Place:
         """Path of a file in it, relative to the root; for the empty name what all of them begin with."""
         return f"{self.folder}/{name}" if self.folder else name
 
+    def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:
+        """Files in it, or in a folder of it: path from there, and the file."""
+        prefix = self.inside(f"{below}/" if below else "")
+        for file in listing.files:
+            if file.root == self.root and file.path.startswith(prefix):
+                yield file.path[len(prefix) :], file
+
 
 def find(listing: Listing) -> list[Place]:
     """All directories with arrays."""
@@ -80,7 +87,7 @@ def find(listing: Listing) -> list[Place]:
                 place(file.root, parent).processes.append(int(process[1]))
             else:
                 place(file.root, folder).merged = True
-        elif name in _METADATA and folder:
+        elif name in METADATA and folder:
             place(file.root, folder.rpartition("/")[0]).plain.append(file)
     for found in places.values():
         if found.processes and not found.merged:

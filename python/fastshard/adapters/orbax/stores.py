@@ -14,9 +14,8 @@ from ...discover import Listing
 from ...errors import FastshardError, error_for
 from ...external import tensorstore
 from .places import Place
-from .zarr import MAX_CHUNKS, MAX_METADATA, Array, fill_bytes, parse
+from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
-_METADATA = {".zarray": 2, "zarr.json": 3}
 #: Keys of chunks, of either version and with either separator.
 _CHUNK = re.compile(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
@@ -54,8 +53,10 @@ class Union:
 
     def wrote(self) -> set[int]:
         """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows nothing."""
+        if not self.of_process:
+            return set()
         known = {f"{a.name}/{a.key(i)}" for a in self.arrays.values() for i in a.chunks() if 0 not in a.shape}
-        known |= {f"{name}/{last}" for name in self.arrays for last in _METADATA}
+        known |= {f"{name}/{last}" for name in self.arrays for last in METADATA}
         return {n for n, keys in self.of_process.items() if not known.isdisjoint(keys)}
 
     def holders(self, key: str) -> list[Held]:
@@ -106,16 +107,9 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
 def _held(listing: Listing, place: Place, store: tensorstore.Store, below: str = "") -> Held:
     """A store with the keys whose values are there."""
     if not place.ocdbt:
-        return Held(place, store.label, store, _plain_keys(listing, place))
+        return Held(place, store.label, store, {path for path, _ in place.files(listing)})
     # Files that the listing does not hold, links that leave the directory among them, are not read.
-    prefix = place.inside(f"{below}/" if below else "")
-    prefix = prefix if prefix.endswith("/") or not prefix else f"{prefix}/"
-    sizes = {
-        f.path[len(prefix) :]: f.size
-        for f in listing.files
-        if f.root == place.root and f.path.startswith(prefix)
-    }
-    keys, lost = store.placed(sizes)
+    keys, lost = store.placed({path: file.size for path, file in place.files(listing, below)})
     return Held(place, store.label, store, set(keys), lost)
 
 
@@ -134,15 +128,15 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
     """Reads the metadata of the arrays that have it among these keys."""
     where = union.held[0].label
     chunks = sum(math.prod(a.grid) for a in union.arrays.values())
-    for key in sorted(k for k in keys if k.endswith(tuple(_METADATA))):
+    for key in sorted(k for k in keys if k.endswith(tuple(METADATA))):
         name, _, last = key.rpartition("/")
-        if last not in _METADATA or not name:
+        if last not in METADATA or not name:
             continue
         if ".." in name.split("/") or name.startswith("/"):
             raise FastshardError.of("FS603", "name of an array", file=where, got=repr(key))
         holders = union.holders(key)
         text = holders[0].store.read(key, MAX_METADATA)
-        array = parse(name, text, _METADATA[last], holders[0].label)
+        array = parse(name, text, METADATA[last], holders[0].label)
         if array is None:
             continue
         if name in union.arrays:
@@ -158,7 +152,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
             again = other.store.read(key, MAX_METADATA)
             if again == text:
                 continue
-            described = parse(name, again, _METADATA[last], other.label)
+            described = parse(name, again, METADATA[last], other.label)
             if described is None or described.metadata != array.metadata:
                 raise FastshardError.of(
                     "FS107",
@@ -207,14 +201,6 @@ def _undescribed(union: Union) -> list[str]:
         found.add(folder)
     named = (_CHUNK.match(k) for k in union.keys if k.rpartition("/")[0] in found)
     return sorted({match[1] for match in named if match})
-
-
-def _plain_keys(listing: Listing, place: Place) -> set[str]:
-    """Keys of a store of plain files: paths below its folder."""
-    prefix = place.inside("")
-    return {
-        f.path[len(prefix) :] for f in listing.files if f.root == place.root and f.path.startswith(prefix)
-    }
 
 
 class Reader:

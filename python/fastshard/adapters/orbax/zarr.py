@@ -14,8 +14,10 @@ from typing import Any
 
 from ...configs import parse_json
 from ...errors import FastshardError
-from ...external.dtypes import NUMPY, ZARR2, ZARR3
+from ...external.dtypes import NUMPY, ZARR2, ZARR3, item_size
 
+#: Version by the name of an array's metadata file.
+METADATA = {".zarray": 2, "zarr.json": 3}
 #: Chunks of one array at most: more are not a checkpoint's.
 MAX_CHUNKS = 1 << 20
 #: Dimensions at most. source: tensorstore kMaxRank
@@ -156,7 +158,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unread(name, where, "dtype", dtype)
     found = _DTYPES[dtype]
-    item = {"BOOL": 1}.get(found) or int(found[1:].strip("F")) // 8
+    item = item_size(found)
     if (
         math.prod(shape) * item >= 1 << 62
         or math.prod(min(c, n) for c, n in zip(chunk, shape, strict=True)) * item >= 1 << 40
@@ -170,11 +172,6 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     if math.prod(array.grid) > MAX_CHUNKS or blocks > MAX_CHUNKS:
         raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
     return array
-
-
-def item_size(dtype: str) -> int:
-    """Bytes of an element."""
-    return 1 if dtype == "BOOL" else int("".join(c for c in dtype if c.isdigit())) // 8
 
 
 def fill_bytes(array: Array) -> bytes:
