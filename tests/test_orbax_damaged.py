@@ -269,3 +269,9 @@ def test_paths_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     fastshard.convert("../ckpt", "../out", to="orbax")
     fastshard.convert("../out", "../back", to=None)
     assert merged(tmp_path / "back") == wanted(tmp_path / "ckpt")
+
+
+def test_one_array_is_told_from_the_whole(tmp_path: Path) -> None:
+    write(tmp_path / "items", "w", painted(4), [2])
+    ran = assert_refused(tmp_path / "items" / "w", tmp_path / "out", "FS514", exit=2)
+    assert "items" in ran.errors[0]["help"]

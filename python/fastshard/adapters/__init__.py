@@ -15,7 +15,7 @@ from .hf import HuggingFace
 from .hf_shards import HfRankShards
 from .megatron import Megatron
 from .orbax import Orbax
-from .others import refuse_by_name
+from .orbax.parts import refuse_parts
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
 
@@ -39,14 +39,14 @@ def detect(listing: Listing, options: Options) -> Found:
     """The files of the checkpoint below the listing's roots.
 
     Raises:
-        FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is one of a
-            framework that is not supported yet, or what the adapter found out by names alone.
+        FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
+            part of one, or what the adapter found out by names alone.
     """
     for adapter in ADAPTERS:
         found = adapter.detect(listing, options)
         if found is not None:
             return found
-    refuse_by_name(listing)
+    refuse_parts(listing)
     raise_errors(listing.findings)
     roots = ", ".join(str(root) for root in listing.roots)
     raise FastshardError.of(
