@@ -144,6 +144,8 @@ codes! {
     516 PUBLISH_CONFLICT Error CouldNotRun "The destination appeared while the result was written; it was not replaced."
     517 WRITTEN_DIFFERS Error Problem "A part re-read before publishing differs from what was written: the destination is not the storage it seems to be."
     518 BAD_MANIFEST Error CouldNotRun "The manifest cannot be read or describes something else."
+    519 PUBLISHED Note CouldNotRun "The result is complete at its destination. Whatever else is reported came after that: removing what was there before, the last sync, a signal, the output of this program."
+    520 INTERNAL Error CouldNotRun "A defect of fastshard itself stopped the run. Please report it with the message that was printed."
     601 UNSAFE_HEADER Error Problem "A header is malformed or made to mislead (sizes, overlaps, holes, duplicate names)."
     602 UNSAFE_PICKLE Error Problem "A pickle stream is malformed or exceeds the limits on depth, size or memo. Nothing of it was executed."
     603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory."

@@ -167,6 +167,20 @@ impl Error {
         self.findings.iter().any(|f| f.code == codes::INTERRUPTED)
     }
 
+    /// True if the result was published before what this error tells of.
+    pub fn is_after_publishing(&self) -> bool {
+        self.findings.iter().any(|f| f.code == codes::PUBLISHED)
+    }
+
+    /// The same error, of a run whose result is complete at `out` already.
+    #[must_use]
+    pub fn after_publishing(mut self, out: &Path) -> Self {
+        if !self.is_after_publishing() {
+            self.findings.push(Finding::new(codes::PUBLISHED, "the result is complete here").file(out));
+        }
+        self
+    }
+
     /// An error of an operating system call on `path`, mapped to the code that fits.
     pub fn io(path: impl AsRef<Path>, doing: &str, error: &std::io::Error) -> Self {
         use std::io::ErrorKind as K;
