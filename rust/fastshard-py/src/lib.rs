@@ -102,7 +102,6 @@ impl RunOptions {
             threads: self.threads,
             memory: self.memory,
             scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
-            finished: Vec::new(),
             held: None,
             encodes: 0,
             stats: match self.stats {

@@ -18,7 +18,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue};
 use crate::kernel;
-use crate::plan::{Combine, Op, Output, Plan, StoredTensor};
+use crate::plan::{Combine, Op, Output, Part, Plan, StoredTensor};
 use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
 
@@ -63,7 +63,27 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// Takes note of a tile that an earlier run has done and that is not made again.
+    /// The record of tile `index`, of tiles of `size` bytes, that an earlier run has written. It is a claim
+    /// alone: the engine hashes what [`Sink::read_back`] finds, and makes the tile anew where that is
+    /// something else.
+    ///
+    /// # Errors
+    /// Whatever keeps the records from being read.
+    fn claimed(&self, _output: usize, _index: u64, _size: u64) -> Result<Option<TileDone>> {
+        Ok(None)
+    }
+
+    /// Fills `bytes` with what lies in the result now, at an offset in the output's bytes. Asked for tiles
+    /// that were claimed only.
+    ///
+    /// # Errors
+    /// Whatever keeps the bytes from being read.
+    fn read_back(&self, output: usize, _offset: u64, _bytes: &mut [u8]) -> Result<()> {
+        Err(Finding::new(codes::INTERNAL, format!("output {output} was claimed and cannot be read back"))
+            .into())
+    }
+
+    /// Takes note of a tile that an earlier run has done, that was read back and is not made again.
     fn kept(&self, _output: usize, _tile: &TileDone) {}
 
     /// True if the tiles of an output are to come with their CRC32.
@@ -116,8 +136,6 @@ pub struct Options {
     pub memory: u64,
     /// Folder for members that have to be unpacked.
     pub scratch_dir: PathBuf,
-    /// Tiles done by an earlier run, with their output.
-    pub finished: Vec<(u32, TileDone)>,
     /// Bytes of decoded blocks held at most, where that is less than the budget has room for.
     pub held: Option<u64>,
     /// Largest block that the sink puts together and encodes, in bytes; 0 if there are none.
@@ -374,7 +392,6 @@ pub fn execute_tiled(
     };
     control.total.store(plan.outputs.iter().map(Output::nbytes).sum(), Ordering::Relaxed);
     control.done.store(0, Ordering::Relaxed);
-    run.take_finished(options);
     std::thread::scope(|scope| {
         for _ in 1..memory.workers {
             scope.spawn(|| run.work());
@@ -413,25 +430,6 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
 }
 
 impl Run<'_> {
-    fn take_finished(&self, options: &Options) {
-        for (output, tile) in &options.finished {
-            let Some(slot) = self.outputs.get(*output as usize) else { continue };
-            // Another budget cuts other tiles; comparisons of copies and statistics are not journalled.
-            let alone = |p: &crate::plan::Part| {
-                p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty()
-            };
-            let comparable = !self.stats.wanted()
-                && self.tiles[*output as usize] == tile.size
-                && self.plan.outputs[*output as usize].parts.iter().all(alone);
-            let mut progress = lock(slot);
-            if let (true, Some(value @ None)) = (comparable, progress.values.get_mut(tile.index as usize)) {
-                *value = Some(tile.value);
-                progress.non_finite += tile.non_finite;
-                self.sink.kept(*output as usize, tile);
-            }
-        }
-    }
-
     fn stopped(&self) -> bool {
         self.control.cancel.load(Ordering::Relaxed) || lock(&self.failed).is_some()
     }
@@ -468,30 +466,13 @@ impl Run<'_> {
         let output = &self.plan.outputs[index];
         let (size, total) = (self.tiles[index], output.nbytes());
         let (start, end) = (tile * size, ((tile + 1) * size).min(total));
-        let known = lock(&self.outputs[index]).values[tile as usize];
-        if known.is_none() {
-            let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
-            let bytes = &work.tile[..(end - start) as usize];
-            let value = hash::tile_value(bytes, tile, size, total);
-            let non_finite = kernel::count_non_finite(output.dtype, bytes);
-            let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
-            self.stats.add(index, output, start, bytes);
-            self.sink.write(index, start, bytes)?;
-            self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
-            let mut progress = lock(&self.outputs[index]);
-            progress.values[tile as usize] = Some(value);
-            progress.non_finite += non_finite;
-            for (part, drift) in &seen.drift {
-                progress.drift.entry(*part).or_default().merge(drift);
+        match self.keep(index, tile, start, end, work)? {
+            Some(kept) => {
+                let mut progress = lock(&self.outputs[index]);
+                progress.values[tile as usize] = Some(kept.value);
+                progress.non_finite += kept.non_finite;
             }
-            progress.undecided.extend(seen.undecided);
-            drop(progress);
-            if !seen.twins.is_empty() {
-                let mut all = lock(&self.twins);
-                for (pair, drift) in &seen.twins {
-                    all.entry(*pair).or_default().merge(drift);
-                }
-            }
+            None => self.make(index, tile, start, end, work)?,
         }
         self.releases.tile_done(index, start, end, &self.sources.blocks);
         self.control.done.fetch_add(end - start, Ordering::Relaxed);
@@ -500,6 +481,63 @@ impl Run<'_> {
                 if self.readers[blob as usize].fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.finish_blob(blob, work)?;
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// The record of a tile that an earlier run has written, if its bytes are in the result still.
+    fn keep(
+        &self,
+        index: usize,
+        tile: u64,
+        start: u64,
+        end: u64,
+        work: &mut Workspace,
+    ) -> Result<Option<TileDone>> {
+        let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        // Comparisons of copies and statistics are not in a record.
+        let alone =
+            |p: &Part| p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty();
+        if self.stats.wanted() || !output.parts.iter().all(alone) {
+            return Ok(None);
+        }
+        let Some(claim) = self.sink.claimed(index, tile, size)? else { return Ok(None) };
+        if (claim.index, claim.size) != (tile, size) {
+            return Ok(None);
+        }
+        let bytes = work.tile_bytes((end - start) as usize);
+        self.sink.read_back(index, start, bytes)?;
+        if hash::tile_value(bytes, tile, size, output.nbytes()) != claim.value {
+            return Ok(None);
+        }
+        self.sink.kept(index, &claim);
+        Ok(Some(claim))
+    }
+
+    /// Makes a tile, hashes it and gives it to the sink.
+    fn make(&self, index: usize, tile: u64, start: u64, end: u64, work: &mut Workspace) -> Result<()> {
+        let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
+        let bytes = work.tile_bytes((end - start) as usize);
+        let value = hash::tile_value(bytes, tile, size, output.nbytes());
+        let non_finite = kernel::count_non_finite(output.dtype, bytes);
+        let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
+        self.stats.add(index, output, start, bytes);
+        self.sink.write(index, start, bytes)?;
+        self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
+        let mut progress = lock(&self.outputs[index]);
+        progress.values[tile as usize] = Some(value);
+        progress.non_finite += non_finite;
+        for (part, drift) in &seen.drift {
+            progress.drift.entry(*part).or_default().merge(drift);
+        }
+        progress.undecided.extend(seen.undecided);
+        drop(progress);
+        if !seen.twins.is_empty() {
+            let mut all = lock(&self.twins);
+            for (pair, drift) in &seen.twins {
+                all.entry(*pair).or_default().merge(drift);
             }
         }
         Ok(())

@@ -64,6 +64,8 @@ struct StagedSink<'a> {
     files: Vec<Option<OutFile>>,
     arrays: Option<Arrays>,
     staging: &'a Staging,
+    /// Tiles that earlier runs have journalled, by output, index and size.
+    claims: HashMap<(u32, u64, u64), TileDone>,
     pending: Mutex<Pending>,
     /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
     flushing: Mutex<()>,
@@ -169,7 +171,8 @@ impl Sink for StagedSink<'_> {
         }
         let about = &self.outputs[output];
         let file = self.files[about.file as usize].as_ref().expect("no array");
-        if self.sparse {
+        // What an earlier run left is no hole.
+        if self.sparse && !file.kept() {
             for (at, run) in crate::kernel::filled(bytes) {
                 file.write_all_at(about.offset + offset + at, run)?;
             }
@@ -204,6 +207,17 @@ impl Sink for StagedSink<'_> {
         }
         drop(pending);
         self.flush()
+    }
+
+    fn claimed(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {
+        let kept = self.files[self.outputs[output].file as usize].as_ref().is_some_and(OutFile::kept);
+        Ok(self.claims.get(&(output as u32, index, size)).filter(|_| kept).copied())
+    }
+
+    fn read_back(&self, output: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let about = &self.outputs[output];
+        let file = self.files[about.file as usize].as_ref().expect("no array");
+        file.read_at(about.offset + offset, bytes)
     }
 
     fn kept(&self, output: usize, tile: &TileDone) {
@@ -424,15 +438,12 @@ fn fill(
             underlay(&files[*source as usize], &outputs, file, control)?;
         }
     }
-    let finished = staging
+    let claims = staging
         .journal()
         .replayed()
         .iter()
         .filter_map(|r| parse_record(r))
-        .filter(|(output, _)| {
-            let file = plan.outputs.get(*output as usize).and_then(|o| outs[o.file as usize].as_ref());
-            file.is_some_and(OutFile::kept)
-        })
+        .map(|(output, tile)| ((output, tile.index, tile.size), tile))
         .collect();
     let sink = StagedSink {
         outputs: &plan.outputs,
@@ -442,6 +453,7 @@ fn fill(
         files: outs,
         arrays,
         staging,
+        claims,
         pending: Mutex::default(),
         flushing: Mutex::new(()),
         fsync: options.publish.fsync,
@@ -451,7 +463,6 @@ fn fill(
         threads: options.threads,
         memory: options.memory,
         scratch_dir: staging.folder().to_path_buf(),
-        finished,
         held: None,
         encodes: largest_block(plan),
         stats: if options.stats { Level::Full } else { Level::Nothing },

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::world::encode;
@@ -15,10 +15,12 @@ use common::{
     RankFile, Tensor,
 };
 use fastshard::codes;
-use fastshard::engine::{self, Control, Discard, Sink, TileDone};
+use fastshard::engine::{self, Control, Report, Sink, TileDone};
 use fastshard::error::{Error, Severity};
 use fastshard::kernel;
+use fastshard::plan::{Output, Plan};
 use fastshard::stats::{Accumulator, Level, Seen};
+use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::{publish, write};
 use proptest::prelude::*;
@@ -184,86 +186,176 @@ fn a_killed_run_continues_to_the_same_result() {
     assert!(killed > 0);
 }
 
-/// Keeps the records of what is done.
+/// A result in memory, with the records of what is done and the claims of an earlier run.
 #[derive(Default)]
-struct Records(Mutex<Vec<(u32, TileDone)>>);
+struct Records {
+    bytes: Vec<Mutex<Vec<u8>>>,
+    claims: BTreeMap<(usize, u64), TileDone>,
+    done: Mutex<Vec<(usize, TileDone)>>,
+    kept: Mutex<Vec<(usize, TileDone)>>,
+}
 
-impl Sink for Records {
-    fn write(&self, _: usize, _: u64, _: &[u8]) -> fastshard::error::Result<()> {
-        Ok(())
+impl Records {
+    fn new(plan: &Plan) -> Records {
+        let empty = |o: &Output| Mutex::new(vec![0; o.nbytes() as usize]);
+        Records { bytes: plan.outputs.iter().map(empty).collect(), ..Records::default() }
     }
 
-    fn done(&self, output: usize, tile: &TileDone) -> fastshard::error::Result<()> {
-        self.0.lock().unwrap().push((output as u32, *tile));
-        Ok(())
+    /// A result with the bytes of another, and some of its records as claims.
+    fn after(earlier: &Records, claims: impl IntoIterator<Item = (usize, TileDone)>) -> Records {
+        let copy = |b: &Mutex<Vec<u8>>| Mutex::new(b.lock().unwrap().clone());
+        Records {
+            bytes: earlier.bytes.iter().map(copy).collect(),
+            claims: claims.into_iter().map(|(output, tile)| ((output, tile.index), tile)).collect(),
+            ..Records::default()
+        }
+    }
+
+    fn all(&self) -> Vec<(usize, TileDone)> {
+        self.done.lock().unwrap().clone()
+    }
+
+    fn kept(&self) -> Vec<(usize, TileDone)> {
+        let mut kept = self.kept.lock().unwrap().clone();
+        kept.sort_unstable_by_key(|(output, tile)| (*output, tile.index));
+        kept
+    }
+
+    fn content(self) -> Vec<Vec<u8>> {
+        self.bytes.into_iter().map(|b| b.into_inner().unwrap()).collect()
     }
 }
 
-#[test]
-fn records_of_other_tiles_and_of_copies_are_not_believed() {
-    let dir = temp();
+impl Sink for Records {
+    fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.bytes[output].lock().unwrap()[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn done(&self, output: usize, tile: &TileDone) -> Result<(), Error> {
+        self.done.lock().unwrap().push((output, *tile));
+        Ok(())
+    }
+
+    // The size is not looked at: the engine must.
+    fn claimed(&self, output: usize, index: u64, _: u64) -> Result<Option<TileDone>, Error> {
+        Ok(self.claims.get(&(output, index)).copied())
+    }
+
+    fn read_back(&self, output: usize, offset: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        bytes.copy_from_slice(&self.bytes[output].lock().unwrap()[offset as usize..][..bytes.len()]);
+        Ok(())
+    }
+
+    fn kept(&self, output: usize, tile: &TileDone) {
+        self.kept.lock().unwrap().push((output, *tile));
+    }
+
+    fn checksummed(&self, _: usize) -> bool {
+        true
+    }
+}
+
+/// The checkpoint's plan and files, in `dir`.
+fn planned(dir: &Path) -> (Plan, Vec<Arc<SourceFile>>) {
     let files = checkpoint();
-    write_ranks(dir.path(), &files);
-    let catalog = open(dir.path(), 2);
+    write_ranks(dir, &files);
+    let catalog = open(dir, 2);
     let request = json!({
         "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
     });
     let plan = make_plan(&catalog, request).unwrap().plan;
     let files = sources(&catalog, &plan);
-    let run = |finished: Vec<(u32, TileDone)>, tile: u64| {
-        let records = Records::default();
-        let options = engine::Options { finished, ..options(2, dir.path()) };
-        let report =
-            engine::execute_tiled(&plan, &files, &records, &options, Some(tile), &Control::default())
-                .unwrap();
-        let found: Vec<_> = report.outputs.iter().map(|o| (o.hash, o.non_finite)).collect();
-        (found, records.0.into_inner().unwrap())
-    };
-    let (want, all) = run(Vec::new(), 2048);
-    let copies = |output: u32| plan.outputs[output as usize].parts.iter().any(|p| p.sources.len() > 1);
+    (plan, files)
+}
+
+/// Runs in tiles of `tile` bytes: hashes and numbers that are not finite, and the sink.
+fn resumed(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    records: Records,
+    tile: u64,
+    stats: Level,
+) -> (Report, Records) {
+    let options = engine::Options { stats, ..options(2, Path::new("")) };
+    let report =
+        engine::execute_tiled(plan, files, &records, &options, Some(tile), &Control::default()).unwrap();
+    (report, records)
+}
+
+fn found(report: &Report) -> Vec<([u8; 32], u64)> {
+    report.outputs.iter().map(|o| (o.hash, o.non_finite)).collect()
+}
+
+#[test]
+fn claims_are_kept_where_the_bytes_are_there_and_the_tile_is_comparable() {
+    let dir = temp();
+    let (plan, files) = planned(dir.path());
+    let (want, first) = resumed(&plan, &files, Records::new(&plan), 2048, Level::Nothing);
+    let copies = |output: usize| plan.outputs[output].parts.iter().any(|p| p.sources.len() > 1);
     for tile in [1024, 2048, 4096] {
         for keep in [1, 2, 5] {
-            let finished: Vec<_> = all.iter().copied().step_by(keep).collect();
-            let believed = finished.iter().filter(|(o, _)| tile == 2048 && !copies(*o)).count();
-            let (found, redone) = run(finished, tile);
-            assert!(found == want, "tiles of {tile}, every {keep}th record");
+            let claims: Vec<_> = first.all().into_iter().step_by(keep).collect();
+            let mut believed = claims.clone();
+            believed.retain(|(output, _)| tile == 2048 && !copies(*output));
+            believed.sort_unstable_by_key(|(output, tile)| (*output, tile.index));
+            let (report, again) =
+                resumed(&plan, &files, Records::after(&first, claims), tile, Level::Nothing);
+            assert!(found(&report) == found(&want), "tiles of {tile}, every {keep}th record");
+            assert_eq!(again.kept(), believed, "tiles of {tile}, every {keep}th record");
             if tile == 2048 {
-                assert_eq!(redone.len() + believed, all.len());
+                assert_eq!(again.all().len() + believed.len(), first.all().len());
             }
         }
     }
-    // Records of outputs and tiles that there are not.
-    let (mut beyond, mut nowhere) = (all[0], all[0]);
-    (beyond.1.index, nowhere.0) = (1 << 40, u32::MAX);
-    assert!(run(vec![beyond, nowhere], 2048).0 == want);
+    // Claims of tiles that there are not.
+    let (output, mut beyond) = first.all()[0];
+    beyond.index = 1 << 40;
+    let (report, again) =
+        resumed(&plan, &files, Records::after(&first, [(output, beyond)]), 2048, Level::Nothing);
+    assert!(found(&report) == found(&want) && again.kept().is_empty());
+}
+
+/// What was journalled and is no longer so: lost and made anew as holes, edited, taken from another tile.
+#[test]
+fn claims_of_bytes_that_are_others_now_are_made_anew() {
+    let dir = temp();
+    let (plan, files) = planned(dir.path());
+    let (want, first) = resumed(&plan, &files, Records::new(&plan), 2048, Level::Nothing);
+    let bytes: Vec<Vec<u8>> = first.bytes.iter().map(|b| b.lock().unwrap().clone()).collect();
+    let big = plan.outputs.iter().position(|o| o.name == "big").unwrap();
+    let damages: [fn(&mut [u8]); 4] =
+        [|b| b.fill(0), |b| *b.last_mut().unwrap() ^= 1, |b| b[0] ^= 0x80, |b| b.rotate_left(2048)];
+    for damage in damages {
+        let damaged = Records::after(&first, first.all());
+        damage(&mut damaged.bytes[big].lock().unwrap());
+        let touched = damaged.bytes[big]
+            .lock()
+            .unwrap()
+            .chunks(2048)
+            .zip(bytes[big].chunks(2048))
+            .filter(|(a, b)| a != b)
+            .count();
+        assert!(touched > 0);
+        let (report, again) = resumed(&plan, &files, damaged, 2048, Level::Nothing);
+        assert!(found(&report) == found(&want));
+        assert_eq!(again.all().iter().filter(|(output, _)| *output == big).count(), touched);
+        assert!(again.content() == bytes);
+    }
 }
 
 #[test]
 fn statistics_are_those_of_the_outputs_also_where_an_earlier_run_made_tiles() {
     let dir = temp();
-    let files = checkpoint();
-    write_ranks(dir.path(), &files);
-    let catalog = open(dir.path(), 2);
-    let request = json!({
-        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
-    });
-    let plan = make_plan(&catalog, request).unwrap().plan;
-    let files = sources(&catalog, &plan);
+    let (plan, files) = planned(dir.path());
     let (outputs, plain) = common::run(&plan, &files, 2, Some(2048), dir.path()).unwrap();
     assert!(plain.outputs.iter().all(|o| o.seen == Seen::Nothing));
-    let run = |level, finished| {
-        let records = Records::default();
-        let options = engine::Options { finished, stats: level, ..options(2, dir.path()) };
-        let report =
-            engine::execute_tiled(&plan, &files, &records, &options, Some(2048), &Control::default())
-                .unwrap();
-        (report, records.0.into_inner().unwrap())
-    };
-    let (_, all) = run(Level::Nothing, Vec::new());
-    for finished in [Vec::new(), all.clone()] {
-        let (report, made) = run(Level::Full, finished.clone());
-        assert_eq!(made.len(), all.len(), "the journal knows no statistics");
-        let (slabs, _) = run(Level::ZeroSlabs, finished);
+    let (_, first) = resumed(&plan, &files, Records::new(&plan), 2048, Level::Nothing);
+    for claims in [Vec::new(), first.all()] {
+        let (report, again) =
+            resumed(&plan, &files, Records::after(&first, claims.clone()), 2048, Level::Full);
+        assert_eq!(again.all().len(), first.all().len(), "the journal knows no statistics");
+        let (slabs, _) = resumed(&plan, &files, Records::after(&first, claims), 2048, Level::ZeroSlabs);
         for (((output, bytes), found), slabs) in
             plan.outputs.iter().zip(&outputs).zip(&report.outputs).zip(&slabs.outputs)
         {
@@ -272,31 +364,6 @@ fn statistics_are_those_of_the_outputs_also_where_an_earlier_run_made_tiles() {
             assert_eq!(found.seen.stats(), naive.finish().as_ref(), "{}", output.name);
             assert_eq!(slabs.seen, Seen::ZeroSlabs(naive.zero_slabs()));
         }
-    }
-}
-
-#[test]
-fn a_budget_too_small_is_refused_with_both_numbers() {
-    let dir = temp();
-    write_ranks(dir.path(), &checkpoint());
-    let catalog = open(dir.path(), 2);
-    let files = checkpoint();
-    let request = json!({
-        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
-    });
-    let plan = make_plan(&catalog, request).unwrap().plan;
-    let files = sources(&catalog, &plan);
-    for memory in [0, 1 << 20, engine::anonymous_memory()] {
-        let options = engine::Options { memory, ..options(2, dir.path()) };
-        let error = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap_err();
-        let finding = &error.findings()[0];
-        assert_eq!(finding.code, codes::MEMORY_BUDGET);
-        assert!(finding.expected.is_some() && finding.got.is_some());
-    }
-    for more in [6u64 << 20, 9 << 20, 40 << 20] {
-        let options = engine::Options { memory: engine::anonymous_memory() + more, ..options(8, dir.path()) };
-        let report = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap();
-        assert!(report.memory.bound <= options.memory, "{:?} within {}", report.memory, options.memory);
     }
 }
 

@@ -112,7 +112,6 @@ fn options(dir: &Path) -> Options {
         threads: 2,
         memory: 2 << 30,
         scratch_dir: dir.to_path_buf(),
-        finished: Vec::new(),
         held: None,
         encodes: 0,
         stats: Default::default(),

@@ -68,6 +68,12 @@ impl Workspace {
         }
     }
 
+    /// The first `len` bytes of the tile.
+    pub fn tile_bytes(&mut self, len: usize) -> &mut [u8] {
+        self.tile.resize(self.tile.len().max(len), 0);
+        &mut self.tile[..len]
+    }
+
     /// A buffer for reading what no view reads.
     pub fn span(&mut self) -> &mut [u8] {
         &mut self.span
@@ -112,9 +118,7 @@ pub fn make(
 ) -> Result<Seen> {
     let item = output.dtype.size() as u64;
     let len = (end - start) as usize;
-    if work.tile.len() < len {
-        work.tile.resize(len, 0);
-    }
+    work.tile_bytes(len);
     let (lo, hi) = (start / item, end / item);
     match output.fill {
         Fill::None => {}

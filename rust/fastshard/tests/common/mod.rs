@@ -201,7 +201,6 @@ pub fn options(threads: usize, scratch_dir: &Path) -> Options {
         threads,
         memory: 2 << 30,
         scratch_dir: scratch_dir.to_path_buf(),
-        finished: Vec::new(),
         held: None,
         encodes: 0,
         stats: Default::default(),
