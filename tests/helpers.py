@@ -82,6 +82,15 @@ def spawn(*argv: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
+def in_a_mount(script: str, *argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs shell lines in a mount namespace of their own."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc", script, "sh", *map(str, argv)]
+    if os.geteuid() == 0:
+        del command[1:3]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120,
+                          env=os.environ | {"PYTHON": sys.executable} | environment)  # fmt: skip
+
+
 def copy(source: Path, destination: Path) -> Path:
     """A copy that may be damaged."""
     shutil.copytree(source, destination)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fastshard
 import pytest
-from helpers import HF, NEOX, TP4, assert_refused, cli, copy, read_result, state_of
+from helpers import HF, NEOX, TP4, assert_refused, cli, copy, in_a_mount, read_result, state_of
 
 
 def test_destination_that_is_a_file(tmp_path: Path) -> None:
@@ -94,15 +94,6 @@ def test_destination_whose_parent_does_not_exist(tmp_path: Path) -> None:
     ran = cli("merge", TP4, tmp_path / "a/b/out")
     assert ran.code in (0, 2)
     assert (tmp_path / "a").exists() == (ran.code == 0)
-
-
-def in_a_mount(script: str, *argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs shell lines in a mount namespace of their own."""
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc", script, "sh", *map(str, argv)]
-    if os.geteuid() == 0:
-        del command[1:3]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120,
-                          env=os.environ | {"PYTHON": sys.executable} | environment)  # fmt: skip
 
 
 @pytest.fixture

@@ -144,6 +144,8 @@ def exit_code(findings: str) -> int:
 def format_finding(finding: str) -> str:
     """One line for a finding given as JSON, control characters escaped."""
 
+def manifest_entry(root: str, name: str) -> str: ...
+def manifest_files(manifest: str, root: str) -> str: ...
 def check_layout(text: str) -> tuple[str, str]:
     """(name, family) of a layout table; raises CoreError if it is not valid."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core
+from . import _core, published
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
@@ -54,6 +54,11 @@ class Manifest(Mapping[str, Any]):
         return len(self._tensors)
 
     @property
+    def tensor_files(self) -> list[dict[str, Any]]:
+        """Entries of the files that hold tensors; none for a store of arrays."""
+        return tensor_files(self.document)
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(math.prod(t["shape"]) * item_size(t["dtype"]) for t in self.document["tensors"])
@@ -61,6 +66,11 @@ class Manifest(Mapping[str, Any]):
     def __repr__(self) -> str:
         d = self.document
         return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
+
+
+def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of a manifest's files that hold tensors: those with an identity."""
+    return [file for file in document["files"] if file.get("identity")]
 
 
 #: Default budget, and what is added to a process that holds more than that already (torch alone may).
@@ -113,18 +123,20 @@ class Expected:
         path = self.manifest or beside(checkpoint)
         if path is None:
             return []
-        document = _read(path)
-        named = {file["name"] for file in document["files"]}
+        document = read(path)
+        named = {file["name"] for file in tensor_files(document)}
         have = {file["path"] for file in checkpoint.files}
+        about = published.compare(path, document, checkpoint)
         try:
             tensors = {t["name"] for t in document["tensors"]}
             if named & have or not tensors:
-                return _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
+                found = _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
+                return [*about, *found]
             if not named and not tensors - checkpoint.keys():
-                # Of a store of arrays, whose files a manifest does not name: its arrays are the source's.
-                return against_result(path, checkpoint._plan, run, progress)
+                # Of a store of arrays: its arrays are the source's.
+                return [*about, *against_result(path, checkpoint._plan, run, progress)]
             # A manifest of another layout of the same model: its tensors are the ones to come out.
-            return against_result(path, plan, run, progress)
+            return [*about, *against_result(path, plan, run, progress)]
         except _core.CoreError as error:
             raise from_core(error) from None
 
@@ -150,7 +162,12 @@ def _findings(text: str) -> list[Finding]:
     return [Finding.from_dict(f) for f in json.loads(text)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The manifest at a path, as plain data.
+
+    Raises:
+        FastshardError: ``FS518`` if it is none.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -166,16 +183,12 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _files_of(path: Path) -> set[str]:
-    return {file["name"] for file in _read(path).get("files", [])}
-
-
 def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback) -> list[Finding]:
     """Compares what a plan would write with the tensors of a manifest, by name and hash."""
     outcome = json.loads(plan.core.check(json.dumps(run), progress))
     hashes: dict[str, str] = outcome["hashes"]
     findings = [Finding.from_dict(f) for f in outcome["findings"]]
-    for tensor in _read(path)["tensors"]:
+    for tensor in read(path)["tensors"]:
         # A shard is known by its file and its name there.
         name = f"{tensor.get('file')}:{tensor['name']}"
         name = name if name in hashes else tensor["name"]

@@ -12,11 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
+from . import _core, published
 from .convert import Source, _opened
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
-from .manifests import MANIFEST_NAME, Manifest, _files_of, against_result, beside, expected_by, run_options
+from .manifests import (
+    MANIFEST_NAME,
+    Manifest,
+    against_result,
+    beside,
+    expected_by,
+    read,
+    run_options,
+    tensor_files,
+)
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .stats import TensorStats, gather
@@ -74,8 +83,16 @@ def verify(
             text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
             findings += [Finding.from_dict(f) for f in checked["findings"]]
-            if path is not None and (
-                _files_of(path) & {f["path"] for f in checkpoint.files} or not plan.outputs
+            document = None if path is None else read(path)
+            if path is not None and document is not None:
+                findings += published.compare(path, document, checkpoint)
+            if (
+                path is not None
+                and document is not None
+                and (
+                    {f["name"] for f in tensor_files(document)} & {f["path"] for f in checkpoint.files}
+                    or not plan.outputs
+                )
             ):
                 text = checkpoint.opened.catalog.against(
                     str(path), json.dumps(run), bar.phase("hashing"), plan.core
@@ -130,6 +147,7 @@ def manifest(
             outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
+    outcome["manifest"]["files"] += published.companions(checkpoint)
     path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
     write_text(path, json.dumps(outcome["manifest"], indent=1) + "\n")
     return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])

@@ -233,7 +233,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
     document = manifest.document
-    files = document["files"]
+    files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
     held = f"in {len(files)} files" if files else "of arrays"
     text = (

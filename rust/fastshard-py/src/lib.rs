@@ -596,6 +596,19 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     to_json(&py.detach(read).map_err(raise)?)
 }
 
+/// Findings about the files below `root` that `manifest` lists and that hold no tensors, as JSON.
+#[pyfunction]
+fn manifest_files(py: Python<'_>, manifest: PathBuf, root: PathBuf) -> PyResult<String> {
+    let compare = || verify::files(&Manifest::read(&manifest)?, &root);
+    to_json(&py.detach(compare).map_err(raise)?)
+}
+
+/// The entry of a file without tensors in a manifest, as JSON.
+#[pyfunction]
+fn manifest_entry(py: Python<'_>, root: PathBuf, name: &str) -> PyResult<String> {
+    to_json(&py.detach(|| verify::entry(&root, name)).map_err(raise)?)
+}
+
 /// Parses a layout table; raises `CoreError` if it is not valid.
 #[pyfunction]
 fn check_layout(text: &str) -> PyResult<(String, String)> {
@@ -626,6 +639,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;
+    m.add_function(wrap_pyfunction!(manifest_files, m)?)?;
+    m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(check_layout, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;

@@ -1,6 +1,7 @@
 //! The manifest: what was written, from what, and what that does not prove.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +15,7 @@ use crate::tensor::Dtype;
 pub const MANIFEST_NAME: &str = "fastshard.manifest.json";
 /// Version of the manifest's JSON form.
 pub const MANIFEST_VERSION: u32 = 1;
+const FORMAT: &str = "fastshard.manifest";
 /// Largest manifest read, in bytes.
 const MAX_MANIFEST: u64 = 1 << 30;
 
@@ -43,15 +45,29 @@ pub struct ManifestTensor {
     pub stats: Option<TensorStats>,
 }
 
-/// One file.
+/// One file. A result's manifest lists every file that was published with it, itself excepted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     /// Name, relative to the manifest.
     pub name: String,
     /// Bytes.
     pub size: u64,
-    /// BLAKE3 of the header and of the tensors' hashes in file order, hexadecimal.
-    pub identity: String,
+    /// BLAKE3 of the header and of the tensors' hashes in file order, hexadecimal; for files that hold tensors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<String>,
+    /// BLAKE3 of the bytes, hexadecimal; for small files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<String>,
+    /// Modification time in nanoseconds since the epoch, for files whose bytes have no hash of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtime_ns: Option<i64>,
+}
+
+impl ManifestFile {
+    /// True if it holds tensors that readers find in it.
+    pub fn holds_tensors(&self) -> bool {
+        self.identity.is_some()
+    }
 }
 
 /// The manifest.
@@ -105,11 +121,44 @@ pub fn file_identity<'a>(header: &[u8; 32], hashes: impl Iterator<Item = &'a [u8
     hasher.finalize().to_hex().to_string()
 }
 
+/// What kind of manifest one is, and the files it lists.
+#[derive(Deserialize)]
+struct Outline {
+    format: String,
+    version: u32,
+    kind: String,
+    files: Vec<ManifestFile>,
+}
+
+/// The kind of a manifest of files that were found.
+pub const INVENTORY: &str = "inventory";
+
 impl Manifest {
+    /// The files that were published with the result whose manifest `file` is, by name.
+    ///
+    /// # Errors
+    /// In words, why it is not the manifest of a result.
+    pub fn published_files(file: std::fs::File) -> std::result::Result<BTreeMap<String, ManifestFile>, String> {
+        let mut bytes = Vec::new();
+        let read = file.take(MAX_MANIFEST + 1).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+        if read as u64 > MAX_MANIFEST {
+            return Err(format!("its manifest has more than {MAX_MANIFEST} bytes"));
+        }
+        let outline: Outline =
+            serde_json::from_slice(&bytes).map_err(|e| format!("its manifest cannot be read: {e}"))?;
+        if outline.format != FORMAT || outline.version != MANIFEST_VERSION {
+            return Err("its manifest is not of a version that this program reads".into());
+        }
+        if outline.kind == INVENTORY {
+            return Err("its manifest is an inventory of files that fastshard did not write".into());
+        }
+        Ok(outline.files.into_iter().map(|file| (file.name.clone(), file)).collect())
+    }
+
     /// An empty manifest of a kind.
     pub fn new(kind: &str) -> Manifest {
         Manifest {
-            format: "fastshard.manifest".into(),
+            format: FORMAT.into(),
             version: MANIFEST_VERSION,
             tool: format!("fastshard {}", env!("CARGO_PKG_VERSION")),
             kind: kind.into(),
@@ -153,10 +202,10 @@ impl Manifest {
         let bytes = file.read_vec(0, file.size() as usize)?;
         let manifest: Manifest =
             serde_json::from_slice(&bytes).map_err(|e| bad(format!("not a manifest: {e}")))?;
-        if manifest.format != "fastshard.manifest" || manifest.version != MANIFEST_VERSION {
+        if manifest.format != FORMAT || manifest.version != MANIFEST_VERSION {
             return Err(bad("not a manifest of a version that this program reads".into())
                 .expected(
-                    format!("fastshard.manifest {MANIFEST_VERSION}"),
+                    format!("{FORMAT} {MANIFEST_VERSION}"),
                     format!("{} {}", manifest.format, manifest.version),
                 )
                 .into());

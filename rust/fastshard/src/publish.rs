@@ -20,16 +20,25 @@
 //! |------------------------|------------------------------------------------------------------------|
 //! | absent                 | one rename that replaces nothing                                       |
 //! | an empty directory     | one rename over it; its mode is kept                                   |
-//! | not empty, `overwrite` | one exchange, then the old tree is removed; see below                  |
-//! | a mount point, or in a directory that may not be written | staged inside OUT: files are moved one by one, the pointer files last |
+//! | an older result, `overwrite` | one exchange, then the older result is removed; see below         |
+//! | a mount point, the working directory, or in a directory that may not be written | staged inside OUT: files are moved one by one, the pointer files last |
+//!
+//! `overwrite` replaces an older result and nothing else: its manifest must account for all that is there,
+//! unedited ([`older`]). That is asked before anything is written, again before the exchange, and of each
+//! file that is removed afterwards; what came meanwhile is kept, and named.
 //!
 //! Where the filesystem cannot exchange (NFS), the old tree is moved into the staging folder and the
 //! new one to OUT: a crash between the two leaves OUT absent and both trees whole in the folder;
-//! `begin` with `resume` and `publish` finish it.
+//! `begin` with `resume` and `publish` finish it. Where the directory cannot be moved at all (it belongs to
+//! a lower layer of overlayfs), the older result's files are moved into the folder, its manifest first, then
+//! the new ones to OUT, their pointers last; the seal says so, and a crash on the way is finished likewise.
+//!
+//! The staging folder is its owner's alone (mode 0700) and is reached through held descriptors, no link in
+//! it followed; one that somebody else could have written to is refused.
 //!
 //! Limits: where `flock` is not supported (some Lustre mounts) the exclusive creation of the folder
 //! is the only guard, so that two processes must not resume one run. Errors that NFS reports only at
-//! `close` are seen through `fsync`; with `fsync` off they are not.
+//! `close` are seen through `fsync`, which network filesystems get in any case.
 
 mod disk;
 #[cfg(test)]
@@ -37,6 +46,7 @@ mod fault;
 mod file;
 mod journal;
 mod lock;
+mod older;
 mod place;
 mod preflight;
 mod rename;
@@ -47,7 +57,7 @@ mod tests;
 pub use file::{OutFile, Space};
 pub use journal::Journal;
 pub use preflight::{preflight, Needs};
-pub use staging::Staging;
+pub use staging::{hash_of_file, is_plain, Staging};
 
 /// How a result is published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -71,6 +71,11 @@ const NETWORK_FILESYSTEMS: &[u32] = &[
     0xAAD7_AAEA, // PanFS
 ];
 
+/// True for the `statfs` magic number of a filesystem behind a network.
+pub(crate) fn is_network_filesystem(magic: u32) -> bool {
+    NETWORK_FILESYSTEMS.contains(&magic)
+}
+
 impl SourceFile {
     /// Opens `path` for reading. Directories and special files are refused.
     pub fn open(path: &Path) -> Result<Self> {
@@ -81,7 +86,7 @@ impl SourceFile {
         }
         // An unknown filesystem counts as local: maps work there, only perhaps slowly.
         let network = rustix::fs::fstatfs(&file)
-            .map(|s| NETWORK_FILESYSTEMS.contains(&(s.f_type as u32)))
+            .map(|s| is_network_filesystem(s.f_type as u32))
             .unwrap_or(false);
         Ok(SourceFile {
             path: path.to_path_buf(),

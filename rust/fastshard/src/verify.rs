@@ -1,17 +1,21 @@
 //! Verifying: the content of a checkpoint against itself and against a manifest.
 
-use std::collections::{BTreeMap, HashMap};
+mod published;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use crate::catalog::Catalog;
+use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
 use crate::engine::{self, Control, Discard, Options, Report};
-use crate::error::{Finding, Result};
+use crate::error::{Finding, Result, Severity};
 use crate::hash;
-use crate::manifest::{Manifest, ManifestFile, ManifestTensor};
+use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, INVENTORY};
 use crate::plan::{Output, Pieces, Plan, PlanBlob, StoredTensor};
 use crate::stats::{self, Level};
 use crate::storage::SourceFile;
+
+pub use published::{entry, files};
 
 /// One of `of` parts of a checkpoint, counted from 1.
 #[derive(Debug, Clone, Copy)]
@@ -105,6 +109,39 @@ fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
     }
 }
 
+/// Headers that are not what the manifest tells of: names, metadata, values. What they say of tensors and what
+/// the manifest says of their content make the file's identity, so no tensor has to be read.
+fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
+    let mut hashes: HashMap<(&str, &str), [u8; 32]> = HashMap::with_capacity(manifest.tensors.len());
+    for tensor in &manifest.tensors {
+        if let Ok(hash) = blake3::Hash::from_hex(&tensor.blake3) {
+            hashes.insert((tensor.file.as_str(), tensor.name.as_str()), *hash.as_bytes());
+        }
+    }
+    let by_path: HashMap<&str, &&CatalogFile> = opened.iter().map(|f| (f.path.as_str(), f)).collect();
+    let mut findings = Vec::new();
+    for file in &manifest.files {
+        let (Some(identity), Some(opened)) = (&file.identity, by_path.get(file.name.as_str())) else { continue };
+        if opened.source.size() != file.size {
+            continue; // Told already.
+        }
+        // A second name of a tensor has no entry of its own.
+        let own = opened.parsed.tensors.iter().map(|t| t.path.join("."));
+        let own: Vec<[u8; 32]> =
+            own.filter_map(|name| hashes.get(&(file.name.as_str(), name.as_str())).copied()).collect();
+        let got = file_identity(&opened.parsed.header_digest, own.iter());
+        if got != *identity {
+            findings.push(
+                Finding::new(codes::HASH, "its header (names, metadata, values) differs from the manifest")
+                    .file(&file.name)
+                    .expected(format!("identity {identity}"), got)
+                    .help("the file was changed or damaged since the manifest was made: restore it from a good copy"),
+            );
+        }
+    }
+    findings
+}
+
 /// Hashes what is there.
 ///
 /// # Errors
@@ -117,7 +154,7 @@ pub fn inventory(
     let plan = inventory_plan(catalog);
     let files: Vec<Arc<SourceFile>> = catalog.files.iter().flatten().map(|f| f.source.clone()).collect();
     let report = engine::execute(&plan, &files, &Discard, options, control)?;
-    let mut manifest = Manifest::new("inventory");
+    let mut manifest = Manifest::new(INVENTORY);
     let mut hashes: BTreeMap<u32, Vec<[u8; 32]>> = BTreeMap::new();
     for (stored, result) in plan.stored.iter().zip(&report.outputs) {
         let file = file_of(&plan, stored);
@@ -137,7 +174,9 @@ pub fn inventory(
         manifest.files.push(ManifestFile {
             name: file.path.clone(),
             size: file.size,
-            identity: crate::manifest::file_identity(&opened.parsed.header_digest, hashes.iter()),
+            identity: Some(file_identity(&opened.parsed.header_digest, hashes.iter())),
+            blake3: None,
+            mtime_ns: None,
         });
     }
     manifest.findings = report.findings.clone();
@@ -159,10 +198,10 @@ pub fn against(
     control: &Control,
 ) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    let by_path: HashMap<&str, usize> =
-        catalog.files.iter().flatten().enumerate().map(|(i, f)| (f.path.as_str(), i)).collect();
     let opened: Vec<_> = catalog.files.iter().flatten().collect();
-    for file in &manifest.files {
+    let by_path: HashMap<&str, usize> =
+        opened.iter().enumerate().map(|(i, f)| (f.path.as_str(), i)).collect();
+    for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
         match by_path.get(file.name.as_str()) {
             None => findings.push(
                 Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
@@ -178,14 +217,17 @@ pub fn against(
             Some(_) => {}
         }
     }
-    let named: std::collections::HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
-    for file in &opened {
-        if !named.contains(file.path.as_str()) {
-            findings.push(
-                Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file").file(&file.path),
-            );
-        }
+    let named: HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
+    for file in opened.iter().filter(|f| !named.contains(f.path.as_str())) {
+        // It is read as a part of the checkpoint, and nothing says what it should hold.
+        findings.push(
+            Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file, which readers load")
+                .severity(Severity::Error)
+                .file(&file.path)
+                .help("take it away if it does not belong here; else `fastshard manifest` takes note of it"),
+        );
     }
+    findings.extend(headers(manifest, &opened));
 
     let mut plan = inventory_plan(catalog);
     let mut wanted: HashMap<(&str, &str), &ManifestTensor> =

@@ -1,32 +1,31 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
 mod arrays;
+mod records;
+mod sink;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::codes;
-use crate::engine::{self, Control, Report, Sink, TileDone};
+use crate::engine::{self, Control, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
 use crate::format::{dcp, torch_zip, Frame, Member};
-use crate::hash::{self, Segments};
-use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
+use crate::hash;
+use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
 use crate::publish::{self, Needs, OutFile, Space, Staging};
 use crate::stats::Level;
 use crate::storage::SourceFile;
 
 use arrays::Arrays;
+use sink::StagedSink;
 pub use arrays::{Array, ArrayWriter};
 
-/// Bytes written between two records of what is done.
-const JOURNAL_EVERY: u64 = 256 << 20;
-/// Bytes read back at a time, for a checksum over what an earlier run has written.
+/// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;
-/// Bytes written to a file before the system is asked to start writing them out.
-const WRITEBACK_EVERY: u64 = 32 << 20;
 
 /// How to write.
 #[derive(Debug, Clone)]
@@ -49,194 +48,27 @@ pub struct Options {
     pub stats: bool,
 }
 
-/// Tiles that are written and not yet journalled.
-#[derive(Default)]
-struct Pending {
-    records: Vec<Vec<u8>>,
-    /// Files that the records speak of.
-    files: BTreeSet<u32>,
-    bytes: u64,
-}
-
-struct StagedSink<'a> {
-    outputs: &'a [Output],
-    /// Files by their place in the plan; none for a store of arrays.
-    files: Vec<Option<OutFile>>,
-    arrays: Option<Arrays>,
-    staging: &'a Staging,
-    /// Tiles that earlier runs have journalled, by output, index and size.
-    claims: HashMap<(u32, u64, u64), TileDone>,
-    pending: Mutex<Pending>,
-    /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
-    flushing: Mutex<()>,
-    written: Vec<Mutex<u64>>,
-    /// The member of its file that an output lies in, where that file names its checksum.
-    member_of: Vec<Option<usize>>,
-    /// Checksums of what is written so far, by file and member.
-    sums: Vec<Vec<Mutex<Segments>>>,
-    fsync: bool,
-    sparse: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn record(output: usize, tile: &TileDone) -> Vec<u8> {
-    let mut bytes = (output as u32).to_le_bytes().to_vec();
-    bytes.extend(tile.index.to_le_bytes());
-    bytes.extend(tile.size.to_le_bytes());
-    bytes.extend(tile.value);
-    bytes.extend(tile.non_finite.to_le_bytes());
-    bytes.extend(tile.crc32.iter().flat_map(|crc| crc.to_le_bytes()));
-    bytes
-}
-
-fn parse_record(bytes: &[u8]) -> Option<(u32, TileDone)> {
-    let output = u32::from_le_bytes(bytes.get(..4)?.try_into().ok()?);
-    let index = u64::from_le_bytes(bytes.get(4..12)?.try_into().ok()?);
-    let size = u64::from_le_bytes(bytes.get(12..20)?.try_into().ok()?);
-    let value = bytes.get(20..52)?.try_into().ok()?;
-    let non_finite = u64::from_le_bytes(bytes.get(52..60)?.try_into().ok()?);
-    let crc32 = match &bytes[60..] {
-        [] => None,
-        crc => Some(u32::from_le_bytes(crc.try_into().ok()?)),
-    };
-    Some((output, TileDone { index, size, value, non_finite, crc32 }))
-}
-
-impl StagedSink<'_> {
-    /// Brings data to disk, then says so: never the other way round.
-    fn flush(&self) -> Result<()> {
-        let _one = lock(&self.flushing);
-        // What is in these records was written before they were taken, so the syncs below cover it.
-        let Pending { records, files, .. } = std::mem::take(&mut *lock(&self.pending));
-        if records.is_empty() {
-            return Ok(());
-        }
-        if self.fsync {
-            files.iter().try_for_each(|&f| self.files[f as usize].as_ref().map_or(Ok(()), OutFile::sync))?;
-        }
-        records.iter().try_for_each(|record| self.staging.journal().append(record))?;
-        self.staging.journal().sync()
-    }
-
-    /// Takes the checksum of a tile into that of its member.
-    fn sum(&self, output: usize, tile: &TileDone) {
-        let about = &self.outputs[output];
-        if let (Some(member), Some(crc)) = (self.member_of[output], tile.crc32) {
-            let start = tile.index * tile.size;
-            let len = tile.size.min(about.nbytes() - start);
-            let mut sums = lock(&self.sums[about.file as usize][member]);
-            sums.add(about.offset + start, len, crc);
-            sums.join(about.offset + start);
-        }
-    }
-
-    /// Writes the checksums of all members into their files. What no tile of this run or of the
-    /// journal covers is read back.
-    fn finish(&self, frames: &[Frame], control: &Control) -> Result<()> {
-        for ((frame, file), sums) in frames.iter().zip(&self.files).zip(&self.sums) {
-            let Some(file) = file else { continue };
-            for (member, sums) in frame.members.iter().zip(sums) {
-                let (lo, hi) = (member.offset, member.offset + member.len);
-                let mut sums = lock(sums);
-                for (start, end) in sums.gaps(lo, hi) {
-                    let mut at = start;
-                    while at < end {
-                        if control.cancel.load(std::sync::atomic::Ordering::Relaxed) {
-                            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
-                        }
-                        let mut bytes = vec![0; CHUNK.min(end - at) as usize];
-                        file.read_at(at, &mut bytes)?;
-                        sums.add(at, bytes.len() as u64, hash::crc32(&bytes));
-                        sums.join(at);
-                        at += bytes.len() as u64;
-                    }
-                }
-                let crc = sums.crc(lo, hi).expect("no gap is left");
-                member.crc_at.iter().try_for_each(|&at| file.write_all_at(at, &crc.to_le_bytes()))?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Sink for StagedSink<'_> {
-    fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()> {
-        if let Some(arrays) = &self.arrays {
-            if arrays.write(output, offset, bytes)? {
-                return Ok(());
-            }
-        }
-        let about = &self.outputs[output];
-        let file = self.files[about.file as usize].as_ref().expect("no array");
-        // What an earlier run left is no hole.
-        if self.sparse && !file.kept() {
-            for (at, run) in crate::kernel::filled(bytes) {
-                file.write_all_at(about.offset + offset + at, run)?;
-            }
-        } else {
-            file.write_all_at(about.offset + offset, bytes)?;
-        }
-        if self.fsync {
-            let mut since = lock(&self.written[about.file as usize]);
-            *since += bytes.len() as u64;
-            if *since >= WRITEBACK_EVERY {
-                *since = 0;
-                drop(since);
-                let end = about.offset + offset + bytes.len() as u64;
-                file.start_writeback(end.saturating_sub(2 * WRITEBACK_EVERY), 2 * WRITEBACK_EVERY);
-            }
-        }
-        Ok(())
-    }
-
-    fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
-        self.sum(output, tile);
-        // An encoded block cannot be continued in its midst: arrays are made anew.
-        if self.arrays.as_ref().is_some_and(|arrays| arrays.holds(output)) {
-            return Ok(());
-        }
-        let mut pending = lock(&self.pending);
-        pending.records.push(record(output, tile));
-        pending.files.insert(self.outputs[output].file);
-        pending.bytes += tile.size;
-        if pending.bytes < JOURNAL_EVERY {
-            return Ok(());
-        }
-        drop(pending);
-        self.flush()
-    }
-
-    fn claimed(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {
-        let kept = self.files[self.outputs[output].file as usize].as_ref().is_some_and(OutFile::kept);
-        Ok(self.claims.get(&(output as u32, index, size)).filter(|_| kept).copied())
-    }
-
-    fn read_back(&self, output: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        let about = &self.outputs[output];
-        let file = self.files[about.file as usize].as_ref().expect("no array");
-        file.read_at(about.offset + offset, bytes)
-    }
-
-    fn kept(&self, output: usize, tile: &TileDone) {
-        self.sum(output, tile);
-    }
-
-    fn checksummed(&self, output: usize) -> bool {
-        self.member_of[output].is_some()
-    }
-}
-
 /// Roots of the sources, for the check that the destination is not among them.
 pub type Roots = [PathBuf];
+
+/// Stops a run that was cancelled.
+fn go_on(control: &Control) -> Result<()> {
+    match is_running(control) {
+        true => Ok(()),
+        false => Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into()),
+    }
+}
+
+fn is_running(control: &Control) -> bool {
+    !control.cancel.load(std::sync::atomic::Ordering::Relaxed)
+}
 
 /// Writes and publishes a plan's result.
 ///
 /// # Errors
-/// All findings that keep the result from being published. Nothing is published then; after an
-/// interrupt the staging folder stays for `resume`, otherwise it is removed.
+/// All findings that keep the result from being published. Nothing is published then, unless the error
+/// says so ([`Error::is_after_publishing`]). After an interrupt, or when the system failed, the staging
+/// folder stays for `resume`; otherwise it is removed.
 pub fn write(
     plan: &Plan,
     files: &[Arc<SourceFile>],
@@ -246,52 +78,38 @@ pub fn write(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let run = plan.digest();
-    let copied: u64 =
-        options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
-    let each = if options.stats { 2400 } else { 400 };
-    let manifest_estimate = 4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64;
-    let needs = Needs {
-        bytes: if options.sparse {
-            0
-        } else {
-            plan.bytes() + copied + manifest_estimate + aside(plan, options)
-        },
-        files: (plan.files.len() + plan.texts.len() + folders(plan) + options.copies.len() + 2) as u64,
-        open_files: (files.len() + plan.files.len() + 64) as u64,
-    };
-    publish::preflight(out, roots, &run, &needs, &options.publish)?;
-    let document = serde_json::to_vec(
-        &serde_json::json!({"plan": run, "target": plan.target, "outputs": plan.outputs.len()}),
-    )
-    .expect("plain data");
-    let staging = Staging::begin(out, &run, &document, &options.publish)?;
+    publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
+    let document = serde_json::json!({
+        "plan": run, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
+    });
+    let document = serde_json::to_vec(&document).expect("plain data");
+    let mut staging = Staging::begin(out, &run, &document, &options.publish)?;
+    let mut findings = Vec::new();
     if staging.sealed() {
-        let manifest = Manifest::read(&staging.path().join(MANIFEST_NAME));
-        let warnings = staging.publish(&last_names(plan))?;
-        let manifest = manifest.or_else(|_| Manifest::read(&out.join(MANIFEST_NAME)))?;
-        return Ok((manifest, warnings));
+        let stale = stale_files(&staging, plan, options)?;
+        if stale.is_empty() || !staging.unseal()? {
+            findings.extend(stale.iter().map(|name| stale_finding(out, name)));
+            return roll_forward(staging, plan, out, findings, control);
+        }
     }
-    match fill(plan, files, &staging, &run, options, control) {
-        Ok((manifest, mut findings)) => {
-            // The last look at the sources: what was read is what is there.
-            if let Err(error) = files.iter().try_for_each(|f| f.unchanged()) {
-                staging.discard()?;
-                return Err(error);
-            }
-            findings.extend(staging.publish(&last_names(plan))?);
+    let folder = staging.folder().to_path_buf();
+    let done = fill(plan, files, &staging, &run, options, control).and_then(|filled| {
+        // The last look at the sources: what was read is what is there.
+        files.iter().try_for_each(|f| f.unchanged())?;
+        Ok(filled)
+    });
+    match done {
+        Ok((manifest, found)) => {
+            findings.extend(found);
+            let published = staging.publish(&last_names(plan), &|| is_running(control));
+            findings.extend(published.map_err(|error| match error.is_after_publishing() {
+                true => error,
+                false => resumable(error, &folder),
+            })?);
             Ok((manifest, findings))
         }
-        Err(error) if error.is_interrupt() => {
-            let mut findings = error.into_findings();
-            for f in &mut findings {
-                if f.code == codes::INTERRUPTED {
-                    f.help = Some(format!(
-                        "nothing was published; the same command with --resume continues, or remove {}",
-                        staging.folder().display()
-                    ));
-                }
-            }
-            Err(Error::from(findings))
+        Err(error) if keeps(&error, options) && (error.is_interrupt() || staging.journal().holds_records()) => {
+            Err(resumable(error, &folder))
         }
         Err(error) => {
             // What cannot be removed must not hide why it should be.
@@ -305,6 +123,110 @@ pub fn write(
             }
         }
     }
+}
+
+/// Version of the journal's records: those of another are not continued.
+const RECORDS_VERSION: u32 = 2;
+
+/// What the run will need at its destination.
+fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
+    let copied: u64 =
+        options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
+    let each = if options.stats { 2400 } else { 400 };
+    let blocks: u64 = match plan.files.iter().any(|f| matches!(f.form, Form::Arrays(_))) {
+        // The manifest lists the store's files, each of a MiB or more but for the last of an array.
+        true => plan.bytes() / CHUNK + plan.outputs.len() as u64,
+        false => 0,
+    };
+    let named = plan.files.len() as u64 + blocks + options.copies.len() as u64;
+    let manifest =
+        4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
+    let bytes = match options.sparse {
+        true => 0,
+        false => plan.bytes() + copied + manifest + aside(plan, options),
+    };
+    Needs {
+        bytes,
+        files: (plan.files.len() + plan.texts.len() + folders(plan) + options.copies.len() + 2) as u64,
+        open_files: (files.len() + plan.files.len() + 64) as u64,
+    }
+}
+
+/// True for errors that say nothing against what is written so far: the system's, and a companion's.
+fn keeps(error: &Error, options: &Options) -> bool {
+    let of_system = [codes::IO, codes::NO_SPACE, codes::PERMISSION, codes::TOO_MANY_FILES, codes::INTERRUPTED];
+    let of_companion = |f: &Finding| {
+        let named = |(_, path): &(String, PathBuf)| f.file.as_deref() == Some(&*path.display().to_string());
+        options.copies.iter().any(named)
+    };
+    let errors = error.findings().iter().filter(|f| f.severity == Severity::Error);
+    errors.into_iter().all(|f| of_system.contains(&f.code) || of_companion(f))
+}
+
+/// Says how a run that stopped can be continued.
+fn resumable(error: Error, folder: &Path) -> Error {
+    let mut findings = error.into_findings();
+    let way = format!(
+        "nothing was published; the same command with --resume continues, or remove {}",
+        folder.display()
+    );
+    for f in findings.iter_mut().filter(|f| f.severity == Severity::Error && f.code != codes::PUBLISH_CONFLICT) {
+        f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
+            Some(help) => format!("{}; {way}", help.trim_end_matches("; nothing was published")),
+            None => way.clone(),
+        });
+    }
+    Error::from(findings)
+}
+
+/// Finishes publishing what an earlier run has completed.
+fn roll_forward(
+    staging: Staging,
+    plan: &Plan,
+    out: &Path,
+    mut findings: Vec<Finding>,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
+    findings.extend(staging.publish(&last_names(plan), &|| is_running(control))?);
+    let manifest = Manifest::read(&out.join(MANIFEST_NAME)).map_err(|error| error.after_publishing(out))?;
+    Ok((manifest, findings))
+}
+
+/// Companions of a sealed result that are not what they are now: changed, added or gone since.
+fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<String>> {
+    let path = staging.path().join(MANIFEST_NAME);
+    // Published already: what lies there is the older result.
+    let Ok(manifest) = Manifest::read(&path) else { return Ok(Vec::new()) };
+    if manifest.plan != plan.digest() {
+        return Ok(Vec::new());
+    }
+    let of_plan = |name: &str| {
+        name == INDEX_NAME
+            || plan.texts.contains_key(name)
+            || plan.files.iter().any(|f| f.name == name || name.starts_with(&format!("{}/", f.name)))
+    };
+    let mut sealed: BTreeMap<&str, Option<&String>> = manifest
+        .files
+        .iter()
+        .filter(|f| !of_plan(&f.name))
+        .map(|f| (f.name.as_str(), f.blake3.as_ref()))
+        .collect();
+    let mut stale = Vec::new();
+    for (name, path) in &options.copies {
+        let now = publish::hash_of_file(path)?;
+        if sealed.remove(name.as_str()).flatten() != Some(&now) {
+            stale.push(name.clone());
+        }
+    }
+    stale.extend(sealed.into_keys().map(String::from));
+    Ok(stale)
+}
+
+fn stale_finding(out: &Path, name: &str) -> Finding {
+    Finding::new(codes::SOURCE_CHANGED, "changed since the interrupted run completed its result, which was published as it was")
+        .severity(Severity::Warning)
+        .file(out.join(name))
+        .help("run again with --overwrite to have it as it is now")
 }
 
 /// Bytes of decoded blocks that may have to lie on disk at a time.
@@ -388,9 +310,7 @@ fn underlay(source: &SourceFile, outputs: &[&Output], out: &OutFile, control: &C
     let mut at = 0;
     for (lo, hi) in taken {
         while at < lo {
-            if control.cancel.load(std::sync::atomic::Ordering::Relaxed) {
-                return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
-            }
+            go_on(control)?;
             let n = CHUNK.min(lo - at) as usize;
             source.read_at(at, &mut bytes[..n])?;
             out.write_all_at(at, &bytes[..n])?;
@@ -399,17 +319,6 @@ fn underlay(source: &SourceFile, outputs: &[&Output], out: &OutFile, control: &C
         at = at.max(hi);
     }
     Ok(())
-}
-
-/// The member of its file that each output lies in.
-fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
-    let member = |output: &Output| {
-        let members = &frames[output.file as usize].members;
-        let (lo, hi) = (output.offset, output.offset + output.nbytes());
-        let at = members.partition_point(|m| m.offset <= lo).checked_sub(1)?;
-        (hi > lo && hi <= members[at].offset + members[at].len).then_some(at)
-    };
-    plan.outputs.iter().map(member).collect()
 }
 
 fn fill(
@@ -425,6 +334,9 @@ fn fill(
         Form::Arrays(_) => Ok(None),
         _ => staging.file(&f.name, f.size, space).map(Some),
     };
+    if staging.resumed() {
+        forget_lost(plan, staging)?;
+    }
     let outs: Vec<Option<OutFile>> = plan.files.iter().map(out).collect::<Result<_>>()?;
     let arrays = Arrays::begin(plan, &staging.path(), options.arrays.as_ref())?;
     let by_file = plan.by_file();
@@ -438,27 +350,7 @@ fn fill(
             underlay(&files[*source as usize], &outputs, file, control)?;
         }
     }
-    let claims = staging
-        .journal()
-        .replayed()
-        .iter()
-        .filter_map(|r| parse_record(r))
-        .map(|(output, tile)| ((output, tile.index, tile.size), tile))
-        .collect();
-    let sink = StagedSink {
-        outputs: &plan.outputs,
-        written: outs.iter().map(|_| Mutex::new(0)).collect(),
-        member_of: members_of(plan, &frames),
-        sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),
-        files: outs,
-        arrays,
-        staging,
-        claims,
-        pending: Mutex::default(),
-        flushing: Mutex::new(()),
-        fsync: options.publish.fsync,
-        sparse: options.sparse,
-    };
+    let sink = StagedSink::new(plan, staging, &frames, outs, arrays, options)?;
     let engine_options = engine::Options {
         threads: options.threads,
         memory: options.memory,
@@ -481,8 +373,9 @@ fn fill(
     let report = match done {
         Ok(report) => report,
         Err(error) => {
-            if error.is_interrupt() {
-                sink.flush()?;
+            if keeps(&error, options) {
+                // What cannot be noted is made again; the first error counts.
+                let _ = sink.flush();
             }
             return Err(error);
         }
@@ -499,7 +392,10 @@ fn fill(
     if has_index(plan) {
         staging.write(INDEX_NAME, &index(plan))?;
     }
+    // On the descriptors that wrote: others may not be told of a write that failed.
+    sink.files.iter().flatten().try_for_each(OutFile::sync)?;
     let mut manifest = manifest(plan, run, &report, options);
+    let mut identities = HashMap::new();
     for (((file, inside), frame), out) in plan.files.iter().zip(&by_file).zip(&frames).zip(&sink.files) {
         let identity = match &file.form {
             Form::Safetensors => {
@@ -514,10 +410,30 @@ fn fill(
                 read_back(plan, file, inside, &report, out.as_ref().expect("no array"))?
             }
         };
-        manifest.files.push(ManifestFile { name: file.name.clone(), size: file.size, identity });
+        identities.insert(file.name.as_str(), identity);
+    }
+    manifest.files = staging.listing()?;
+    for file in &mut manifest.files {
+        file.identity = identities.remove(file.name.as_str());
+    }
+    if let Some(name) = identities.into_keys().next() {
+        return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there").file(name).into());
     }
     staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
     Ok((manifest, report.findings))
+}
+
+/// Removes what an interrupted run left and this one does not write, and voids what the journal says of
+/// data files that have to be made anew, before they are.
+fn forget_lost(plan: &Plan, staging: &Staging) -> Result<()> {
+    let data = plan.files.iter().enumerate().filter(|(_, f)| !matches!(f.form, Form::Arrays(_)));
+    staging.keep_only(&data.clone().map(|(_, f)| f.name.as_str()).collect())?;
+    for (i, file) in data {
+        if !staging.has(&file.name, file.size)? {
+            staging.journal().append(&records::anew(i))?;
+        }
+    }
+    staging.journal().sync()
 }
 
 /// Bytes of the largest block of the arrays that are written.

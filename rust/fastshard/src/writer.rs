@@ -176,7 +176,9 @@ impl ResultWriter {
             manifest.files.push(ManifestFile {
                 name: name.clone(),
                 size: HEADER_ROOM as u64 + shard.bytes,
-                identity: file_identity(digest.as_bytes(), hashes),
+                identity: Some(file_identity(digest.as_bytes(), hashes)),
+                blake3: None,
+                mtime_ns: None,
             });
             total += shard.bytes;
             for (mut tensor, _) in shard.tensors {
@@ -200,7 +202,7 @@ impl ResultWriter {
         staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
         let staging = self.staging.take().expect("checked above");
         let names: Vec<&str> = last.iter().map(String::as_str).collect();
-        let warnings = staging.publish(&names)?;
+        let warnings = staging.publish(&names, &|| true)?;
         Ok((manifest, warnings))
     }
 

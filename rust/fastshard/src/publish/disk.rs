@@ -1,11 +1,20 @@
 //! Every system call of this module that changes something, so that tests can fail each in turn.
+//!
+//! Names are looked up below directories that are held open, and no link among them is followed: what
+//! another user puts in the way of a path is met as what it is, never as what it points to.
 
-use std::fs::{self, File, OpenOptions};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::path::Path;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
-use rustix::fs::{Advice, FallocateFlags, RenameFlags, CWD};
+use rustix::fs::{
+    fstat, mkdirat, openat, renameat, renameat_with, statat, unlinkat, Advice, AtFlags, FallocateFlags,
+    FileType, Mode, OFlags, RenameFlags, Stat, CWD,
+};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
@@ -38,41 +47,275 @@ fn unsupported(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| unknown.iter().any(|e| e.raw_os_error() == code))
 }
 
+/// True for what opening a file or a link as a directory says.
+fn is_no_directory(error: &io::Error) -> bool {
+    let told = [Errno::NOTDIR, Errno::LOOP];
+    error.raw_os_error().is_some_and(|code| told.iter().any(|e| e.raw_os_error() == code))
+}
+
 /// Success also where the filesystem does not know the call.
 fn tolerate(result: io::Result<()>) -> io::Result<()> {
     result.or_else(|e| if unsupported(&e) { Ok(()) } else { Err(e) })
 }
 
-/// Creates one directory, mode by umask; an error if it exists.
-pub(super) fn create_dir(path: &Path) -> io::Result<()> {
-    gate("create_dir", path, || {})?;
-    fs::create_dir(path)
+fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
+    result.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
 }
 
-/// Creates the directories of `path` below `root` that are not there yet.
-pub(super) fn create_dirs(root: &Path, path: &Path) -> io::Result<()> {
-    let below = path.strip_prefix(root).map_err(io::Error::other)?;
-    let mut at = root.to_path_buf();
-    for part in below.parent().unwrap_or(below).components() {
-        at.push(part);
-        match create_dir(&at) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-            _ => {}
+/// Owner only: nobody else may put anything into a staging folder.
+pub(super) const PRIVATE: u32 = 0o700;
+/// What the umask leaves of this.
+pub(super) const BY_UMASK: u32 = 0o777;
+
+/// A directory that is held open.
+#[derive(Debug)]
+pub(super) struct Dir {
+    fd: OwnedFd,
+    /// What it was opened as, for messages.
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Opens a directory by its path, whose links are resolved already.
+    pub(super) fn open(path: &Path) -> io::Result<Dir> {
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = match openat(CWD, path, flags | OFlags::RDONLY, Mode::empty()) {
+            // It may be searched and written, but not listed.
+            Err(Errno::ACCESS) => openat(CWD, path, flags | OFlags::PATH, Mode::empty())?,
+            opened => opened?,
+        };
+        Ok(Dir { fd, path: path.to_path_buf() })
+    }
+
+    /// The directory `name` in this one.
+    pub(super) fn sub(&self, name: &OsStr) -> io::Result<Dir> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(Dir { fd: openat(&self.fd, name, flags, Mode::empty())?, path: self.path.join(name) })
+    }
+
+    /// What it was opened as.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Path of an entry, for messages.
+    pub(super) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Owner, mode and the like of the directory itself.
+    pub(super) fn meta(&self) -> io::Result<Stat> {
+        Ok(fstat(&self.fd)?)
+    }
+
+    /// What `name` is; `None` if it is not there.
+    pub(super) fn stat(&self, name: &OsStr) -> io::Result<Option<Stat>> {
+        match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => Ok(None),
+            stat => Ok(Some(stat?)),
         }
     }
-    Ok(())
-}
 
-/// Opens for reading and writing, creates if absent (mode by umask), keeps what is there.
-pub(super) fn open(path: &Path) -> io::Result<File> {
-    gate("open", path, || {})?;
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
-}
+    /// True if something is called `name`.
+    pub(super) fn has(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
+        Ok(self.stat(name.as_ref())?.is_some())
+    }
 
-/// Creates an empty file for writing, mode by umask, in place of one that may be there.
-pub(super) fn create(path: &Path) -> io::Result<File> {
-    gate("create", path, || {})?;
-    File::create(path)
+    /// Names of the entries, in order.
+    pub(super) fn entries(&self) -> io::Result<Vec<OsString>> {
+        let mut names = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.fd)? {
+            let entry = entry?;
+            let name = OsStr::from_bytes(entry.file_name().to_bytes());
+            if name != "." && name != ".." {
+                names.push(name.to_os_string());
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Creates one directory; an error if it exists.
+    pub(super) fn create_dir(&self, name: &OsStr, mode: u32) -> io::Result<()> {
+        gate("create_dir", &self.join(name), || {})?;
+        Ok(mkdirat(&self.fd, name, Mode::from_raw_mode(mode))?)
+    }
+
+    /// The directory in which the last part of `name` lies; with `make`, those on the way are created.
+    pub(super) fn folder_of<'n>(&self, name: &'n str, make: bool) -> io::Result<(Dir, &'n OsStr)> {
+        let mut parts: Vec<&OsStr> = name.split('/').map(OsStr::new).collect();
+        let last = parts.pop().unwrap_or_default();
+        let mut at = Dir { fd: self.fd.try_clone()?, path: self.path.clone() };
+        for part in parts {
+            at = match at.sub(part) {
+                Err(e) if make && e.kind() == io::ErrorKind::NotFound => {
+                    at.create_dir(part, BY_UMASK)?;
+                    at.sub(part)?
+                }
+                sub => sub?,
+            };
+        }
+        Ok((at, last))
+    }
+
+    fn file(&self, name: &OsStr, flags: OFlags, mode: u32) -> io::Result<File> {
+        let safe = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let fd = openat(&self.fd, name, flags | safe, Mode::from_raw_mode(mode))?;
+        if !FileType::from_raw_mode(fstat(&fd)?.st_mode).is_file() {
+            return Err(io::Error::other("not a regular file"));
+        }
+        Ok(File::from(fd))
+    }
+
+    /// Opens a regular file for reading.
+    pub(super) fn read_only(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
+        self.file(name.as_ref(), OFlags::RDONLY, 0)
+    }
+
+    /// Opens for reading and writing, creates if absent (mode by umask), keeps what is there.
+    pub(super) fn open_or_create(&self, name: &OsStr) -> io::Result<File> {
+        gate("open", &self.join(name), || {})?;
+        self.file(name, OFlags::RDWR | OFlags::CREATE, 0o666)
+    }
+
+    /// Creates an empty file for writing, mode by umask, in place of one that may be there.
+    pub(super) fn create(&self, name: &OsStr) -> io::Result<File> {
+        gate("create", &self.join(name), || {})?;
+        self.file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC, 0o666)
+    }
+
+    /// Renames `from` to `to` in another directory; an error (`AlreadyExists`) if that exists.
+    pub(super) fn rename_new(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
+        gate("rename_new", &other.join(to), || {})?;
+        match self.noreplace(from, other, to) {
+            // NFS and others: a rename never replaces a directory that is not empty, so only a file
+            // that appears between these two calls could be lost.
+            Err(e) if unsupported(&e) => match other.has(to)? {
+                true => Err(Errno::EXIST.into()),
+                false => Ok(renameat(&self.fd, from, &other.fd, to)?),
+            },
+            done => done,
+        }
+    }
+
+    fn noreplace(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
+        #[cfg(test)]
+        super::fault::lacking("noreplace")?;
+        #[cfg(test)]
+        super::fault::other_layer(&self.join(from))?;
+        Ok(renameat_with(&self.fd, from, &other.fd, to, RenameFlags::NOREPLACE)?)
+    }
+
+    /// Renames a directory over an empty one, or a file of the staging folder over another.
+    pub(super) fn rename_over(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
+        gate("rename_over", &other.join(to), || {})?;
+        Ok(renameat(&self.fd, from, &other.fd, to)?)
+    }
+
+    /// Exchanges two directories in one step; false where the filesystem cannot.
+    pub(super) fn exchange(&self, name: &OsStr, other: &Dir, with: &OsStr) -> io::Result<bool> {
+        gate("exchange", &other.join(with), || {})?;
+        #[cfg(test)]
+        if super::fault::lacking("exchange").is_err() {
+            return Ok(false);
+        }
+        #[cfg(test)]
+        super::fault::other_layer(&other.join(with))?;
+        let done = renameat_with(&self.fd, name, &other.fd, with, RenameFlags::EXCHANGE);
+        match done.map_err(io::Error::from) {
+            Err(e) if unsupported(&e) => Ok(false),
+            done => done.map(|()| true),
+        }
+    }
+
+    /// Sets the permission bits of the directory itself.
+    pub(super) fn set_mode(&self, mode: u32) -> io::Result<()> {
+        gate("set_mode", &self.path, || {})?;
+        Ok(rustix::fs::fchmod(&self.fd, Mode::from_raw_mode(mode & 0o7777))?)
+    }
+
+    /// Removes a file; fine if it is not there.
+    pub(super) fn remove_file(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
+        let name = name.as_ref();
+        gate("remove_file", &self.join(name), || {})?;
+        absent_is_fine(unlinkat(&self.fd, name, AtFlags::empty()).map_err(io::Error::from))
+    }
+
+    /// Removes an empty directory; fine if it is not there.
+    pub(super) fn remove_dir(&self, name: &OsStr) -> io::Result<()> {
+        gate("remove_dir", &self.join(name), || {})?;
+        absent_is_fine(unlinkat(&self.fd, name, AtFlags::REMOVEDIR).map_err(io::Error::from))
+    }
+
+    /// Removes a directory of this program's own and all beneath it; fine if it is not there.
+    pub(super) fn remove_tree(&self, name: &OsStr) -> io::Result<()> {
+        gate("remove_tree", &self.join(name), || {
+            let sub = self.sub(name).ok();
+            let first = sub.as_ref().and_then(|s| s.entries().ok()?.into_iter().next());
+            if let (Some(sub), Some(first)) = (&sub, &first) {
+                let _ = unlinkat(&sub.fd, first, AtFlags::empty());
+            }
+        })?;
+        absent_is_fine(self.remove_all(name))
+    }
+
+    fn remove_all(&self, name: &OsStr) -> io::Result<()> {
+        match self.sub(name) {
+            Ok(sub) => {
+                for entry in sub.entries()? {
+                    absent_is_fine(sub.remove_all(&entry))?;
+                }
+                Ok(unlinkat(&self.fd, name, AtFlags::REMOVEDIR)?)
+            }
+            Err(e) if is_no_directory(&e) => Ok(unlinkat(&self.fd, name, AtFlags::empty())?),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Brings the directory's entries to disk.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        gate("sync", &self.path, || {})?;
+        match rustix::fs::fsync(&self.fd) {
+            // Opened without the right to list it.
+            Err(Errno::BADF) => Ok(()),
+            done => tolerate(done.map_err(io::Error::from)),
+        }
+    }
+
+    /// Brings a file in it to disk, whoever wrote it.
+    pub(super) fn sync_file(&self, name: &OsStr) -> io::Result<()> {
+        gate("sync", &self.join(name), || {})?;
+        tolerate(self.read_only(name)?.sync_all())
+    }
+
+    /// Writes a file that is there whole or not at all, even after a crash.
+    pub(super) fn write_whole(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
+        let (partial, path) = (format!("{name}.new"), self.join(name));
+        let file = self.create(OsStr::new(&partial)).at(&self.join(&partial), "cannot create")?;
+        write_at(&file, &self.join(&partial), 0, bytes).at(&self.join(&partial), "cannot write")?;
+        if durable {
+            sync_data(&file, &self.join(&partial)).at(&self.join(&partial), "cannot bring to disk")?;
+        }
+        self.rename_over(OsStr::new(&partial), self, OsStr::new(name)).at(&path, "cannot rename into place")?;
+        if durable {
+            self.sync().at(&self.path, "cannot bring to disk")?;
+        }
+        Ok(())
+    }
+
+    /// Content of a small file of this program's own, at most `limit` bytes; `None` if it is not there.
+    pub(super) fn read_small(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
+        use io::Read;
+        let file = match self.read_only(name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = Vec::new();
+        if file.take(limit + 1).read_to_end(&mut bytes)? as u64 > limit {
+            return Err(io::Error::other(format!("more than {limit} bytes")));
+        }
+        Ok(Some(bytes))
+    }
 }
 
 /// Writes all of `bytes` at `offset`.
@@ -87,13 +330,6 @@ pub(super) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> i
 pub(super) fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     gate("read", path, || {})?;
     file.read_exact_at(bytes, offset)
-}
-
-/// Streams `source` to the end of `file`; the number of bytes copied.
-pub(super) fn copy(source: &File, file: &File, path: &Path) -> io::Result<u64> {
-    gate("copy", path, || {})?;
-    let (mut source, mut file) = (source, file);
-    io::copy(&mut source, &mut file)
 }
 
 /// Sets the length in bytes.
@@ -128,95 +364,7 @@ pub(super) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
     tolerate(file.sync_data())
 }
 
-/// Brings a file or a directory's entries to disk.
-pub(super) fn sync(path: &Path) -> io::Result<()> {
-    gate("sync", path, || {})?;
-    tolerate(File::open(path)?.sync_all())
-}
-
-/// Renames; an error (`AlreadyExists`) if `to` exists.
-pub(super) fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    gate("rename_new", to, || {})?;
-    match noreplace(from, to) {
-        // NFS and others: a rename never replaces a directory that is not empty, so only a file
-        // that appears between these two calls could be lost.
-        Err(e) if unsupported(&e) => match fs::symlink_metadata(to) {
-            Ok(_) => Err(Errno::EXIST.into()),
-            Err(_) => fs::rename(from, to),
-        },
-        done => done,
-    }
-}
-
-fn noreplace(from: &Path, to: &Path) -> io::Result<()> {
-    #[cfg(test)]
-    super::fault::lacking("noreplace")?;
-    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
-}
-
-/// Renames a directory over an empty one, or a file of the staging folder over another.
-pub(super) fn rename_over(from: &Path, to: &Path) -> io::Result<()> {
-    gate("rename_over", to, || {})?;
-    fs::rename(from, to)
-}
-
-/// Exchanges two directories in one step; false where the filesystem cannot.
-pub(super) fn exchange(a: &Path, b: &Path) -> io::Result<bool> {
-    gate("exchange", b, || {})?;
-    #[cfg(test)]
-    if super::fault::lacking("exchange").is_err() {
-        return Ok(false);
-    }
-    match rustix::fs::renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE).map_err(io::Error::from) {
-        Err(e) if unsupported(&e) => Ok(false),
-        done => done.map(|()| true),
-    }
-}
-
-/// Sets the permission bits.
-pub(super) fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
-    gate("set_mode", path, || {})?;
-    fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777))
-}
-
-/// Removes a file; fine if it is not there.
-pub(super) fn remove_file(path: &Path) -> io::Result<()> {
-    gate("remove_file", path, || {})?;
-    absent_is_fine(fs::remove_file(path))
-}
-
-/// Removes an empty directory; fine if it is not there.
-pub(super) fn remove_dir(path: &Path) -> io::Result<()> {
-    gate("remove_dir", path, || {})?;
-    absent_is_fine(fs::remove_dir(path))
-}
-
-/// Removes a directory and all beneath it, following no link; fine if it is not there.
-pub(super) fn remove_tree(path: &Path) -> io::Result<()> {
-    gate("remove_tree", path, || {
-        let entries = fs::read_dir(path).into_iter().flatten().flatten();
-        for entry in entries.take(1) {
-            let _ = fs::remove_file(entry.path());
-        }
-    })?;
-    absent_is_fine(fs::remove_dir_all(path))
-}
-
-fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
-    result.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
-}
-
-/// Writes a file that is there whole or not at all, even after a crash.
-pub(super) fn write_whole(path: &Path, bytes: &[u8], durable: bool) -> Result<()> {
-    let partial = path.with_extension("new");
-    let file = create(&partial).at(&partial, "cannot create")?;
-    write_at(&file, &partial, 0, bytes).at(&partial, "cannot write")?;
-    if durable {
-        sync_data(&file, &partial).at(&partial, "cannot bring to disk")?;
-    }
-    rename_over(&partial, path).at(path, "cannot rename into place")?;
-    match path.parent() {
-        Some(folder) if durable => sync(folder).at(folder, "cannot bring to disk"),
-        _ => Ok(()),
-    }
+/// True if errors of writing may come as late as the sync: filesystems behind a network.
+pub(super) fn is_network(file: impl AsFd) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|s| crate::storage::is_network_filesystem(s.f_type as u32))
 }

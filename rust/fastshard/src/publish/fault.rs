@@ -40,7 +40,7 @@ pub(super) fn disarm() -> Vec<(&'static str, PathBuf)> {
     })
 }
 
-/// Names what the filesystem shall not know: `noreplace`, `exchange`, or `replacing` OUT at all.
+/// Names what the filesystem shall not know: `noreplace`, `exchange`, `replacing` OUT at all, or `moving` it.
 pub(super) fn lack(what: &[&'static str]) {
     STATE.with_borrow_mut(|s| s.lacking = what.to_vec());
 }
@@ -52,6 +52,14 @@ pub(super) fn lacking(what: &str) -> io::Result<()> {
         Err(rustix::io::Errno::INVAL.into())
     } else {
         Ok(())
+    }
+}
+
+/// What overlayfs says to moving a directory of a lower layer, if OUT shall be one.
+pub(super) fn other_layer(moved: &Path) -> io::Result<()> {
+    match moved.ends_with("out") && lacking("moving").is_err() {
+        true => Err(rustix::io::Errno::XDEV.into()),
+        false => Ok(()),
     }
 }
 

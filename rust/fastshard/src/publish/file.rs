@@ -1,9 +1,10 @@
 //! One data file of the result while it is written.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use super::disk::{self, At};
+use super::disk::{self, At, Dir};
 use crate::codes;
 use crate::error::{Finding, Result};
 
@@ -23,13 +24,15 @@ pub struct OutFile {
     path: PathBuf,
     size: u64,
     kept: bool,
-    durable: bool,
+    /// Whether data is to reach the disk: asked for, or a filesystem that reports lost writes no earlier.
+    synced: bool,
 }
 
 impl OutFile {
-    /// Opens or creates `path` with exactly `size` bytes; content that is there stays.
-    pub(super) fn open(path: PathBuf, size: u64, space: Space, durable: bool) -> Result<Self> {
-        let file = disk::open(&path).at(&path, "cannot create")?;
+    /// Opens or creates `name` with exactly `size` bytes; content that is there stays.
+    pub(super) fn open(folder: &Dir, name: &OsStr, size: u64, space: Space, durable: bool) -> Result<Self> {
+        let path = folder.join(name);
+        let file = folder.open_or_create(name).at(&path, "cannot create")?;
         let meta = file.metadata().at(&path, "cannot stat")?;
         let kept = meta.len() == size && size > 0;
         if space == Space::Reserved {
@@ -38,7 +41,8 @@ impl OutFile {
         if meta.len() != size {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
         }
-        Ok(OutFile { file, path, size, kept, durable })
+        let synced = durable || disk::is_network(&file);
+        Ok(OutFile { file, path, size, kept, synced })
     }
 
     /// Path in the staging folder.
@@ -80,9 +84,10 @@ impl OutFile {
         disk::start_writeback(&self.file, offset, len);
     }
 
-    /// Waits until all bytes written are on disk; nothing with `fsync` off.
+    /// Waits until all bytes written are on disk; nothing with `fsync` off, but on network filesystems,
+    /// where a write that failed is told by this or by nothing.
     pub fn sync(&self) -> Result<()> {
-        if !self.durable {
+        if !self.synced {
             return Ok(());
         }
         disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")

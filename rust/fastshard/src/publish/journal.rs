@@ -4,56 +4,92 @@
 //! payload's first byte tells a record (the caller's bytes) from the start of a session. The first
 //! frame that is cut short or fails its checksum ends the journal.
 
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, BufReader, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::disk::{self, At};
+use super::disk::{self, At, Dir};
 use crate::codes;
 use crate::error::{Finding, Result};
 
 const SESSION: u8 = 0;
 const RECORD: u8 = 1;
 const HEADER: usize = 8;
+/// Largest payload, in bytes: what is longer was not written by this program.
+const MAX_PAYLOAD: usize = 64 << 10;
 
 /// Append-only list of records that survives the process. Shared between threads.
+///
+/// Records stay on disk: a run of many terabytes has millions of them.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
     durable: bool,
-    replayed: Vec<Vec<u8>>,
-    /// The file and the offset (bytes) at which the next frame goes.
-    end: Mutex<(File, u64)>,
+    file: File,
+    /// Bytes of the earlier sessions of this run.
+    earlier: u64,
+    /// Offset (bytes) at which the next frame goes.
+    end: Mutex<u64>,
+    /// True once there is a record, of whatever session.
+    holds_records: AtomicBool,
 }
 
 impl Journal {
-    /// Opens or creates the journal, replays it and cuts off a torn tail.
-    pub(super) fn open(path: PathBuf, durable: bool) -> Result<Self> {
-        let bytes = match std::fs::read(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
-            read => read.at(&path, "cannot read")?,
-        };
-        let (replayed, good) = replay(&bytes, &boot_id());
-        let file = disk::open(&path).at(&path, "cannot create")?;
-        if good < bytes.len() {
-            disk::set_len(&file, &path, good as u64).at(&path, "cannot cut off a torn record")?;
+    /// Opens or creates the journal of a staging folder and cuts off a torn tail.
+    pub(super) fn open(folder: &Dir, durable: bool) -> Result<Self> {
+        let path = folder.join("journal");
+        let file = folder.open_or_create(OsStr::new("journal")).at(&path, "cannot create")?;
+        let len = file.metadata().at(&path, "cannot stat")?.len();
+        let mut any = false;
+        let good = replay(&file, len, &boot_id(), &mut |_, _| any = true).at(&path, "cannot read")?;
+        if good < len {
+            disk::set_len(&file, &path, good).at(&path, "cannot cut off a torn record")?;
         }
-        let journal = Journal { path, durable, replayed, end: Mutex::new((file, good as u64)) };
+        let (end, holds_records) = (Mutex::new(good), AtomicBool::new(any));
+        let journal = Journal { path, durable, file, earlier: good, end, holds_records };
         let session = [&[SESSION, u8::from(durable)], boot_id().as_bytes()].concat();
         journal.write(&session)?;
         Ok(journal)
     }
 
-    /// The records of the earlier sessions of this run, in order of appending. Records that were
-    /// never synced (`fsync` off) are left out if the machine was restarted since.
-    pub fn replayed(&self) -> &[Vec<u8>] {
-        &self.replayed
+    /// Calls `each` with the records of the earlier sessions of this run, in order of appending, and where
+    /// [`Journal::read`] finds them. Records that were never synced (`fsync` off) are left out if the
+    /// machine was restarted since.
+    ///
+    /// Errors: what the system says.
+    pub fn replay(&self, each: &mut dyn FnMut(u64, &[u8])) -> Result<()> {
+        replay(&self.file, self.earlier, &boot_id(), each).at(&self.path, "cannot read").map(drop)
     }
 
-    /// Appends one record. It says that work is done, so the data it speaks of is synced first.
+    /// The record at `place`, as [`Journal::replay`] gave it, in `buffer`; of a longer one the beginning.
+    ///
+    /// Errors: what the system says.
+    pub fn read<'b>(&self, place: u64, buffer: &'b mut [u8]) -> Result<&'b [u8]> {
+        let mut header = [0; HEADER];
+        let start = place.saturating_sub(1 + HEADER as u64);
+        self.file.read_exact_at(&mut header, start).at(&self.path, "cannot read")?;
+        let length = u32::from_le_bytes(header[..4].try_into().expect("four bytes")) as usize;
+        let wanted = length.saturating_sub(1).min(buffer.len());
+        let record = &mut buffer[..wanted];
+        self.file.read_exact_at(record, place).at(&self.path, "cannot read")?;
+        Ok(record)
+    }
+
+    /// Appends one record, at most 64 KiB long. If it says that work is done, the data it speaks of has
+    /// been synced.
     pub fn append(&self, record: &[u8]) -> Result<()> {
-        self.write(&[&[RECORD], record].concat())
+        self.write(&[&[RECORD], record].concat())?;
+        self.holds_records.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// True if it tells of anything that is done.
+    pub fn holds_records(&self) -> bool {
+        self.holds_records.load(Ordering::Relaxed)
     }
 
     /// Waits until all records appended are on disk; nothing with `fsync` off.
@@ -61,52 +97,81 @@ impl Journal {
         if !self.durable {
             return Ok(());
         }
-        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        disk::sync_data(&end.0, &self.path).at(&self.path, "cannot bring to disk")
+        disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")
     }
 
     fn write(&self, payload: &[u8]) -> Result<()> {
-        let length = u32::try_from(payload.len()).map_err(|_| {
-            Finding::new(codes::IO, "journal record too long")
+        if payload.len() > MAX_PAYLOAD {
+            return Err(Finding::new(codes::INTERNAL, "journal record too long")
                 .file(&self.path)
-                .expected("less than 4 GiB", payload.len())
-        })?;
+                .expected(format!("at most {MAX_PAYLOAD} bytes"), payload.len())
+                .into());
+        }
+        let length = payload.len() as u32;
         let frame = [&length.to_le_bytes(), &crc32fast::hash(payload).to_le_bytes(), payload].concat();
         // The offset moves only on success: a frame written in part is overwritten by the next.
         let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        disk::write_at(&end.0, &self.path, end.1, &frame).at(&self.path, "cannot write")?;
-        end.1 += frame.len() as u64;
+        disk::write_at(&self.file, &self.path, *end, &frame).at(&self.path, "cannot write")?;
+        *end += frame.len() as u64;
         Ok(())
     }
 }
 
-/// The records that can be trusted, and the length in bytes of the part that is whole.
-fn replay(bytes: &[u8], boot: &str) -> (Vec<Vec<u8>>, usize) {
-    let mut records = Vec::new();
+/// Calls `each` with the records among the first `len` bytes that can be trusted and where they begin; the
+/// length in bytes of the part that is whole.
+fn replay(file: &File, len: u64, boot: &str, each: &mut dyn FnMut(u64, &[u8])) -> io::Result<u64> {
+    let mut reader = BufReader::with_capacity(1 << 20, Reading(file, 0).take(len));
     let mut trusted = false;
     let mut good = 0;
-    while let Some(payload) = frame(&bytes[good..]) {
+    let mut payload = Vec::new();
+    while frame(&mut reader, &mut payload)? {
         match payload[0] {
             // Without syncs the order in which pages reached the disk is unknown, so such records
             // hold only as long as the machine keeps running.
-            SESSION => trusted = same_boot(payload[1..].first() == Some(&1), &payload[2..], boot),
-            _ if trusted => records.push(payload[1..].to_vec()),
+            SESSION => trusted = same_boot(payload.get(1) == Some(&1), payload.get(2..).unwrap_or(&[]), boot),
+            _ if trusted => each(good + HEADER as u64 + 1, &payload[1..]),
             _ => {}
         }
-        good += HEADER + payload.len();
+        good += (HEADER + payload.len()) as u64;
     }
-    (records, good)
+    Ok(good)
 }
 
-/// The payload of the frame that `bytes` starts with, if it is whole.
-fn frame(bytes: &[u8]) -> Option<&[u8]> {
-    let header = bytes.get(..HEADER)?;
-    let length = u32::from_le_bytes(header[..4].try_into().ok()?) as usize;
-    let crc = u32::from_le_bytes(header[4..].try_into().ok()?);
+/// Reads a file from an offset on, without moving the descriptor's own.
+struct Reading<'f>(&'f File, u64);
+
+impl Read for Reading<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let n = self.0.read_at(bytes, self.1)?;
+        self.1 += n as u64;
+        Ok(n)
+    }
+}
+
+/// Reads the next frame's payload; false if there is none that is whole.
+fn frame(reader: &mut impl Read, payload: &mut Vec<u8>) -> io::Result<bool> {
+    let mut header = [0; HEADER];
+    if !filled(reader, &mut header)? {
+        return Ok(false);
+    }
+    let (length, crc) = header.split_at(4);
+    let length = u32::from_le_bytes(length.try_into().expect("four bytes")) as usize;
+    let crc = u32::from_le_bytes(crc.try_into().expect("four bytes"));
     // Some filesystems leave zeros behind after a power failure: a length of zero is no frame.
-    let least = if *bytes.get(HEADER)? == SESSION { 2 } else { 1 };
-    let payload = bytes.get(HEADER..HEADER.checked_add(length)?)?;
-    (length >= least && crc32fast::hash(payload) == crc).then_some(payload)
+    if length == 0 || length > MAX_PAYLOAD {
+        return Ok(false);
+    }
+    payload.resize(length, 0);
+    let whole = filled(reader, payload)? && crc32fast::hash(payload) == crc;
+    Ok(whole && (payload[0] != SESSION || length >= 2))
+}
+
+/// Fills `bytes`; false if there are fewer.
+fn filled(reader: &mut impl Read, bytes: &mut [u8]) -> io::Result<bool> {
+    match reader.read_exact(bytes) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        done => done.map(|()| true),
+    }
 }
 
 /// True if what was written under the given terms is still there for certain.
@@ -124,8 +189,30 @@ pub(super) fn boot_id() -> String {
 mod tests {
     use super::*;
 
+    fn open(folder: &Path, durable: bool) -> Journal {
+        Journal::open(&Dir::open(folder).unwrap(), durable).unwrap()
+    }
+
+    /// The records in `bytes`, and how many of these are whole.
+    fn replayed(bytes: &[u8], boot: &str) -> (Vec<Vec<u8>>, usize) {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(bytes, 0).unwrap();
+        let mut records = Vec::new();
+        let good = replay(&file, bytes.len() as u64, boot, &mut |place, record| {
+            assert_eq!(&bytes[place as usize..place as usize + record.len()], record);
+            records.push(record.to_vec());
+        });
+        (records, good.unwrap() as usize)
+    }
+
     fn records(bytes: &[u8]) -> Vec<Vec<u8>> {
-        replay(bytes, &boot_id()).0
+        replayed(bytes, &boot_id()).0
+    }
+
+    fn earlier(journal: &Journal) -> Vec<Vec<u8>> {
+        let mut all = Vec::new();
+        journal.replay(&mut |_, record| all.push(record.to_vec())).unwrap();
+        all
     }
 
     #[test]
@@ -133,7 +220,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal");
         let all: Vec<Vec<u8>> = (0..5u8).map(|i| vec![i; usize::from(i) * 7]).collect();
-        let journal = Journal::open(path.clone(), true).unwrap();
+        let journal = open(dir.path(), true);
         for record in &all {
             journal.append(record).unwrap();
         }
@@ -151,33 +238,33 @@ mod tests {
             assert!(seen.len() < all.len() && all.starts_with(&seen), "flip at {at}");
         }
         let zeros = [bytes.clone(), vec![0; 4096]].concat();
-        assert_eq!(replay(&zeros, ""), (all, bytes.len()));
+        assert_eq!(replayed(&zeros, ""), (all, bytes.len()));
     }
 
     #[test]
     fn appends_after_a_torn_tail() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal");
-        Journal::open(path.clone(), true).unwrap().append(b"first").unwrap();
+        open(dir.path(), true).append(b"first").unwrap();
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, [&whole[..], &[9, 0, 0, 0, 1]].concat()).unwrap();
-        let journal = Journal::open(path.clone(), true).unwrap();
+        let journal = open(dir.path(), true);
         journal.append(b"second").unwrap();
-        assert_eq!(journal.replayed(), [b"first".to_vec()]);
+        assert_eq!(earlier(&journal), [b"first".to_vec()]);
         drop(journal);
-        let journal = Journal::open(path, true).unwrap();
-        assert_eq!(journal.replayed(), [b"first".to_vec(), b"second".to_vec()]);
+        let journal = open(dir.path(), true);
+        assert_eq!(earlier(&journal), [b"first".to_vec(), b"second".to_vec()]);
     }
 
     #[test]
     fn unsynced_records_do_not_outlive_the_machine() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal");
-        Journal::open(path.clone(), false).unwrap().append(b"unsynced").unwrap();
-        Journal::open(path.clone(), true).unwrap().append(b"synced").unwrap();
+        open(dir.path(), false).append(b"unsynced").unwrap();
+        open(dir.path(), true).append(b"synced").unwrap();
         let bytes = std::fs::read(&path).unwrap();
         assert_eq!(records(&bytes), [b"unsynced".to_vec(), b"synced".to_vec()]);
-        assert_eq!(replay(&bytes, "another boot").0, [b"synced".to_vec()]);
-        assert_eq!(replay(&bytes, "").0, [b"synced".to_vec()]);
+        assert_eq!(replayed(&bytes, "another boot").0, [b"synced".to_vec()]);
+        assert_eq!(replayed(&bytes, "").0, [b"synced".to_vec()]);
     }
 }

@@ -1,5 +1,6 @@
 //! Who owns a staging folder: the process that holds its lock, if one is alive.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -9,24 +10,26 @@ use std::time::Duration;
 use rustix::fs::{flock, FlockOperation};
 use rustix::io::Errno;
 
-use super::disk::{self, At};
+use super::disk::{At, Dir};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
+const LOCK: &str = "lock";
+
 /// Takes the folder's lock; `None` if the folder is being removed by its owner.
-pub(super) fn acquire(folder: &Path) -> Result<Option<File>> {
-    let path = folder.join("lock");
-    let file = match disk::open(&path) {
+pub(super) fn acquire(folder: &Dir) -> Result<Option<File>> {
+    let path = folder.join(LOCK);
+    let file = match folder.open_or_create(OsStr::new(LOCK)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.at(&path, "cannot create")?,
     };
     // Several tries, as another process that merely asks who is there holds it for an instant.
     if !(0..5).any(|_| try_lock(&file, FlockOperation::NonBlockingLockExclusive)) {
-        return Err(locked(folder));
+        return Err(locked(folder.path()));
     }
     let held = file.metadata().at(&path, "cannot stat")?.ino();
-    let named = std::fs::metadata(&path).is_ok_and(|m| m.ino() == held);
-    Ok(named.then_some(file))
+    let named = folder.stat(OsStr::new(LOCK)).at(&path, "cannot stat")?;
+    Ok(named.is_some_and(|m| m.st_ino == held).then_some(file))
 }
 
 /// True if the lock is held now, or if the filesystem knows no locks.
@@ -38,24 +41,30 @@ fn try_lock(file: &File, operation: FlockOperation) -> bool {
     !busy
 }
 
-/// The error for a folder that is there: is its owner alive?
-pub(super) fn leftover_or_locked(folder: &Path) -> Error {
+/// The error for a folder of our own that is there: is its owner alive?
+pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
+    let has = |name: &str| folder.has(name).unwrap_or(false);
     for _ in 0..5 {
         // The owner writes the plan under the lock, so with a plan a free lock means that it is gone;
         // without one it may just not have come that far. Hence first the plan, then the lock.
-        let planned = folder.join("plan").exists();
-        let lock = File::open(folder.join("lock"));
+        let planned = has("plan");
+        let lock = folder.read_only(LOCK);
         if lock.is_ok_and(|file| !try_lock(&file, FlockOperation::NonBlockingLockShared)) {
-            return locked(folder);
+            return locked(folder.path());
         }
         if planned {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+    let help = match has("sealed") {
+        // It may hold what was at the destination before.
+        true => "its result was complete: --resume finishes publishing it",
+        false => "--resume continues it; removing the folder starts afresh",
+    };
     Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted")
-        .file(folder)
-        .help("--resume continues it; removing the folder starts afresh")
+        .file(folder.path())
+        .help(help)
         .into()
 }
 

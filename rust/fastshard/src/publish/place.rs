@@ -6,21 +6,24 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, StatxAttributes, StatxFlags, CWD};
+use rustix::fs::{Access, AtFlags, FileType, StatxAttributes, StatxFlags, CWD};
 
-use super::disk::At;
+use super::disk::{At, Dir};
+use super::older;
 use crate::codes;
 use crate::error::{Finding, Result};
 
 /// A destination and its staging folder.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Place {
     /// Destination, links resolved.
     pub(super) out: PathBuf,
-    /// Directory that holds the destination, or the root itself.
-    pub(super) parent: PathBuf,
-    /// Staging folder of the run.
-    pub(super) folder: PathBuf,
+    /// Its name in `base`, unless `inside`.
+    pub(super) name: OsString,
+    /// Directory in which the staging folder is created: the destination's parent, or itself.
+    pub(super) base: Dir,
+    /// Name of the run's staging folder in `base`.
+    pub(super) folder: OsString,
     /// True if the folder lies inside the destination, which cannot be renamed.
     pub(super) inside: bool,
 }
@@ -57,70 +60,108 @@ impl Place {
             if !parent.is_dir() {
                 return Err(not_a_directory(&parent));
             }
-            let (target, folder) = (parent.join(name), beside(&parent, name, run));
-            return Ok(Place { out: target, parent, folder, inside: false });
+            return Self::beside(parent.join(name), &parent, name, run);
         };
         let (parent, name) = match (target.parent(), target.file_name()) {
-            (Some(parent), Some(name)) => (parent.to_path_buf(), name),
-            _ => (target.clone(), OsStr::new("")),
+            (Some(parent), Some(name)) => (parent.to_path_buf(), name.to_os_string()),
+            _ => (target.clone(), OsString::new()),
         };
-        let inside = parent == target || is_mount_root(&target, &parent)? || writable(&parent).is_err();
-        let folder = match inside {
-            true => target.join(format!(".fastshard-{run}")),
-            false => beside(&parent, name, run),
-        };
-        Ok(Place { out: target, parent, folder, inside })
-    }
-
-    /// The directory in which the staging folder is created.
-    pub(super) fn base(&self) -> &Path {
-        if self.inside {
-            &self.out
-        } else {
-            &self.parent
+        // A working directory that is replaced is gone for whoever works there.
+        let inside = parent == target
+            || is_mount_root(&target, &parent)?
+            || writable(&parent).is_err()
+            || older::holds_working_directory(&target);
+        if !inside {
+            return Self::beside(target, &parent, &name, run);
         }
+        let base = Dir::open(&target).at(&target, "cannot open")?;
+        Ok(Place { out: target, name, base, folder: format!(".fastshard-{run}").into(), inside })
     }
 
-    /// The result while it is written.
-    pub(super) fn data(&self) -> PathBuf {
-        self.folder.join("data")
+    /// Staged in the hidden sibling of `name`; long names are cut so that it stays a valid file name.
+    fn beside(out: PathBuf, parent: &Path, name: &OsStr, run: &str) -> Result<Place> {
+        let base = Dir::open(parent).at(parent, "cannot open")?;
+        let shown = &name.as_bytes()[..name.len().min(200)];
+        let folder = [b".", shown, b".fastshard-", run.as_bytes()].concat();
+        let folder = OsStr::from_bytes(&folder).to_os_string();
+        Ok(Place { out, name: name.to_os_string(), base, folder, inside: false })
+    }
+
+    /// Path of the staging folder.
+    pub(super) fn folder_path(&self) -> PathBuf {
+        self.base.join(&self.folder)
+    }
+
+    /// The destination itself, opened; `None` if it is not there.
+    pub(super) fn open_out(&self) -> Result<Option<Dir>> {
+        if self.inside {
+            return Dir::open(&self.out).at(&self.out, "cannot open").map(Some);
+        }
+        match self.base.stat(&self.name).at(&self.out, "cannot stat")? {
+            None => Ok(None),
+            Some(stat) if !FileType::from_raw_mode(stat.st_mode).is_dir() => Err(not_a_directory(&self.out)),
+            Some(_) => self.base.sub(&self.name).at(&self.out, "cannot open").map(Some),
+        }
     }
 
     /// Looks at the destination.
     pub(super) fn occupied(&self) -> Result<Occupied> {
-        let meta = match std::fs::symlink_metadata(&self.out) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Occupied::Absent),
-            meta => meta.at(&self.out, "cannot stat")?,
-        };
-        if !meta.is_dir() {
-            return Err(not_a_directory(&self.out));
-        }
-        let (inode, mode) = (meta.ino(), meta.mode());
-        let own = self.folder.file_name();
-        for entry in std::fs::read_dir(&self.out).at(&self.out, "cannot list")? {
-            let entry = entry.at(&self.out, "cannot list")?.file_name();
-            if !self.inside || Some(&*entry) != own {
-                return Ok(Occupied::Full { inode, mode, entry });
-            }
-        }
-        Ok(Occupied::Empty { inode, mode })
+        let Some(out) = self.open_out()? else { return Ok(Occupied::Absent) };
+        let meta = out.meta().at(&self.out, "cannot stat")?;
+        let (inode, mode) = (meta.st_ino, meta.st_mode);
+        let entries = out.entries().at(&self.out, "cannot list")?;
+        let mut others = entries.into_iter().filter(|e| Some(&**e) != self.own());
+        Ok(match others.next() {
+            Some(entry) => Occupied::Full { inode, mode, entry },
+            None => Occupied::Empty { inode, mode },
+        })
+    }
+
+    /// The entry of the destination that is the staging folder.
+    pub(super) fn own(&self) -> Option<&OsStr> {
+        self.inside.then_some(&*self.folder)
     }
 
     /// The finding for a destination that may not be replaced, if it is one.
-    pub(super) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Option<Finding> {
-        let Occupied::Full { entry, .. } = occupied else { return None };
+    ///
+    /// Errors: what the system says of files that have to be looked at.
+    pub(super) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
+        let Occupied::Full { entry, .. } = occupied else { return Ok(None) };
         let held = format!("it holds {}", entry.to_string_lossy());
         let finding = Finding::new(codes::OUT_EXISTS, "the destination exists and is not empty")
             .file(&self.out)
             .expected("an empty or absent directory", held);
-        match (overwrite, self.inside) {
-            (false, _) => Some(finding.help("choose another destination or pass --overwrite")),
-            (true, false) => None,
-            (true, true) => Some(finding.help(
+        if !overwrite {
+            return Ok(Some(finding.help(
+                "choose another destination, or pass --overwrite if it holds an older result of fastshard and nothing else",
+            )));
+        }
+        if older::holds_working_directory(&self.out) || older::holds_home(&self.out) {
+            return Ok(Some(finding.help(
+                "a working directory or a home is never replaced: choose a new directory inside",
+            )));
+        }
+        if self.inside {
+            return Ok(Some(finding.help(
                 "it is a mount point or its parent may not be written, so it cannot be replaced in one step: \
                  empty it or choose a new directory inside",
-            )),
+            )));
         }
+        let Some(out) = self.open_out()? else { return Ok(None) };
+        let besides = older::besides(&out, None)?;
+        Ok((!besides.is_nothing()).then(|| self.would_lose(&besides)))
+    }
+
+    /// The finding for what would be lost if the destination were replaced.
+    fn would_lose(&self, besides: &older::Besides) -> Finding {
+        let what = match &besides.no_result {
+            Some(why) => format!("the destination is no older result of fastshard ({why}): all of it would be lost"),
+            None => "the destination holds more than an older result of fastshard: this would be lost".into(),
+        };
+        Finding::new(codes::OUT_EXISTS, what)
+            .file(&self.out)
+            .expected("a folder whose manifest accounts for all that it holds, unedited", besides.told())
+            .help("--overwrite replaces nothing else: move it away, or choose another destination")
     }
 }
 
@@ -147,13 +188,6 @@ fn not_a_directory(path: &Path) -> crate::error::Error {
         .into()
 }
 
-/// The hidden sibling of `name`; long names are cut so that it stays a valid file name.
-fn beside(parent: &Path, name: &OsStr, run: &str) -> PathBuf {
-    let name = &name.as_bytes()[..name.len().min(200)];
-    let folder = [b".", name, b".fastshard-", run.as_bytes()].concat();
-    parent.join(OsStr::from_bytes(&folder))
-}
-
 /// True if `path` is where a filesystem or a bind mount begins.
 fn is_mount_root(path: &Path, parent: &Path) -> Result<bool> {
     #[cfg(test)]
@@ -172,12 +206,4 @@ fn is_mount_root(path: &Path, parent: &Path) -> Result<bool> {
 /// Checks that entries of a directory may be created and removed.
 pub(super) fn writable(directory: &Path) -> io::Result<()> {
     Ok(rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?)
-}
-
-/// Inode number of what is at `path`, links not followed.
-pub(super) fn inode(path: &Path) -> Result<Option<u64>> {
-    match std::fs::symlink_metadata(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        meta => Ok(Some(meta.at(path, "cannot stat")?.ino())),
-    }
 }

@@ -7,7 +7,7 @@ use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
 use super::disk::At;
 use super::place::{self, Place};
-use super::Options;
+use super::{staging, Options};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
@@ -44,18 +44,21 @@ pub fn preflight(
     gather(open_files(needs.open_files));
     match Place::find(out, run_id) {
         Ok(place) => {
-            let sealed = options.resume && place.folder.join("sealed").exists();
-            if !sealed {
-                gather(place.occupied().and_then(|o| match place.refused(&o, options.overwrite) {
-                    Some(finding) => Err(finding.into()),
-                    None => Ok(()),
-                }));
+            let together = sources.iter().map(|source| apart(&place, source));
+            let together: Vec<Error> = together.filter_map(Result::err).collect();
+            // A source is no older result: that it is a source says it all.
+            let elsewhere = together.is_empty();
+            together.into_iter().for_each(|error| gather(Err(error)));
+            if !(options.resume && staging::is_sealed(&place)) {
+                if elsewhere || !options.overwrite {
+                    gather(place.occupied().and_then(|o| match place.refused(&o, options.overwrite)? {
+                        Some(finding) => Err(finding.into()),
+                        None => Ok(()),
+                    }));
+                }
                 gather(space(&place, needs, options));
             }
             gather(permission(&place));
-            for source in sources {
-                gather(apart(&place, source));
-            }
         }
         Err(error) => gather(Err(error)),
     }
@@ -67,7 +70,8 @@ pub fn preflight(
 }
 
 fn permission(place: &Place) -> Result<()> {
-    place::writable(place.base()).at(place.base(), "the directory may not be written")?;
+    let base = place.base.path();
+    place::writable(base).at(base, "the directory may not be written")?;
     if place.out.exists() {
         // Moving a directory to another parent rewrites its `..` entry.
         place::writable(&place.out).at(&place.out, "the destination may not be written")?;
@@ -76,9 +80,9 @@ fn permission(place: &Place) -> Result<()> {
 }
 
 fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
-    let base = place.base();
+    let base = place.base.path();
     let fs = rustix::fs::statvfs(base).at(base, "cannot ask for free space")?;
-    let staged = if options.resume { staged(&place.data()) } else { (0, 0) };
+    let staged = if options.resume { staged(&place.folder_path().join("data")) } else { (0, 0) };
     let mut findings = Vec::new();
     let mut short = |what: &str, needed: u64, free: u64| {
         if free < needed {

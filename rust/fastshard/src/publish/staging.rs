@@ -1,123 +1,178 @@
 //! The staging folder of a run: begin, fill, discard.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use super::disk::{self, At};
+use rustix::fs::{FileType, OFlags};
+
+use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
 use super::journal::Journal;
-use super::lock;
 use super::place::{Occupied, Place};
 use super::rename::{self, Seal};
-use super::Options;
+use super::{lock, older, Options};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::manifest::{ManifestFile, MANIFEST_NAME};
+
+pub(super) const DATA: &str = "data";
+/// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
+const HASHED: u64 = 256 << 10;
+/// Largest of the folder's own small files, in bytes.
+pub(super) const MAX_OWN: u64 = 64 << 20;
 
 /// A result being written. Locked against other processes as long as it lives; dropping it keeps
 /// the folder, so that a later run can resume.
 #[derive(Debug)]
 pub struct Staging {
     pub(super) place: Place,
+    pub(super) folder: Dir,
+    path: PathBuf,
     pub(super) options: Options,
     pub(super) lock: File,
     pub(super) journal: Journal,
     pub(super) before: Occupied,
     pub(super) seal: Option<Seal>,
     resumed: bool,
+    /// BLAKE3 of the small files written, by name.
+    hashes: Mutex<BTreeMap<String, String>>,
+}
+
+/// True if the run's staging folder holds a complete result.
+pub(super) fn is_sealed(place: &Place) -> bool {
+    place.base.sub(&place.folder).is_ok_and(|folder| folder.has("sealed").unwrap_or(false))
+}
+
+/// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
+/// links lead where somebody else wants.
+fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
+    let path = folder.path();
+    let loose = |mode: u32| mode & 0o022;
+    let meta = folder.meta().at(path, "cannot stat")?;
+    if meta.st_uid == rustix::process::geteuid().as_raw() && loose(meta.st_mode) == 0 {
+        return Ok(());
+    }
+    // Some file servers give files to a user of their own, or know no modes: what do they make of a
+    // directory that is made now?
+    let probe = format!(".fastshard-probe-{}", std::process::id());
+    let name = OsStr::new(&probe);
+    place.base.create_dir(name, disk::PRIVATE).at(&place.base.join(name), "cannot create")?;
+    let made = place.base.sub(name).and_then(|probe| probe.meta());
+    place.base.remove_dir(name).at(&place.base.join(name), "cannot remove")?;
+    let made = made.at(path, "cannot stat")?;
+    if meta.st_uid == made.st_uid && loose(meta.st_mode) & !loose(made.st_mode) == 0 {
+        return Ok(());
+    }
+    Err(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
+        .file(path)
+        .expected(
+            format!("owner {}, writable by nobody else", made.st_uid),
+            format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
+        )
+        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")
+        .into())
 }
 
 impl Staging {
     /// Creates, or with `resume` finds, the staging folder of run `run_id` (hex digest of `plan`).
     ///
     /// It is the hidden sibling `.<out name>.fastshard-<first 16 digits of run_id>` of `out`, or
-    /// `out/.fastshard-<16 digits>` where `out` is a mount point or its parent may not be written.
+    /// `out/.fastshard-<16 digits>` where `out` is a mount point, holds the working directory, or its
+    /// parent may not be written. Nobody but its owner may enter it.
     ///
     /// Errors: `OUT_EXISTS`; `LEFTOVER_RUN` if the folder is there and `resume` is off, or holds
-    /// another plan; `LOCKED` if a live process holds it; what the system says.
+    /// another plan; `LOCKED` if a live process holds it; `PERMISSION` if others may write to it; what
+    /// the system says.
     pub fn begin(out: &Path, run_id: &str, plan: &[u8], options: &Options) -> Result<Staging> {
         let place = Place::find(out, run_id)?;
         let before = place.occupied()?;
-        let sealed = options.resume && place.folder.join("sealed").exists();
-        if let (false, Some(finding)) = (sealed, place.refused(&before, options.overwrite)) {
-            return Err(finding.into());
+        if !(options.resume && is_sealed(&place)) {
+            if let Some(finding) = place.refused(&before, options.overwrite)? {
+                return Err(finding.into());
+            }
         }
+        let path = place.folder_path();
         // Twice at most: once for a folder that vanishes because its owner has just finished.
         for _ in 0..2 {
-            let fresh = match disk::create_dir(&place.folder) {
+            let fresh = match place.base.create_dir(&place.folder, disk::PRIVATE) {
                 Ok(()) => true,
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,
-                Err(e) => return Err(e).at(&place.folder, "cannot create the staging folder"),
+                Err(e) => return Err(e).at(&path, "cannot create the staging folder"),
             };
+            let folder = match place.base.sub(&place.folder) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                folder => folder.at(&path, "cannot open the staging folder")?,
+            };
+            check_owner(&place, &folder)?;
             if !fresh && !options.resume {
-                return Err(lock::leftover_or_locked(&place.folder));
+                return Err(lock::leftover_or_locked(&folder));
             }
-            let Some(lock) = lock::acquire(&place.folder)? else { continue };
-            let folder = place.folder.clone();
-            let begun = Self::open(place, lock, before, plan, options);
-            return begun.map_err(|(error, lock)| {
-                if fresh {
-                    // Nothing of value is in there yet; if this fails too, the first error counts.
-                    let _ = remove_folder(&folder, lock);
+            let Some(lock) = lock::acquire(&folder)? else { continue };
+            return match Self::prepare(&place, &folder, plan, options) {
+                Ok((journal, seal, resumed)) => Ok(Staging {
+                    place,
+                    folder,
+                    path,
+                    options: *options,
+                    lock,
+                    journal,
+                    before,
+                    seal,
+                    resumed,
+                    hashes: Mutex::default(),
+                }),
+                Err(error) => {
+                    if fresh {
+                        // Nothing of value is in there yet; if this fails too, the first error counts.
+                        let _ = remove_folder(&place, &folder, lock);
+                    }
+                    Err(error)
                 }
-                error
-            });
+            };
         }
-        Err(lock::locked(&place.folder))
-    }
-
-    fn open(
-        place: Place,
-        lock: File,
-        before: Occupied,
-        plan: &[u8],
-        options: &Options,
-    ) -> std::result::Result<Staging, (Error, File)> {
-        match Self::prepare(&place, plan, options) {
-            Ok((journal, seal, resumed)) => {
-                Ok(Staging { place, options: *options, lock, journal, before, seal, resumed })
-            }
-            Err(error) => Err((error, lock)),
-        }
+        Err(lock::locked(&path))
     }
 
     /// Under the lock: plan, data directory and journal, found or made.
-    fn prepare(place: &Place, plan: &[u8], options: &Options) -> Result<(Journal, Option<Seal>, bool)> {
-        let folder = &place.folder;
+    fn prepare(
+        place: &Place,
+        folder: &Dir,
+        plan: &[u8],
+        options: &Options,
+    ) -> Result<(Journal, Option<Seal>, bool)> {
         let seal = Seal::read(folder)?;
         let path = folder.join("plan");
         let mut resumed = seal.is_some();
-        match std::fs::read(&path) {
-            Ok(found) if found == plan => resumed = true,
-            Ok(_) => {
+        match folder.read_small("plan", MAX_OWN).at(&path, "cannot read")? {
+            Some(found) if found == plan => resumed = true,
+            Some(_) => {
                 return Err(Finding::new(codes::LEFTOVER_RUN, "the staging folder holds another plan")
-                    .file(folder)
+                    .file(folder.path())
                     .help("the sources or options changed since: remove the folder to start afresh")
                     .into())
             }
             // A sealed run whose clean-up was cut short has no plan any more.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && resumed => {}
+            None if resumed => {}
             // The plan comes before all data: without it nothing else is there.
-            Err(e) if e.kind() == io::ErrorKind::NotFound => disk::write_whole(&path, plan, options.fsync)?,
-            Err(e) => return Err(e).at(&path, "cannot read"),
+            None => folder.write_whole("plan", plan, options.fsync)?,
         }
-        if let (None, true, Some(finding)) = (&seal, place.inside, place.refused(&place.occupied()?, true)) {
-            // Another run has begun in the same directory at the same time: better now than at the end.
-            return Err(finding.into());
-        }
-        let data = place.data();
-        if seal.is_none() {
-            match disk::create_dir(&data) {
-                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(e).at(&data, "cannot create")
-                }
-                _ => {}
+        if seal.is_none() && place.inside {
+            if let Some(finding) = place.refused(&place.occupied()?, true)? {
+                // Another run has begun in the same directory at the same time: better now than at the end.
+                return Err(finding.into());
             }
         }
-        let journal = Journal::open(folder.join("journal"), options.fsync)?;
+        if seal.is_none() && !folder.has(DATA).at(folder.path(), "cannot stat")? {
+            folder.create_dir(OsStr::new(DATA), disk::BY_UMASK).at(&folder.join(DATA), "cannot create")?;
+        }
+        let journal = Journal::open(folder, options.fsync)?;
         if options.fsync {
-            for directory in [folder.as_path(), place.base()] {
-                disk::sync(directory).at(directory, "cannot bring to disk")?;
+            for directory in [folder, &place.base] {
+                directory.sync().at(directory.path(), "cannot bring to disk")?;
             }
         }
         Ok((journal, seal, resumed))
@@ -125,13 +180,13 @@ impl Staging {
 
     /// The staging folder, for messages.
     pub fn folder(&self) -> &Path {
-        &self.place.folder
+        &self.path
     }
 
     /// The directory whose content becomes the result. Writers that take a path (zarr) write here;
     /// what they leave, subdirectories too, is synced and published with the rest.
     pub fn path(&self) -> PathBuf {
-        self.place.data()
+        self.path.join(DATA)
     }
 
     /// True if an earlier run of the plan is continued.
@@ -145,109 +200,271 @@ impl Staging {
         self.seal.is_some()
     }
 
+    /// Takes the seal off, so that the result can be written to again; false where a part of it has appeared
+    /// already.
+    ///
+    /// Errors: what the system says.
+    pub fn unseal(&mut self) -> Result<bool> {
+        let Some(seal) = &self.seal else { return Ok(true) };
+        if !seal.is_untouched(&self.place, &self.folder)? {
+            return Ok(false);
+        }
+        rename::remove_seal(&self.folder)?;
+        if let Some(finding) = self.place.refused(&self.before, self.options.overwrite)? {
+            return Err(finding.into());
+        }
+        self.seal = None;
+        Ok(true)
+    }
+
     /// What is done so far, and what the earlier runs recorded.
     pub fn journal(&self) -> &Journal {
         &self.journal
+    }
+
+    fn data(&self) -> Result<Dir> {
+        self.folder.sub(OsStr::new(DATA)).at(&self.path(), "cannot open")
+    }
+
+    /// Removes whatever an earlier run left but the files `names`: what this run does not write must not be
+    /// published with it.
+    ///
+    /// Errors: what the system says.
+    pub fn keep_only(&self, names: &BTreeSet<&str>) -> Result<()> {
+        self.refuse_sealed()?;
+        prune(&self.data()?, "", names)
+    }
+
+    /// True if the data file `name` is there with this size.
+    ///
+    /// Errors: as [`Staging::file`].
+    pub fn has(&self, name: &str, size: u64) -> Result<bool> {
+        self.check(name)?;
+        let (folder, last) = match self.data()?.folder_of(name, false) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            found => found.at(&self.path().join(name), "cannot open the folder of")?,
+        };
+        let stat = folder.stat(last).at(&self.path().join(name), "cannot stat")?;
+        Ok(stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file() && s.st_size as u64 == size))
     }
 
     /// Opens or creates the data file `name` with exactly `size` bytes.
     ///
     /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; what the system says.
     pub fn file(&self, name: &str, size: u64, space: Space) -> Result<OutFile> {
-        OutFile::open(self.target(name)?, size, space, self.options.fsync)
+        let (folder, last) = self.target(name)?;
+        OutFile::open(&folder, last, size, space, self.options.fsync)
+    }
+
+    /// Creates the file `name`, empty, and what its data is brought to disk by.
+    fn small(&self, name: &str) -> Result<(File, PathBuf)> {
+        let (folder, last) = self.target(name)?;
+        let path = folder.join(last);
+        let file = folder.create(last).at(&path, "cannot create")?;
+        Ok((file, path))
+    }
+
+    /// Ends the writing of a small file: its data on disk, its hash noted for the manifest.
+    fn written(&self, name: &str, file: &File, path: &Path, hash: blake3::Hash) -> Result<()> {
+        if self.options.fsync || disk::is_network(file) {
+            disk::sync_data(file, path).at(path, "cannot bring to disk")?;
+        }
+        let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        hashes.insert(name.to_string(), hash.to_hex().to_string());
+        Ok(())
     }
 
     /// Writes a small file (index, config) whole, replacing one that an earlier run left.
+    ///
+    /// Errors: as [`Staging::file`].
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let path = self.target(name)?;
-        let file = disk::create(&path).at(&path, "cannot create")?;
-        disk::write_at(&file, &path, 0, bytes).at(&path, "cannot write")
+        let (file, path) = self.small(name)?;
+        disk::write_at(&file, &path, 0, bytes).at(&path, "cannot write")?;
+        self.written(name, &file, &path, blake3::hash(bytes))
     }
 
     /// Copies the file `source` (tokenizer files and the like); mode by umask, not the source's.
     ///
-    /// Errors: `SOURCE_CHANGED` if its length changes meanwhile.
+    /// Errors: `SOURCE_CHANGED` if its length changes meanwhile; `UNSUPPORTED` if it is no regular file.
     pub fn copy_in(&self, name: &str, source: &Path) -> Result<()> {
-        let path = self.target(name)?;
-        let from = File::open(source).at(source, "cannot open")?;
+        let mut from = companion(source)?;
         let meta = from.metadata().at(source, "cannot stat")?;
-        if !meta.is_file() {
-            return Err(Finding::new(codes::UNSUPPORTED, "not a regular file").file(source).into());
+        let (file, path) = self.small(name)?;
+        let (mut hasher, mut copied) = (blake3::Hasher::new(), 0);
+        let mut buffer = vec![0; 256 << 10];
+        // One byte more than it had tells that it grew.
+        while copied <= meta.len() {
+            let n = match from.read(&mut buffer).at(source, "cannot read")? {
+                0 => break,
+                n => n,
+            };
+            hasher.update(&buffer[..n]);
+            let doing = format!("cannot copy {}", source.display());
+            disk::write_at(&file, &path, copied, &buffer[..n]).at(&path, &doing)?;
+            copied += n as u64;
         }
-        let to = disk::create(&path).at(&path, "cannot create")?;
-        let copied = disk::copy(&from, &to, &path).at(&path, &format!("cannot copy {}", source.display()))?;
         if copied != meta.len() {
             return Err(Finding::new(codes::SOURCE_CHANGED, "changed while it was copied")
                 .file(source)
                 .expected(format!("{} bytes", meta.len()), format!("{copied} bytes"))
                 .into());
         }
-        Ok(())
+        self.written(name, &file, &path, hasher.finalize())
+    }
+
+    /// Every file of the result as it lies here, by name, as the manifest lists it: small ones by their
+    /// hash, large ones by size and time. The manifest itself is left out.
+    ///
+    /// Errors: what the system says.
+    pub fn listing(&self) -> Result<Vec<ManifestFile>> {
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = Vec::new();
+        list(&self.data()?, "", &hashes, &mut files)?;
+        Ok(files)
     }
 
     /// Makes the result appear at its destination, the top-level names in `last` after all others
-    /// where it cannot appear at once; the final one is the pointer readers start from.
+    /// where it cannot appear at once; the final one is the pointer readers start from. When `go_on` says
+    /// no, what can be left to a later run is.
     ///
     /// Gives warnings about what could not be cleaned up. On an error the folder is kept.
     /// Errors: `PUBLISH_CONFLICT` if the destination is not what it was at [`Staging::begin`];
-    /// `USAGE` if a name in `last` was not written; what the system says.
-    pub fn publish(self, last: &[&str]) -> Result<Vec<Finding>> {
-        rename::publish(self, last)
+    /// `USAGE` if a name in `last` was not written; `INTERRUPTED`; what the system says. One that comes
+    /// after the result appeared says so ([`Error::is_after_publishing`]).
+    pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
+        rename::publish(self, last, go_on)
     }
 
     /// Removes the folder with all that was written. Refused (`USAGE`) once sealed.
     pub fn discard(self) -> Result<()> {
-        if self.sealed() {
-            return Err(sealed(&self.place.folder));
-        }
+        self.refuse_sealed()?;
         drop(self.journal);
-        remove_folder(&self.place.folder, self.lock)
+        remove_folder(&self.place, &self.folder, self.lock)
     }
 
-    fn target(&self, name: &str) -> Result<PathBuf> {
-        if self.sealed() {
-            return Err(sealed(&self.place.folder));
+    fn refuse_sealed(&self) -> Result<()> {
+        match self.seal {
+            None => Ok(()),
+            Some(_) => Err(Finding::new(
+                codes::USAGE,
+                "the result is complete and half published; it can only be published",
+            )
+            .file(&self.path)
+            .into()),
         }
-        // Plain parts only: a part that a system reads in another way has no place in a result.
-        let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0']);
-        if !name.split('/').all(plain) {
-            return Err(Finding::new(codes::UNSAFE_PATH, "name of a result file")
-                .file(&self.place.out)
-                .expected("a relative path without `..`", name)
-                .into());
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        if is_plain(name) {
+            return Ok(());
         }
-        let (data, path) = (self.path(), self.path().join(name));
-        disk::create_dirs(&data, &path).at(&path, "cannot create the folders of")?;
-        Ok(path)
+        Err(Finding::new(codes::UNSAFE_PATH, "name of a result file")
+            .file(&self.place.out)
+            .expected("a relative path without `..`", name)
+            .into())
+    }
+
+    fn target<'n>(&self, name: &'n str) -> Result<(Dir, &'n OsStr)> {
+        self.refuse_sealed()?;
+        self.check(name)?;
+        self.data()?.folder_of(name, true).at(&self.path().join(name), "cannot create the folders of")
     }
 }
 
-/// Removes a staging folder: the journal first, as it speaks of data; the seal last, as it tells
-/// that a clean-up was cut short.
-pub(super) fn remove_folder(folder: &Path, lock: File) -> Result<()> {
-    let gone = |name: &str| {
-        let path = folder.join(name);
-        disk::remove_file(&path).at(&path, "cannot remove")
-    };
-    gone("journal")?;
-    for tree in ["data", "old"].map(|name| folder.join(name)) {
-        disk::remove_tree(&tree).at(&tree, "cannot remove")?;
+/// True for the name of a result's file: plain parts only, as a part that a system reads in another way has
+/// no place in a result.
+pub fn is_plain(name: &str) -> bool {
+    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0']);
+    name.split('/').all(plain)
+}
+
+/// Opens a file that goes along with a result.
+fn companion(path: &Path) -> Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    // A pipe would keep the run waiting for ever.
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let file = opened.at(path, "cannot open")?;
+    if !file.metadata().at(path, "cannot stat")?.is_file() {
+        return Err(Finding::new(codes::UNSUPPORTED, "not a regular file").file(path).into());
     }
-    for name in ["plan", "plan.new", "sealed.new", "lock"] {
+    Ok(file)
+}
+
+/// BLAKE3 of the bytes of a file that goes along with a result, hexadecimal.
+///
+/// Errors: what [`Staging::copy_in`] says of such a file.
+pub fn hash_of_file(path: &Path) -> Result<String> {
+    older::hash_of(companion(path)?).at(path, "cannot read")
+}
+
+/// Removes all files below `directory` that are not among `names`, and the folders that this empties.
+fn prune(directory: &Dir, prefix: &str, names: &BTreeSet<&str>) -> Result<()> {
+    for name in directory.entries().at(directory.path(), "cannot list")? {
+        let (path, full) = (format!("{prefix}{}", name.to_string_lossy()), directory.join(&name));
+        let kept_below = names.range(&*format!("{path}/")..).next().is_some_and(|n| n.starts_with(&format!("{path}/")));
+        if kept_below {
+            prune(&directory.sub(&name).at(&full, "cannot open")?, &format!("{path}/"), names)?;
+        } else if !names.contains(&*path) {
+            directory.remove_tree(&name).at(&full, "cannot remove")?;
+        }
+    }
+    Ok(())
+}
+
+fn list(
+    directory: &Dir,
+    prefix: &str,
+    hashes: &BTreeMap<String, String>,
+    files: &mut Vec<ManifestFile>,
+) -> Result<()> {
+    for name in directory.entries().at(directory.path(), "cannot list")? {
+        let full = directory.join(&name);
+        let text = name.to_str().ok_or_else(|| {
+            Error::from(Finding::new(codes::UNSUPPORTED, "a file name that is not UTF-8").file(&full))
+        })?;
+        let path = format!("{prefix}{text}");
+        let Some(stat) = directory.stat(&name).at(&full, "cannot stat")? else { continue };
+        if FileType::from_raw_mode(stat.st_mode).is_dir() {
+            let sub = directory.sub(&name).at(&full, "cannot open")?;
+            list(&sub, &format!("{path}/"), hashes, files)?;
+        } else if path != MANIFEST_NAME {
+            let size = stat.st_size as u64;
+            let blake3 = match hashes.get(&path) {
+                Some(hash) => Some(hash.clone()),
+                None if size <= HASHED => {
+                    let read = directory.read_only(&name).and_then(older::hash_of);
+                    Some(read.at(&full, "cannot read back")?)
+                }
+                None => None,
+            };
+            let mtime_ns = blake3.is_none().then(|| older::mtime_ns(&stat));
+            files.push(ManifestFile { name: path, size, identity: None, blake3, mtime_ns });
+        }
+    }
+    Ok(())
+}
+
+/// Removes a staging folder whose data is this program's own: the journal first, as it speaks of data.
+pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+    folder.remove_file("journal").at(&folder.join("journal"), "cannot remove")?;
+    folder.remove_tree(OsStr::new(DATA)).at(&folder.join(DATA), "cannot remove")?;
+    remove_bookkeeping(place, folder, lock)
+}
+
+/// Removes a staging folder that holds no data any more: the seal last, as it tells that a clean-up was
+/// cut short.
+pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+    let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
+    for name in ["journal", "plan", "plan.new", "sealed.new", "lock"] {
         gone(name)?;
     }
     // NFS keeps a removed file in the directory as long as it is open.
     drop(lock);
     gone("sealed")?;
-    match disk::remove_dir(folder) {
+    match place.base.remove_dir(&place.folder) {
         // Another process has taken the folder over as soon as the lock was gone.
-        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty && folder.join("lock").exists() => Ok(()),
-        done => done.at(folder, "cannot remove"),
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty && folder.has("lock").unwrap_or(false) => Ok(()),
+        done => done.at(folder.path(), "cannot remove"),
     }
-}
-
-fn sealed(folder: &Path) -> Error {
-    Finding::new(codes::USAGE, "the result is complete and half published; it can only be published")
-        .file(folder)
-        .into()
 }

@@ -10,6 +10,7 @@ use crate::error::{Error, Finding, Result};
 
 mod crash;
 mod mounts;
+mod older;
 mod owners;
 mod paths;
 
@@ -24,6 +25,19 @@ fn painted(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| ((i + seed * 31) % 251) as u8).collect()
 }
 
+/// The tree with a manifest that accounts for its files.
+fn with_manifest(mut tree: Tree) -> Tree {
+    let files: Vec<_> = tree
+        .iter()
+        .map(|(name, bytes)| {
+            serde_json::json!({"name": name, "size": bytes.len(), "blake3": blake3::hash(bytes).to_hex().to_string()})
+        })
+        .collect();
+    let manifest = serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
+    tree.insert(LAST[0].into(), serde_json::to_vec(&manifest).unwrap());
+    tree
+}
+
 /// The result of the scripted run.
 fn result() -> Tree {
     let files = [
@@ -31,16 +45,15 @@ fn result() -> Tree {
         ("model-2.safetensors", painted(2, 4096)),
         ("model-3.safetensors", painted(3, 1)),
         ("tokenizer.json", painted(4, 300)),
-        (LAST[0], painted(5, 100)),
         (LAST[1], painted(6, 50)),
     ];
-    files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect()
+    with_manifest(files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
 }
 
-/// What was at the destination before.
+/// What was at the destination before: an older result.
 fn old() -> Tree {
-    let files = [("model.safetensors", painted(7, 700)), ("notes.txt", b"keep me".to_vec())];
-    files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect()
+    let files = [("model.safetensors", painted(7, 700)), ("tokenizer.json", b"older".to_vec())];
+    with_manifest(files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
 }
 
 fn put(directory: &Path, tree: &Tree) {
@@ -61,10 +74,16 @@ fn tree(directory: &Path) -> Option<Tree> {
     )
 }
 
+/// The records of earlier sessions.
+fn noted(staging: &Staging) -> Vec<String> {
+    let mut names = Vec::new();
+    staging.journal().replay(&mut |_, r| names.push(String::from_utf8(r.to_vec()).unwrap())).unwrap();
+    names
+}
+
 /// Writes the result, leaving out what the journal says is done, which must be true.
 fn fill(staging: &Staging, source: &Path) -> Result<()> {
-    let names: Vec<String> =
-        staging.journal().replayed().iter().map(|r| String::from_utf8(r.clone()).unwrap()).collect();
+    let names = noted(staging);
     for (name, bytes) in result() {
         if name.starts_with("model-") {
             let file = staging.file(&name, bytes.len() as u64, Space::Reserved)?;
@@ -94,7 +113,7 @@ fn run(out: &Path, source: &Path, options: &Options) -> Result<Vec<Finding>> {
     if !staging.sealed() {
         fill(&staging, source)?;
     }
-    staging.publish(&LAST)
+    staging.publish(&LAST, &|| true)
 }
 
 /// A directory with a source file and room for `out`.

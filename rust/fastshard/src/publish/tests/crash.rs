@@ -15,15 +15,17 @@ enum Kind {
     Empty,
     Overwrite,
     OverwriteWithoutExchange,
+    OverwritePiecewise,
     Inside,
 }
 
-const KINDS: [Kind; 6] = [
+const KINDS: [Kind; 7] = [
     Kind::Fresh,
     Kind::FreshWithoutNoReplace,
     Kind::Empty,
     Kind::Overwrite,
     Kind::OverwriteWithoutExchange,
+    Kind::OverwritePiecewise,
     Kind::Inside,
 ];
 
@@ -33,7 +35,9 @@ impl Kind {
         match self {
             Kind::Fresh | Kind::FreshWithoutNoReplace => {}
             Kind::Empty | Kind::Inside => fs::create_dir(setting.out()).unwrap(),
-            Kind::Overwrite | Kind::OverwriteWithoutExchange => put(&setting.out(), &old()),
+            Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise => {
+                put(&setting.out(), &old());
+            }
         }
     }
 
@@ -42,10 +46,14 @@ impl Kind {
         fault::lack(match self {
             Kind::FreshWithoutNoReplace => &["noreplace"],
             Kind::OverwriteWithoutExchange => &["noreplace", "exchange"],
+            Kind::OverwritePiecewise => &["moving"],
             Kind::Inside => &["replacing"],
             _ => &[],
         });
-        let overwrite = matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange);
+        let overwrite = matches!(
+            self,
+            Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise
+        );
         let done = run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync });
         fault::lack(&[]);
         done
@@ -63,6 +71,14 @@ impl Kind {
                 let kept = |name: &str| tree(&setting.folders()[0].join(name));
                 let aside = || [Some(old()), Some(result())].contains(&kept("old"));
                 out == Some(old()) || out.is_none() && aside() && kept("data") == Some(result())
+            }
+            Kind::OverwritePiecewise => {
+                // Piece by piece: every file of the older result is there or aside, no manifest beside a part.
+                let out = out.as_ref().unwrap();
+                let aside = setting.folders().first().and_then(|f| tree(&f.join("old"))).unwrap_or_default();
+                let whole = |of: &Tree| of.iter().all(|(n, b)| out.get(n) == Some(b) || aside.get(n) == Some(b));
+                let mixed = out.iter().all(|(n, b)| old().get(n) == Some(b) || result().get(n) == Some(b));
+                *out == old() || whole(&old()) && mixed && !out.contains_key(LAST[1]) && out.get(LAST[0]) != old().get(LAST[0])
             }
             Kind::Inside => {
                 let out = out.as_ref().unwrap();
@@ -128,6 +144,8 @@ fn any_call_may_fail() {
                         for finding in error.findings() {
                             assert!(finding.file.is_some(), "{when}: no path in {finding}");
                         }
+                        let published = tree(&setting.out()) == Some(result());
+                        assert_eq!(error.is_after_publishing(), published, "{kind:?}, {when}: {error}");
                     }
                     Ok(warnings) => {
                         assert_eq!(tree(&setting.out()), Some(result()), "{kind:?}, {when}");
@@ -212,23 +230,22 @@ fn data_is_on_disk_before_it_appears() {
         let out_name = |p: &PathBuf| p.ends_with("out");
         let data = |p: &PathBuf| p.components().any(|c| c.as_os_str() == "data");
         let at = |what: &dyn Fn(&(&str, PathBuf)) -> bool| calls.iter().position(what);
-        let last = |what: &dyn Fn(&(&str, PathBuf)) -> bool| calls.iter().rposition(what);
         let appears = |(call, path): &(&str, PathBuf)| match kind {
             Kind::Inside => *call == "rename_new",
             Kind::Overwrite => *call == "exchange",
+            Kind::OverwritePiecewise => *call == "rename_new" && path.ends_with("out/model-1.safetensors"),
             _ => ["rename_new", "rename_over"].contains(call) && out_name(path),
         };
         let appears = at(&appears).unwrap();
         let seal = at(&|(call, p)| *call == "rename_over" && p.ends_with("sealed")).unwrap();
         for name in result().keys().map(String::as_str).chain(["data"]) {
-            let synced = calls.iter().rposition(|(c, p)| *c == "sync" && p.ends_with(name)).unwrap();
-            let written = last(&|(c, p)| {
-                !["sync", "set_mode", "remove_tree"].contains(c) && data(p) && p.ends_with(name)
-            });
-            assert!(written.unwrap() < synced && synced < seal && seal < appears, "{kind:?}: {name}");
+            let before = &calls[..seal];
+            let synced = before.iter().rposition(|(c, p)| *c == "sync" && p.ends_with(name)).unwrap();
+            let written = before.iter().rposition(|(c, p)| *c != "sync" && data(p) && p.ends_with(name));
+            assert!(written.unwrap() < synced && seal < appears, "{kind:?}: {name}");
         }
-        let removes = at(&|(call, _)| *call == "remove_tree").unwrap();
-        let parent = calls[appears..removes].iter().any(|(call, _)| *call == "sync");
+        let removes = calls[appears..].iter().position(|(call, _)| call.starts_with("remove_")).unwrap();
+        let parent = calls[appears..][..removes].iter().any(|(call, _)| *call == "sync");
         assert!(parent, "{kind:?}: the directory is synced before anything is removed");
     }
 }

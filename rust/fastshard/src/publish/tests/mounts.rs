@@ -171,3 +171,37 @@ fn source_through_a_bind_mount() {
         assert_eq!(codes, [codes::OUT_INSIDE_SOURCE]);
     });
 }
+
+/// A directory of a lower layer can be neither exchanged nor moved.
+#[test]
+fn an_older_result_in_a_lower_layer_of_overlayfs() {
+    let mounts = "for d in low up work merged; do mkdir -p \"$1/$d\"; done; mkdir \"$1/disk\"; \
+                  mount -t tmpfs t \"$1/disk\"; mkdir \"$1/disk/up\" \"$1/disk/work\"; mkdir \"$1/low/out\"; \
+                  touch \"$1/low/out/lower\"; \
+                  mount -t overlay o -o lowerdir=\"$1/low\",upperdir=\"$1/disk/up\",workdir=\"$1/disk/work\" \"$1/merged\" || \
+                  { echo 'SKIPPED: no overlayfs; 1 passed'; exit 0; }";
+    mounted("an_older_result_in_a_lower_layer_of_overlayfs", mounts, "", |s| {
+        // Written below the mount: what the layer holds when the run begins.
+        let (low, out) = (s.root.join("low/out"), s.root.join("merged/out"));
+        fs::remove_file(low.join("lower")).unwrap();
+        put(&low, &old());
+        assert!(Command::new("mount").args(["-o", "remount"]).arg(s.root.join("merged")).status().unwrap().success());
+        assert_eq!(tree(&out), Some(old()), "the layer shows");
+        let probe = s.root.join("merged/probe");
+        assert_eq!(
+            fs::rename(&out, &probe).unwrap_err().raw_os_error(),
+            Some(rustix::io::Errno::XDEV.raw_os_error()),
+            "else this shows nothing"
+        );
+        assert_eq!(run(&out, &s.source(), &OVERWRITE).unwrap(), []);
+        assert_eq!(tree(&out), Some(result()));
+        assert_eq!(tree(&low), Some(old()), "the layer below is as it was");
+        assert_eq!(fs::read_dir(s.root.join("merged")).unwrap().count(), 1);
+        // Now a directory of both layers, with a foreign file.
+        fs::write(out.join("mine"), "mine").unwrap();
+        assert_eq!(refusal(run(&out, &s.source(), &OVERWRITE)), [codes::OUT_EXISTS]);
+        fs::remove_file(out.join("mine")).unwrap();
+        assert_eq!(run(&out, &s.source(), &OVERWRITE).unwrap(), []);
+        assert_eq!(tree(&out), Some(result()));
+    });
+}

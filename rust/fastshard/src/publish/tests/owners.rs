@@ -28,11 +28,11 @@ fn leftover_and_locked() {
     assert_eq!(refusal(Staging::begin(&s.out(), RUN, b"another", &RESUME)), [codes::LEFTOVER_RUN]);
     let again = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
     assert!(again.resumed() && !again.sealed());
-    assert_eq!(again.journal().replayed(), [b"done".to_vec()]);
+    assert_eq!(noted(&again), ["done"]);
     again.discard().unwrap();
     assert_eq!(s.folders(), [] as [PathBuf; 0]);
     let fresh = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
-    assert!(!fresh.resumed() && fresh.journal().replayed().is_empty());
+    assert!(!fresh.resumed() && noted(&fresh).is_empty());
 }
 
 #[test]
@@ -85,6 +85,7 @@ fn one_owner_at_a_time() {
 #[test]
 fn new_names_replace_nothing() {
     let s = Setting::new();
+    let root = disk::Dir::open(&s.root).unwrap();
     for lacking in [&[][..], &["noreplace"]] {
         fault::lack(lacking);
         for taken in ["file", "directory", "link"] {
@@ -100,7 +101,7 @@ fn new_names_replace_nothing() {
                 } else {
                     fs::write(&from, "new").unwrap()
                 };
-                let error = disk::rename_new(&from, &to).unwrap_err();
+                let error = root.rename_new("from".as_ref(), &root, taken.as_ref()).unwrap_err();
                 assert_eq!(error.kind(), std::io::ErrorKind::AlreadyExists, "{taken}");
                 if directory {
                     fs::remove_dir(&from).unwrap()
@@ -132,7 +133,7 @@ fn concurrent_publishes_of_two_runs() {
                 let staging = staging?;
                 fill(&staging, &s.source())?;
                 barrier.wait();
-                staging.publish(&LAST)
+                staging.publish(&LAST, &|| true)
             };
             let results = std::thread::scope(|scope| {
                 let threads = [RUN, &other].map(|run| scope.spawn(move || publish(run)));
@@ -161,7 +162,7 @@ fn two_runs_inside_one_directory() {
     // As if the second had begun at the same instant.
     fs::create_dir(s.out().join(".fastshard-4567456745674567")).unwrap();
     fill(&first, &s.source()).unwrap();
-    assert_eq!(refusal(first.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    assert_eq!(refusal(first.publish(&LAST, &|| true)), [codes::PUBLISH_CONFLICT]);
     fault::lack(&[]);
     assert_eq!(tree(&s.out()), Some(Tree::new()));
 }
@@ -173,7 +174,7 @@ fn an_interrupted_publishing_that_cannot_be_trusted() {
     fill(&staging, &s.source()).unwrap();
     let (folder, seal) = (staging.folder().to_path_buf(), staging.folder().join("sealed"));
     put(&s.out(), &old());
-    assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    assert_eq!(refusal(staging.publish(&LAST, &|| true)), [codes::PUBLISH_CONFLICT]);
     fs::remove_dir_all(s.out()).unwrap();
     let good = fs::read_to_string(&seal).unwrap();
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
@@ -208,7 +209,7 @@ fn a_conflict_keeps_the_result() {
         let staging = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
         fill(&staging, &s.source()).unwrap();
         put(&s.out(), &old());
-        assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+        assert_eq!(refusal(staging.publish(&LAST, &|| true)), [codes::PUBLISH_CONFLICT]);
         assert_eq!(tree(&s.out()), Some(old()));
         let resumed = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
         assert!(resumed.sealed());
@@ -233,6 +234,6 @@ fn overwrite_replaces_only_what_it_saw() {
     fill(&staging, &s.source()).unwrap();
     fs::rename(s.out(), s.root.join("moved")).unwrap();
     put(&s.out(), &Tree::from([("other".to_string(), vec![1])]));
-    assert_eq!(refusal(staging.publish(&LAST)), [codes::PUBLISH_CONFLICT]);
+    assert_eq!(refusal(staging.publish(&LAST, &|| true)), [codes::PUBLISH_CONFLICT]);
     assert_eq!(tree(&s.out()).unwrap().len(), 1);
 }

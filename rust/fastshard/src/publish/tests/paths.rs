@@ -28,7 +28,7 @@ fn destination_states() {
     assert_eq!(refusal(Staging::begin(&s.out(), RUN, PLAN, &PLAIN)), [codes::OUT_EXISTS]);
     assert_eq!(s.folders(), [] as [PathBuf; 0]);
     check(&s, &s.out(), &OVERWRITE).unwrap();
-    let file = s.out().join("notes.txt");
+    let file = s.out().join("tokenizer.json");
     for options in [PLAIN, OVERWRITE] {
         assert_eq!(refusal(check(&s, &file, &options)), [codes::OUT_EXISTS]);
         assert_eq!(refusal(Staging::begin(&file, RUN, PLAN, &options)), [codes::OUT_EXISTS]);
@@ -115,9 +115,9 @@ fn relative_destination() {
     let place = super::super::place::Place::find(Path::new("fastshard-no-such-out/"), RUN).unwrap();
     let here = std::env::current_dir().unwrap().canonicalize().unwrap();
     assert_eq!(place.out, here.join("fastshard-no-such-out"));
-    assert_eq!(place.folder, here.join(".fastshard-no-such-out.fastshard-0123456789abcdef"));
+    assert_eq!(place.folder_path(), here.join(".fastshard-no-such-out.fastshard-0123456789abcdef"));
     let root = super::super::place::Place::find(Path::new("/"), RUN).unwrap();
-    assert_eq!((root.inside, root.folder), (true, PathBuf::from("/.fastshard-0123456789abcdef")));
+    assert_eq!((root.inside, root.folder_path()), (true, PathBuf::from("/.fastshard-0123456789abcdef")));
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn files_of_fixed_size_and_plain_names() {
     });
     assert_eq!(fs::read(small.path()).unwrap(), b"abc");
     assert_eq!(refusal(staging.copy_in("x", &s.root)), [codes::UNSUPPORTED]);
-    assert_eq!(refusal(staging.publish(&["never-written"])), [codes::USAGE]);
+    assert_eq!(refusal(staging.publish(&["never-written"], &|| true)), [codes::USAGE]);
     assert!(!s.out().exists());
 }
 
@@ -174,7 +174,7 @@ fn subdirectories_are_published_too() {
         fs::create_dir_all(staging.path().join("d/e")).unwrap();
         fs::write(staging.path().join("d/e/chunk"), b"chunk").unwrap();
         staging.write("zarr.json", b"{}").unwrap();
-        assert_eq!(staging.publish(&["zarr.json"]).unwrap(), []);
+        assert_eq!(staging.publish(&["zarr.json"], &|| true).unwrap(), []);
         fault::lack(&[]);
         assert_eq!(fs::read(s.out().join("d/e/chunk")).unwrap(), b"chunk");
         assert_eq!(fs::read_dir(s.out()).unwrap().count(), 2);

@@ -1,0 +1,100 @@
+"""The files of a folder against the manifest of what was published there."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .errors import Finding, from_core
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+#: Names of files that one reader or another loads by name alone, whatever other files say.
+#: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),
+#: deepspeed (runtime/engine.py), megatron-core (dist_checkpointing), torch.distributed.checkpoint, orbax, zarr
+_LOADED = (
+    "*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_model.*", "adapter_config.json",
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.*", "merges.txt", "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
+    "layout.json", "latest", "latest_checkpointed_iteration.txt", "layer_*.pt", "mp_rank_*.pt", "*zero_pp_rank_*.pt",
+    "model_optim_rng.pt", "common.pt", "metadata.json", ".metadata", "*.distcp",
+    "_METADATA", "manifest.ocdbt", "zarr.json", ".zarray",
+)  # fmt: skip
+#: What readers leave behind in a folder that they load from.
+_LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
+
+
+def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
+    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name.
+
+    Only where the manifest is about the folder: it lies in it, or names a file of tensors that is there.
+
+    Raises:
+        FastshardError: if a file cannot be read.
+    """
+    listing = checkpoint.listing
+    have = {file["path"] for file in checkpoint.files}
+    tensors = {file["name"] for file in document["files"] if file.get("identity")}
+    root = next((root for root in listing.roots if root.resolve() == path.parent.resolve()), None)
+    if listing.single or (root is None and not tensors & have):
+        return []
+    root = root or listing.roots[0]
+    index = listing.roots.index(root)
+    try:
+        findings = [
+            Finding.from_dict(f) for f in json.loads(_core.manifest_files(os.fspath(path), os.fspath(root)))
+        ]
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    # An inventory is of the files that were read, and the manifests of older versions list no others.
+    if document.get("kind") == "inventory" or not all(
+        "blake3" in f or "mtime_ns" in f for f in document["files"]
+    ):
+        return findings
+    named = {file["name"] for file in document["files"]}
+    for file in listing.files:
+        if file.root != index or file.path in named or file.path in have or file.path == path.name:
+            continue
+        if any(fnmatch.fnmatchcase(file.path, leaving) for leaving in _LEAVINGS):
+            continue
+        loaded = _is_loaded(file.name)
+        findings.append(
+            Finding.of(
+                "FS108",
+                "the manifest does not name this file, which readers load"
+                if loaded
+                else "the manifest does not name this file",
+                severity="error" if loaded else "warning",
+                file=file.path,
+                help="take it away if it does not belong to the result" if loaded else None,
+            )
+        )
+    return findings
+
+
+def _is_loaded(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _LOADED)
+
+
+def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Entries, for an inventory, of the files without tensors that readers load with the first root's.
+
+    Raises:
+        FastshardError: if one cannot be read.
+    """
+    listing = checkpoint.listing
+    have = {file["path"] for file in checkpoint.files}
+    folders = {"", *(file.folder for file in checkpoint.opened.files if file.root == 0)}
+    entries = []
+    for file in listing.files:
+        if file.root == 0 and file.folder in folders and file.path not in have and _is_loaded(file.name):
+            try:
+                entries.append(json.loads(_core.manifest_entry(os.fspath(listing.roots[0]), file.path)))
+            except _core.CoreError as error:
+                raise from_core(error) from None
+    return entries

@@ -1,0 +1,337 @@
+//! What may be replaced: an older result whose manifest accounts for all that lies in its directory.
+//!
+//! Whatever the manifest does not name, and what was changed since it was written, is somebody's work. It
+//! is found before anything is written, again before the exchange, and a third time where the older
+//! result is taken away: file by file, each only if it is still what the manifest says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use rustix::fs::{FileType, Stat};
+
+use super::disk::{At, Dir};
+use crate::error::Result;
+use crate::manifest::{Manifest, ManifestFile, MANIFEST_NAME};
+
+/// Deepest folder looked into; what lies deeper was not written by this program.
+const MAX_DEPTH: usize = 64;
+/// Entries named in a message; the rest is counted.
+const NAMED: usize = 12;
+
+/// What lies in a directory besides the result that its manifest names.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(super) struct Besides {
+    /// Why nothing at all is accounted for: no manifest, or not one of a result.
+    pub(super) no_result: Option<String>,
+    /// Entries that the manifest does not name.
+    foreign: Vec<String>,
+    /// Files that are not what the manifest says.
+    changed: Vec<String>,
+}
+
+impl Besides {
+    /// True if removing the directory's content loses nothing but the older result.
+    pub(super) fn is_nothing(&self) -> bool {
+        *self == Besides::default()
+    }
+
+    /// What would be lost, in words.
+    pub(super) fn told(&self) -> String {
+        let mut parts = Vec::new();
+        for (entries, what) in [(&self.foreign, ""), (&self.changed, " (changed since it was written)")] {
+            parts.extend(entries.iter().take(NAMED).map(|name| format!("{name}{what}")));
+            if let Some(more) = entries.len().checked_sub(NAMED).filter(|n| *n > 0) {
+                parts.push(format!("{more} more{what}"));
+            }
+        }
+        parts.join(", ")
+    }
+}
+
+/// What readers leave behind in a folder that they load from: nobody's work.
+fn is_leaving(path: &str, kind: FileType) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    // A file that was removed while a client of NFS had it open.
+    let nfs = |id: &str| id.len() >= 8 && id.bytes().all(|b| b.is_ascii_hexdigit());
+    match kind {
+        FileType::Directory => path == ".cache/huggingface" || name == "__pycache__",
+        FileType::RegularFile => path == ".gitattributes" || name.strip_prefix(".nfs").is_some_and(nfs),
+        _ => false,
+    }
+}
+
+/// The files of the result that a directory holds, by path; in words why there is none.
+fn recorded(directory: &Dir) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
+    let path = directory.join(MANIFEST_NAME);
+    if !directory.has(MANIFEST_NAME).at(&path, "cannot stat")? {
+        return Ok(Err(format!("it has no {MANIFEST_NAME}")));
+    }
+    let opened = directory.read_only(MANIFEST_NAME).map_err(|e| e.to_string());
+    Ok(opened.and_then(Manifest::published_files))
+}
+
+/// Looks at all that lies in `directory` but the entry `except` (a staging folder).
+///
+/// Errors: what the system says of entries that cannot be looked at.
+pub(super) fn besides(directory: &Dir, except: Option<&OsStr>) -> Result<Besides> {
+    let files = match recorded(directory)? {
+        Ok(files) => files,
+        Err(why) => {
+            let entries = directory.entries().at(directory.path(), "cannot list")?;
+            let foreign = entries.into_iter().filter(|e| Some(&**e) != except);
+            let foreign = foreign.map(|e| e.to_string_lossy().into_owned()).collect();
+            return Ok(Besides { no_result: Some(why), foreign, changed: Vec::new() });
+        }
+    };
+    let mut walk = Walk { folders: folders(&files), files: &files, found: Besides::default() };
+    walk.look(directory, "", except, 0)?;
+    Ok(walk.found)
+}
+
+/// Folders that hold files of the result.
+fn folders(files: &BTreeMap<String, ManifestFile>) -> BTreeSet<&str> {
+    files.keys().flat_map(|name| name.match_indices('/').map(|(end, _)| &name[..end])).collect()
+}
+
+struct Walk<'a> {
+    files: &'a BTreeMap<String, ManifestFile>,
+    folders: BTreeSet<&'a str>,
+    found: Besides,
+}
+
+impl Walk<'_> {
+    fn look(&mut self, directory: &Dir, prefix: &str, except: Option<&OsStr>, depth: usize) -> Result<()> {
+        for name in directory.entries().at(directory.path(), "cannot list")? {
+            if Some(&*name) == except {
+                continue;
+            }
+            let path = format!("{prefix}{}", name.to_string_lossy());
+            match self.kind(directory, &name, &path)? {
+                Entry::Result | Entry::Leaving => {}
+                Entry::Folder if depth < MAX_DEPTH => {
+                    let sub = directory.sub(&name).at(&directory.join(&name), "cannot open")?;
+                    self.look(&sub, &format!("{path}/"), None, depth + 1)?;
+                }
+                Entry::Folder | Entry::Foreign => self.found.foreign.push(path),
+                Entry::Changed => self.found.changed.push(path),
+            }
+        }
+        Ok(())
+    }
+
+    fn kind(&self, directory: &Dir, name: &OsStr, path: &str) -> Result<Entry> {
+        let full = directory.join(name);
+        let Some(stat) = directory.stat(name).at(&full, "cannot stat")? else {
+            return Ok(Entry::Leaving); // Gone meanwhile.
+        };
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if path == MANIFEST_NAME && kind.is_file() {
+            return Ok(Entry::Result);
+        }
+        if is_leaving(path, kind) {
+            return Ok(Entry::Leaving);
+        }
+        if kind.is_dir() {
+            // `.cache` is on the way to a leaving.
+            return Ok(match self.folders.contains(path) || path == ".cache" {
+                true => Entry::Folder,
+                false => Entry::Foreign,
+            });
+        }
+        // A name that is no text is in no manifest, though it may look like one that is.
+        let Some(file) = name.to_str().and_then(|_| self.files.get(path)).filter(|_| kind.is_file()) else {
+            return Ok(Entry::Foreign);
+        };
+        Ok(match is_as_written(directory, name, file, &stat).at(&full, "cannot read")? {
+            true => Entry::Result,
+            false => Entry::Changed,
+        })
+    }
+}
+
+enum Entry {
+    /// A file of the result, as it was written.
+    Result,
+    /// A file of the result that was changed since.
+    Changed,
+    /// Of no value to anybody.
+    Leaving,
+    /// A folder that holds files of the result.
+    Folder,
+    /// Anything else.
+    Foreign,
+}
+
+/// Time of the last change of a file's content, in nanoseconds since the epoch.
+pub(super) fn mtime_ns(stat: &Stat) -> i64 {
+    stat.st_mtime.saturating_mul(1_000_000_000).saturating_add(stat.st_mtime_nsec as i64)
+}
+
+/// True if a file is the one that the manifest tells of: by content where its hash is recorded, else by
+/// size and time.
+fn is_as_written(directory: &Dir, name: &OsStr, file: &ManifestFile, stat: &Stat) -> io::Result<bool> {
+    if stat.st_size as u64 != file.size {
+        return Ok(false);
+    }
+    match (&file.blake3, file.mtime_ns) {
+        (Some(hash), _) => Ok(hash_of(directory.read_only(name)?)? == *hash),
+        (None, Some(time)) => Ok(mtime_ns(stat) == time),
+        (None, None) => Ok(false),
+    }
+}
+
+/// BLAKE3 of a file's bytes, hexadecimal.
+pub(super) fn hash_of(mut file: File) -> io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    let mut buffer = vec![0; 256 << 10];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hasher.finalize().to_hex().to_string()),
+            n => hasher.update(&buffer[..n]),
+        };
+    }
+}
+
+/// What became of an older result that was to be removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Removed {
+    /// It is gone.
+    Whole,
+    /// `go_on` said no; what is left can be removed by another call.
+    Stopped,
+    /// Something that it did not hold before lies in it, and stays.
+    NotAll,
+}
+
+/// Removes the older result `name` from `parent`: what its manifest accounts for, and nothing else. The
+/// manifest goes last, so that a removal that was cut short can be continued.
+pub(super) fn remove(parent: &Dir, name: &OsStr, go_on: &dyn Fn() -> bool) -> Result<Removed> {
+    let path = parent.join(name);
+    let directory = match parent.sub(name) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Removed::Whole),
+        directory => directory.at(&path, "cannot open")?,
+    };
+    let files = match recorded(&directory)? {
+        Ok(files) => files,
+        // Emptied by a removal that was cut short, or it was an empty folder.
+        Err(_) if directory.entries().at(&path, "cannot list")?.is_empty() => BTreeMap::new(),
+        Err(_) => return Ok(Removed::NotAll),
+    };
+    let mut removal = Removal {
+        walk: Walk { folders: folders(&files), files: &files, found: Besides::default() },
+        go_on,
+        manifest: false,
+        kept: false,
+    };
+    if !removal.clear(&directory, "", 0)? {
+        return Ok(Removed::Stopped);
+    }
+    if removal.kept {
+        return Ok(Removed::NotAll);
+    }
+    if removal.manifest {
+        directory.remove_file(MANIFEST_NAME).at(&directory.join(MANIFEST_NAME), "cannot remove")?;
+    }
+    match parent.remove_dir(name) {
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(Removed::NotAll),
+        done => done.at(&path, "cannot remove").map(|()| Removed::Whole),
+    }
+}
+
+struct Removal<'a> {
+    walk: Walk<'a>,
+    go_on: &'a dyn Fn() -> bool,
+    /// The manifest is there and has to go last.
+    manifest: bool,
+    /// Something stays.
+    kept: bool,
+}
+
+impl Removal<'_> {
+    /// Removes what may go below `directory`; false if it was told to stop.
+    fn clear(&mut self, directory: &Dir, prefix: &str, depth: usize) -> Result<bool> {
+        for name in directory.entries().at(directory.path(), "cannot list")? {
+            if !(self.go_on)() {
+                return Ok(false);
+            }
+            let path = format!("{prefix}{}", name.to_string_lossy());
+            let full = directory.join(&name);
+            match self.walk.kind(directory, &name, &path)? {
+                Entry::Result if path == MANIFEST_NAME => self.manifest = true,
+                Entry::Result => directory.remove_file(&name).at(&full, "cannot remove")?,
+                Entry::Leaving => directory.remove_tree(&name).at(&full, "cannot remove")?,
+                Entry::Folder if depth < MAX_DEPTH => {
+                    let sub = directory.sub(&name).at(&full, "cannot open")?;
+                    if !self.clear(&sub, &format!("{path}/"), depth + 1)? {
+                        return Ok(false);
+                    }
+                    match directory.remove_dir(&name) {
+                        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => self.kept = true,
+                        done => done.at(&full, "cannot remove")?,
+                    }
+                }
+                Entry::Folder | Entry::Foreign | Entry::Changed => self.kept = true,
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Moves the older result's files from `from` into `to`, folder by folder, where the directory itself
+/// cannot be moved (a lower layer of overlayfs). What the manifest does not account for stays. The
+/// manifest goes first: from then on nobody takes what is left for whole.
+pub(super) fn move_out(from: &Dir, to: &Dir, except: Option<&OsStr>) -> Result<()> {
+    let (source, target) = (from.join(MANIFEST_NAME), to.join(MANIFEST_NAME));
+    let manifest = OsStr::new(MANIFEST_NAME);
+    if from.has(manifest).at(&source, "cannot stat")? && !to.has(manifest).at(&target, "cannot stat")? {
+        from.rename_new(manifest, to, manifest).at(&target, "cannot move the old result aside")?;
+    }
+    let Ok(files) = recorded(to)? else { return Ok(()) };
+    let walk = Walk { folders: folders(&files), files: &files, found: Besides::default() };
+    move_folder(&walk, from, to, "", except)
+}
+
+fn move_folder(walk: &Walk, from: &Dir, to: &Dir, prefix: &str, except: Option<&OsStr>) -> Result<()> {
+    let names: Vec<OsString> = from.entries().at(from.path(), "cannot list")?;
+    for name in names.iter().filter(|name| Some(&***name) != except) {
+        let path = format!("{prefix}{}", name.to_string_lossy());
+        let target = to.join(name);
+        match walk.kind(from, name, &path)? {
+            Entry::Result => {
+                from.rename_new(name, to, name).at(&target, "cannot move the old result aside")?;
+            }
+            Entry::Leaving => from.remove_tree(name).at(&from.join(name), "cannot remove")?,
+            Entry::Folder => {
+                if !to.has(name).at(&target, "cannot stat")? {
+                    to.create_dir(name, super::disk::BY_UMASK).at(&target, "cannot create")?;
+                }
+                let (inner, outer) = (from.sub(name).at(&from.join(name), "cannot open")?, to.sub(name));
+                move_folder(walk, &inner, &outer.at(&target, "cannot open")?, &format!("{path}/"), None)?;
+                match from.remove_dir(name) {
+                    Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
+                    done => done.at(&from.join(name), "cannot remove")?,
+                }
+            }
+            Entry::Foreign | Entry::Changed => {}
+        }
+    }
+    Ok(())
+}
+
+/// True for the working directory of this process, or a directory that it lies in.
+pub(super) fn holds_working_directory(directory: &Path) -> bool {
+    std::env::current_dir().is_ok_and(|here| here.starts_with(directory))
+}
+
+/// True for a home directory, or a directory that one lies in.
+pub(super) fn holds_home(directory: &Path) -> bool {
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let homes = users.lines().filter_map(|line| line.split(':').nth(5)).map(OsString::from);
+    let own = std::env::var_os("HOME");
+    homes.chain(own).filter(|home| home != "/" && !home.is_empty()).any(|home| {
+        Path::new(&home).canonicalize().is_ok_and(|home| home.starts_with(directory))
+    })
+}

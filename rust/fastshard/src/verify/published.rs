@@ -1,0 +1,66 @@
+//! A result's files against its manifest: those that hold no tensors by their bytes, the others by size.
+
+use std::io;
+use std::path::Path;
+
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::manifest::{Manifest, ManifestFile};
+use crate::publish;
+
+/// Compares the files that `manifest` lists with those below `root`. Files that hold tensors are left to
+/// [`super::against`], which reads them; a store's large files are compared by size, their arrays by content.
+///
+/// # Errors
+/// What the system says of a file that is there and cannot be read.
+pub fn files(manifest: &Manifest, root: &Path) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    for file in manifest.files.iter().filter(|f| !f.holds_tensors()) {
+        if !publish::is_plain(&file.name) {
+            return Err(Finding::new(codes::BAD_MANIFEST, "the manifest names a file that leaves its folder")
+                .file(&file.name)
+                .into());
+        }
+        let path = root.join(&file.name);
+        let size = match std::fs::metadata(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                findings.push(
+                    Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                        .file(&file.name)
+                        .help("copy it from where the manifest was made"),
+                );
+                continue;
+            }
+            meta => meta.map_err(|e| Error::io(&path, "cannot stat", &e))?.len(),
+        };
+        findings.extend(difference(file, &path, size)?);
+    }
+    Ok(findings)
+}
+
+/// The entry of a file without tensors in an inventory of what is there.
+///
+/// # Errors
+/// What the system says.
+pub fn entry(root: &Path, name: &str) -> Result<ManifestFile> {
+    let path = root.join(name);
+    let size = std::fs::metadata(&path).map_err(|e| Error::io(&path, "cannot stat", &e))?.len();
+    let blake3 = Some(publish::hash_of_file(&path)?);
+    Ok(ManifestFile { name: name.into(), size, identity: None, blake3, mtime_ns: None })
+}
+
+fn difference(file: &ManifestFile, path: &Path, size: u64) -> Result<Option<Finding>> {
+    let changed = |what: &str| {
+        Finding::new(codes::HASH, what)
+            .file(&file.name)
+            .help("restore it from a good copy; if it was changed on purpose, `fastshard manifest` takes note of it")
+    };
+    if size != file.size {
+        let (expected, got) = (format!("{} bytes", file.size), format!("{size} bytes"));
+        return Ok(Some(changed("size differs from the manifest").expected(expected, got)));
+    }
+    let Some(expected) = &file.blake3 else { return Ok(None) };
+    let got = publish::hash_of_file(path)?;
+    Ok((got != *expected)
+        .then(|| changed("content differs from the manifest").expected(format!("BLAKE3 {expected}"), got)))
+}

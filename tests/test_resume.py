@@ -1,0 +1,192 @@
+"""What --resume keeps of an interrupted run is what that run wrote; the rest is made as if it had never been."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fastshard
+import numpy as np
+import pytest
+from helpers import cli, in_a_mount, read_result
+from safetensors.numpy import save_file
+
+TENSORS = 6
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    save_file(
+        {f"w{i}": rng.standard_normal((1024, 1024)).astype("f4") for i in range(TENSORS)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    (folder / "tokenizer.json").write_text('{"old": "tokenizer"}')
+    return folder
+
+
+def interrupted(source: Path, out: Path) -> Path:
+    """The data folder of a run that was stopped in its midst."""
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fastshard.merge(source, out, threads=1, fsync=False, memory="2GiB", progress=stop)
+    (folder,) = out.parent.glob(f".{out.name}.fastshard-*")
+    assert (folder / "journal").stat().st_size > 100, "tiles are journalled"
+    return folder / "data"
+
+
+def zeros(data: Path) -> None:
+    """Lost, and made anew at its full size by a run that was killed."""
+    file = data / "model.safetensors"
+    size = file.stat().st_size
+    file.unlink()
+    with file.open("wb") as made:
+        made.truncate(size)
+
+
+def one_byte(data: Path) -> None:
+    with (data / "model.safetensors").open("r+b") as file:
+        file.seek(4096 + 77)
+        (byte,) = file.read(1)
+        file.seek(4096 + 77)
+        file.write(bytes([byte ^ 1]))
+
+
+def shorter(data: Path) -> None:
+    with (data / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 20)
+
+
+CHANGES: list[Callable[[Path], None]] = [
+    zeros,
+    one_byte,
+    shorter,
+    lambda data: (data / "model.safetensors").unlink(),
+    lambda data: None,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["zeros", "one byte", "shorter", "gone", "as it was"])
+def test_data_that_is_not_what_was_written_is_made_again(
+    change: Callable[[Path], None], source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    change(interrupted(source, out))
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    want = read_result(source)
+    assert all((tensor == want[name]).all() for name, tensor in read_result(out).items())
+    assert cli("verify", out).code == 0
+
+
+def test_a_file_lost_twice(source: Path, tmp_path: Path) -> None:
+    """The record of a tile must not outlive the file that it speaks of, whichever run made it anew."""
+    out = tmp_path / "out"
+    zeros(interrupted(source, out))
+    shorter(interrupted_again(source, out))
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    want = read_result(source)
+    assert all((tensor == want[name]).all() for name, tensor in read_result(out).items())
+
+
+def interrupted_again(source: Path, out: Path) -> Path:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fastshard.merge(source, out, threads=1, fsync=False, memory="2GiB", resume=True, progress=stop)
+    (folder,) = out.parent.glob(f".{out.name}.fastshard-*")
+    return folder / "data"
+
+
+def test_what_this_run_does_not_write_is_not_published(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    data = interrupted(source, out)
+    (data / "tokenizer.json").write_text("of the interrupted run")
+    (data / "model-00009-of-00009.safetensors").write_text("of another")
+    (data / "deep/er").mkdir(parents=True)
+    (data / "deep/er/file").write_text("left")
+    (source / "tokenizer.json").unlink()
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "fastshard.manifest.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("now", ["gone", "changed", "added", "same"])
+def test_companions_are_those_of_the_command_that_publishes(now: str, source: Path, tmp_path: Path) -> None:
+    """A run that was complete but could not publish is finished with the files that are there now."""
+    out = tmp_path / "out"
+
+    def in_the_way(done: int, total: int) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "mine").write_text("mine")
+
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.merge(source, out, memory="2GiB", progress=in_the_way)
+    assert caught.value.code == "FS516"
+    (out / "mine").unlink()
+    out.rmdir()
+    expected = {"tokenizer.json": '{"old": "tokenizer"}', "config.json": '{"model_type": "none"}'}
+    if now == "gone":
+        (source / "tokenizer.json").unlink()
+        del expected["tokenizer.json"]
+    elif now == "changed":
+        expected["tokenizer.json"] = '{"new": "tokenizer"}'
+        (source / "tokenizer.json").write_text(expected["tokenizer.json"])
+    elif now == "added":
+        expected["generation_config.json"] = "{}"
+        (source / "generation_config.json").write_text("{}")
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    texts = {p.name: p.read_text() for p in out.glob("*.json") if p.name != "fastshard.manifest.json"}
+    assert texts == expected
+    assert cli("verify", out).code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
+
+
+def test_a_full_disk_keeps_what_is_written(source: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = """
+        mount -t tmpfs -o size=12m none "$1"
+        "$PYTHON" -m fastshard merge "$2" "$1/out" --threads 1 --sparse && exit 99 || [ $? = 2 ]
+        test ! -e "$1/out"; ls -i "$1"/.out.fastshard-*/data/model.safetensors >&2
+        mount -o remount,size=64m "$1"
+        "$PYTHON" -m fastshard merge "$2" "$1/out" --threads 1 --sparse --resume
+        ls -i "$1/out/model.safetensors" >&2
+        "$PYTHON" -m fastshard verify "$1/out"; "$PYTHON" -m fastshard diff "$1/out" "$2"; ls -A "$1" >&2
+    """
+    done = in_a_mount(script, disk, source)
+    if "mount" in done.stderr and "permission denied" in done.stderr.lower():
+        pytest.skip(f"this system lets nobody mount: {done.stderr.strip()}")
+    assert done.returncode == 0, done
+    assert "FS503" in done.stderr and "--resume continues" in done.stderr
+    before, after = (
+        line.split()[0] for line in done.stderr.splitlines() if line.endswith("/model.safetensors")
+    )
+    assert before == after, "it was continued, not begun anew"
+    assert done.stderr.splitlines()[-1] == "out"
+
+
+def test_an_error_before_anything_is_written_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = 'ulimit -f 16; exec "$0" -m fastshard merge "$1" "$2"'
+    failed = subprocess.run(
+        ["sh", "-c", script, sys.executable, str(source), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert failed.returncode == 2, failed
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
