@@ -141,3 +141,18 @@ def test_names_in_a_manifest_stay_below_it(results: dict[str, Path], tmp_path: P
     edit_json(folder / "fastshard.manifest.json", lambda d: d["files"].append(outside))
     ran = cli("verify", folder)
     assert ran.code == 2 and ran.having("FS518"), ran.out
+
+
+def test_a_tensor_that_the_manifest_does_not_name_is_an_error(
+    results: dict[str, Path], tmp_path: Path
+) -> None:
+    for of in ("orbax", "hf"):
+        folder = copy(results[of], tmp_path / of)
+        edit_json(folder / "fastshard.manifest.json", lambda d: d["tensors"].pop(3))
+        ran = cli("verify", folder)
+        assert ran.code == 1 and ran.having("FS308", severity="error"), ran.out
+
+
+def test_parts_of_a_store_are_verified_apart(results: dict[str, Path]) -> None:
+    for part in (1, 2, 3):
+        assert cli("verify", results["orbax"], "--subset", f"{part}/3").code == 0

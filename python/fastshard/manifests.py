@@ -134,7 +134,7 @@ class Expected:
                 return [*about, *found]
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays: its arrays are the source's.
-                return [*about, *against_result(path, checkpoint._plan, run, progress)]
+                return [*about, *against_result(path, checkpoint._plan, run, progress, severity="error")]
             # A manifest of another layout of the same model: its tensors are the ones to come out.
             return [*about, *against_result(path, plan, run, progress)]
         except _core.CoreError as error:
@@ -183,15 +183,24 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback) -> list[Finding]:
-    """Compares what a plan would write with the tensors of a manifest, by name and hash."""
+def against_result(
+    path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback, *, severity: str = "warning"
+) -> list[Finding]:
+    """Compares what a plan would write with the tensors of a manifest, by name and hash.
+
+    A tensor that the manifest does not name is a finding of ``severity``.
+    """
     outcome = json.loads(plan.core.check(json.dumps(run), progress))
     hashes: dict[str, str] = outcome["hashes"]
     findings = [Finding.from_dict(f) for f in outcome["findings"]]
+    unnamed = set(hashes)
     for tensor in read(path)["tensors"]:
         # A shard is known by its file and its name there.
         name = f"{tensor.get('file')}:{tensor['name']}"
         name = name if name in hashes else tensor["name"]
+        unnamed.discard(name)
+        if name not in hashes and name in plan.index:
+            continue  # Of another part of the tensors than was asked for.
         if name not in hashes:
             findings.append(
                 Finding.of(
@@ -212,4 +221,8 @@ def against_result(path: Path, plan: Plan, run: dict[str, Any], progress: Progre
                     help="the checkpoint was changed or damaged since, or another layout's values are stored",
                 )
             )
+    findings += [
+        Finding.of("FS308", "the manifest does not name this tensor", tensor=name, severity=severity)
+        for name in sorted(unnamed)
+    ]
     return findings

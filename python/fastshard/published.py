@@ -29,22 +29,33 @@ _LOADED = (
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
 
 
+def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
+    """Index of the root that the manifest at ``path`` is about: it lies in it, or names files of tensors there.
+
+    None for the manifest of another folder, whose tensors alone are compared.
+    """
+    listing = checkpoint.listing
+    for index, root in enumerate(listing.roots):
+        if root.resolve() == path.parent.resolve():
+            return index
+    tensors = {file["name"] for file in document["files"] if file.get("identity")}
+    return 0 if tensors & {file["path"] for file in checkpoint.files} else None
+
+
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
     """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name.
 
-    Only where the manifest is about the folder: it lies in it, or names a file of tensors that is there.
+    Nothing where the manifest is about another folder, or CKPT names one file alone.
 
     Raises:
         FastshardError: if a file cannot be read.
     """
     listing = checkpoint.listing
-    have = {file["path"] for file in checkpoint.files}
-    tensors = {file["name"] for file in document["files"] if file.get("identity")}
-    root = next((root for root in listing.roots if root.resolve() == path.parent.resolve()), None)
-    if listing.single or (root is None and not tensors & have):
+    index = root_of(path, document, checkpoint)
+    if index is None or listing.single:
         return []
-    root = root or listing.roots[0]
-    index = listing.roots.index(root)
+    have = {file["path"] for file in checkpoint.files}
+    root = listing.roots[index]
     try:
         findings = [
             Finding.from_dict(f) for f in json.loads(_core.manifest_files(os.fspath(path), os.fspath(root)))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import _core, published
+from .checkpoint import Checkpoint
 from .convert import Source, _opened
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
@@ -83,26 +84,25 @@ def verify(
             text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
             findings += [Finding.from_dict(f) for f in checked["findings"]]
-            document = None if path is None else read(path)
-            if path is not None and document is not None:
-                findings += published.compare(path, document, checkpoint)
-            if (
-                path is not None
-                and document is not None
-                and (
-                    {f["name"] for f in tensor_files(document)} & {f["path"] for f in checkpoint.files}
-                    or not plan.outputs
-                )
-            ):
-                text = checkpoint.opened.catalog.against(
-                    str(path), json.dumps(run), bar.phase("hashing"), plan.core
-                )
-                findings += [Finding.from_dict(f) for f in json.loads(text)]
-            elif path is not None:
-                findings += against_result(path, plan, run, bar.phase("hashing"))
+            if path is not None:
+                findings += _against(path, checkpoint, plan, run, bar.phase("hashing"))
     except _core.CoreError as error:
         findings += from_core(error).findings
     return _unique(findings)
+
+
+def _against(
+    path: Path, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: Any
+) -> list[Finding]:
+    """Findings about what is not as the manifest at ``path`` has it."""
+    document = read(path)
+    findings = published.compare(path, document, checkpoint)
+    named = {file["name"] for file in tensor_files(document)}
+    if named & {file["path"] for file in checkpoint.files} or not plan.outputs:
+        text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
+        return findings + [Finding.from_dict(f) for f in json.loads(text)]
+    own = published.root_of(path, document, checkpoint) is not None
+    return findings + against_result(path, plan, run, progress, severity="error" if own else "warning")
 
 
 def _unique(findings: list[Finding]) -> list[Finding]:

@@ -223,7 +223,10 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
         header_digest: [0; 32],
     };
     let mut digest = blake3::Hasher::new();
-    for &(offset, len, ref name) in ranges {
+    // In the file's order, whatever that of `.metadata`: who writes a file knows no other.
+    let mut ranges: Vec<&Range> = ranges.iter().collect();
+    ranges.sort_by_key(|(offset, ..)| *offset);
+    for &&(offset, len, ref name) in &ranges {
         let record = torch_zip::parse_range(file, offset, len)?;
         let first = all.blobs.len() as u32;
         all.blobs.extend(record.blobs);
