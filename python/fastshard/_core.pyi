@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,8 +102,16 @@ class Plan:
         """(name, dtype, shape, bytes, pieces) of every output."""
     def pieces(self, output: int) -> list[tuple[str | None, str, list[int]]]:
         """(rank, file, local shape) of the stored tensors an output is made of."""
-    def contiguous(self, output: int) -> tuple[Any, int] | None:
-        """(path, offset in bytes) of an output that is one run of one file, else None."""
+    def contiguous(self, output: int) -> tuple[int, int] | None:
+        """(file, offset in bytes) of an output that is one run of one file, else None.
+
+        Raises CoreError (``FS506``) if the file changed since it was opened.
+        """
+    def descriptor(self, file: int) -> int | None:
+        """A new descriptor of a source file, for the caller to close; None where it is to be read, not mapped.
+
+        Raises CoreError (``FS506``) if the file changed since it was opened.
+        """
     def read(self, output: int, start: int, buffer: NDArray[np.uint8]) -> None:
         """Fills a contiguous buffer with an output's bytes from byte ``start``."""
     def write(
@@ -113,7 +121,15 @@ class Plan:
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
     ) -> str:
-        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some."""
+        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some.
+
+        A signal handler or a callback that raises stops it; that is raised even where it came too late.
+        """
+    def told(self) -> str:
+        """What the last `write` came to, whatever it raised: a JSON array of findings.
+
+        ``FS519`` is among them if the result is published, ``FS510`` if it was stopped before.
+        """
     def check(self, options: str, progress: _Progress = None) -> str:
         """Runs without writing: JSON with findings, and hashes and statistics by output.
 

@@ -17,6 +17,7 @@ from .adapters.base import Bound, Source
 from .adapters.targets import KEEPING, Wanted, check, target_of
 from .discover import File
 from .errors import FastshardError, Finding, from_core
+from .maps import Maps
 
 _DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -80,6 +81,11 @@ class Plan:
         self.target = target
         #: True for a result that is a store of arrays.
         self.writes_arrays = writes_arrays
+
+    @cached_property
+    def maps(self) -> Maps:
+        """Maps of the source files, for views of outputs that are one run of one file."""
+        return Maps(self.core.descriptor)
 
     @cached_property
     def digest(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
 from .errors import from_core
+from .maps import Bytes
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _misaligned(array: np.ndarray[Any, np.dtype[np.uint8]], item: int) -> bool:
+def _misaligned(array: Bytes, item: int) -> bool:
     """True if the bytes start where a view of larger items would be misaligned."""
     return array.size > 0 and array.ctypes.data % item != 0
 
@@ -124,19 +125,19 @@ class Tensor:
         """Element type, by the name that safetensors' slices give it."""
         return self._dtype
 
-    def _bytes(
-        self, start: int, length: int, mode: Literal["r", "c"] = "r"
-    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _bytes(self, start: int, length: int, *, private: bool = False) -> Bytes:
         """Bytes of the tensor: a view of the mapped file where they are one run, else gathered.
 
-        The view is read-only (``r``), or private to this process once written to (``c``).
+        The view is read-only, or ``private`` to the caller, who may write to it.
         """
-        place = self._plan.core.contiguous(self._index) if length else None
-        if place is not None:
-            path, offset = place
-            return np.memmap(path, dtype=np.uint8, mode=mode, offset=offset + start, shape=(length,))
-        buffer = np.empty(length, dtype=np.uint8)
         try:
+            place = self._plan.core.contiguous(self._index) if length else None
+            if place is not None:
+                file, offset = place
+                view = self._plan.maps.view(file, offset + start, length, private=private)
+                if view is not None:
+                    return view
+            buffer = np.empty(length, dtype=np.uint8)
             self._plan.core.read(self._index, start, buffer)
         except _core.CoreError as error:
             raise from_core(error) from None
@@ -145,11 +146,20 @@ class Tensor:
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
         """The values as a numpy array of :attr:`shape`.
 
-        Zero-copy and read-only where the bytes are one run of one file, else gathered. bfloat16 and
-        fp8 come as ml_dtypes types.
+        Zero-copy and read-only where the bytes are one run of one file on a local filesystem, else
+        gathered. bfloat16 and fp8 come as ml_dtypes types.
+
+        A view stays what it is when the checkpoint is closed, and when another file takes the name
+        of the one that was opened. It shows what is written into that file later, and the process
+        ends by SIGBUS where the file is cut short below what is looked at: ``numpy().copy()`` is
+        safe from then on.
+
+        Raises:
+            FastshardError: ``FS506`` if the file changed since it was opened; what keeps it from
+                being read whole.
         """
         dtype = numpy_dtype(self._dtype)
-        array = np.asarray(self._bytes(0, self.nbytes))
+        array = self._bytes(0, self.nbytes)
         if _misaligned(array, dtype.itemsize):
             array = array.copy()
         return array.view(dtype).reshape(self.shape)
@@ -157,12 +167,16 @@ class Tensor:
     def torch(self) -> torch.Tensor:
         """The values as a torch tensor of :attr:`shape`, on the CPU.
 
-        Zero-copy like :meth:`numpy`; writing to it changes neither the file nor other tensors.
+        Zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it changes
+        neither the file nor other tensors.
+
+        Raises:
+            FastshardError: as :meth:`numpy`.
         """
         import torch
 
         # torch knows no read-only tensors: writing to a read-only map would end the process.
-        raw = np.asarray(self._bytes(0, self.nbytes, mode="c"))
+        raw = self._bytes(0, self.nbytes, private=True)
         dtype = getattr(torch, TORCH_NAMES[self._dtype])
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=dtype)
@@ -177,13 +191,13 @@ class Tensor:
         return array.copy() if copy else array
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """A slice as numpy. Rows along the first dimension are read alone."""
+        """A slice as numpy, like :meth:`numpy`. Rows along the first dimension are read alone."""
         if isinstance(key, slice) and self.shape and key.step in (None, 1):
             start, stop, _ = key.indices(self.shape[0])
             stop = max(start, stop)
             dtype = numpy_dtype(self._dtype)
             row = self.nbytes // self.shape[0] if self.shape[0] else 0
-            array = np.asarray(self._bytes(start * row, (stop - start) * row))
+            array = self._bytes(start * row, (stop - start) * row)
             if _misaligned(array, dtype.itemsize):
                 array = array.copy()
             return array.view(dtype).reshape((stop - start, *self.shape[1:]))

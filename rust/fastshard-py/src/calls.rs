@@ -1,11 +1,13 @@
 //! Long calls: on a thread of their own, without the GIL, interruptible, with progress.
 
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use fastshard::codes;
 use fastshard::engine::Control;
-use pyo3::exceptions::PyRuntimeError;
+use fastshard::error::{Finding, Result};
 use pyo3::prelude::*;
 
 /// How often Python gets to look at signals and to draw progress.
@@ -20,17 +22,26 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Runs `work` on a thread and returns its result.
+/// How a piece of work ended.
+pub(crate) struct Ended<T> {
+    /// What it came to; `None` after a panic, which its thread has printed.
+    result: Option<Result<T>>,
+    /// What a signal handler or the progress callback raised meanwhile.
+    stopped: Option<PyErr>,
+}
+
+/// Runs `work` on a thread and waits for its end.
 ///
-/// `progress` is called with (bytes done, bytes in all). A signal handler that raises, or a progress
-/// callback that raises, cancels the work; the exception is raised once the work has stopped.
+/// `progress` is called with (bytes done, bytes in all), at the end with all of them done. A signal
+/// handler or a progress callback that raises cancels the work; what it raised is kept until the work
+/// has stopped. It may have been done by then.
 pub(crate) fn run<T: Send + 'static>(
     py: Python<'_>,
     progress: Option<Py<PyAny>>,
-    work: impl FnOnce(&Control) -> T + Send + 'static,
-) -> PyResult<T> {
+    work: impl FnOnce(&Control) -> Result<T> + Send + 'static,
+) -> Ended<T> {
     let control = Arc::new(Control::default());
-    let slot: Arc<(Mutex<Option<T>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
+    let slot: Arc<(Mutex<Option<Result<T>>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
     let thread = std::thread::spawn({
         let (control, slot) = (Arc::clone(&control), Arc::clone(&slot));
         move || {
@@ -49,41 +60,67 @@ pub(crate) fn run<T: Send + 'static>(
             let (guard, _) = slot.1.wait_timeout(guard, POLL).unwrap_or_else(PoisonError::into_inner);
             guard.is_some() || thread.is_finished()
         });
+        // Handlers run while the work stops too: a further signal may mean to end the process.
+        let signals = py.check_signals();
+        let drawn = match (&progress, &stopped, ended) {
+            (Some(callback), None, false) => match control.total.load(Ordering::Relaxed) {
+                // Not begun: there is nothing yet to be a part of.
+                0 => Ok(()),
+                total => callback.call1(py, (control.done.load(Ordering::Relaxed), total)).map(|_| ()),
+            },
+            _ => Ok(()),
+        };
+        if let Err(error) = signals.and(drawn) {
+            control.cancel.store(true, Ordering::Relaxed);
+            stopped.get_or_insert(error);
+        }
         if ended {
             break;
         }
-        if stopped.is_none() {
-            let drawn = match &progress {
-                Some(callback) => match control.total.load(Ordering::Relaxed) {
-                    // Not begun: there is nothing yet to be a part of.
-                    0 => Ok(()),
-                    total => callback.call1(py, (control.done.load(Ordering::Relaxed), total)).map(|_| ()),
-                },
-                None => Ok(()),
-            };
-            if let Err(error) = py.check_signals().and(drawn) {
-                control.cancel.store(true, Ordering::Relaxed);
-                stopped = Some(error);
-            }
-        }
     }
-    // A panic has been printed by the thread already; here it becomes an exception.
     let _ = py.detach(|| thread.join());
     let result = slot.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-    match (result, stopped) {
-        (Some(result), None) => {
-            if let Some(callback) = &progress {
-                let total = control.total.load(Ordering::Relaxed);
-                // The work is done and perhaps published: a callback that raises now cannot undo it.
-                if let Err(error) = callback.call1(py, (total, total)) {
-                    error.write_unraisable(py, None);
-                }
+    if let (Some(callback), Some(Ok(_)), None) = (&progress, &result, &stopped) {
+        let total = control.total.load(Ordering::Relaxed);
+        stopped = callback.call1(py, (total, total)).err();
+    }
+    Ended { result, stopped }
+}
+
+impl<T> Ended<T> {
+    /// What there is to say of a result at `out`, in case that the exception which [`Ended::settle`] raises
+    /// does not: that it is published, or why not. `warnings` are those of a result.
+    pub(crate) fn told(&self, out: &Path, warnings: impl FnOnce(&T) -> Vec<Finding>) -> Vec<Finding> {
+        match &self.result {
+            Some(Ok(result)) => {
+                let mut findings =
+                    vec![Finding::new(codes::PUBLISHED, "the result is complete here").file(out)];
+                findings.extend(warnings(result));
+                findings
             }
-            Ok(result)
+            Some(Err(error)) => error.findings().to_vec(),
+            None => vec![panicked(Some(out))],
         }
-        (_, Some(error)) => Err(error),
-        (None, None) => Err(PyRuntimeError::new_err(
-            "a worker panicked: this is a bug in fastshard; nothing was published",
-        )),
+    }
+
+    /// The result, or the exception that takes its place: what was raised meanwhile before all else.
+    pub(crate) fn settle(self, out: Option<&Path>) -> PyResult<T> {
+        match (self.stopped, self.result) {
+            (Some(error), _) => Err(error),
+            (None, Some(result)) => result.map_err(crate::raise),
+            (None, None) => Err(crate::raise(panicked(out).into())),
+        }
+    }
+}
+
+/// A panic of the thread itself: nobody can say how far it came.
+fn panicked(out: Option<&Path>) -> Finding {
+    let finding = Finding::new(codes::INTERNAL, "the work ended by a panic");
+    match out {
+        Some(out) => finding.file(out).help(
+            "whether the result was published is not known: look at this folder, and for a hidden one \
+             beside it, before you run again; and report the message that was printed",
+        ),
+        None => finding.help("please report it with the message that was printed"),
     }
 }

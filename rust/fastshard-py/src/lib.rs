@@ -6,7 +6,8 @@
 mod calls;
 mod stores;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::os::fd::{IntoRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,7 +16,7 @@ use fastshard::codes;
 use fastshard::engine::Options as EngineOptions;
 use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
 use fastshard::manifest::Manifest;
-use fastshard::plan::Plan as CorePlan;
+use fastshard::plan::{Pieces, Plan as CorePlan};
 use fastshard::request::Request;
 use fastshard::stats::{self, Level};
 use fastshard::storage::SourceFile;
@@ -150,6 +151,7 @@ impl Catalog {
             files,
             roots: self.inner.roots.clone(),
             hashed: Mutex::default(),
+            told: Mutex::default(),
         }
     }
 }
@@ -279,8 +281,7 @@ impl Catalog {
         let options = RunOptions::parse(options)?.engine();
         let catalog = Arc::clone(&self.inner);
         let (manifest, findings) =
-            run(py, progress, move |control| verify::inventory(&catalog, &options, control))?
-                .map_err(raise)?;
+            run(py, progress, move |control| verify::inventory(&catalog, &options, control)).settle(None)?;
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
@@ -299,8 +300,8 @@ impl Catalog {
         let catalog = Arc::clone(&self.inner);
         let findings = run(py, progress, move |control| {
             verify::against(&catalog, &manifest, options.subset(), &known, &options.engine(), control)
-        })?
-        .map_err(raise)?;
+        })
+        .settle(None)?;
         to_json(&findings)
     }
 }
@@ -314,6 +315,8 @@ struct Plan {
     roots: Vec<PathBuf>,
     /// What `check` hashed and `against` need not read again.
     hashed: Mutex<verify::Hashed>,
+    /// What the last `write` came to.
+    told: Mutex<Vec<Finding>>,
 }
 
 impl Plan {
@@ -327,6 +330,18 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// Files that an output is made of.
+fn files_of(plan: &CorePlan, output: usize) -> BTreeSet<u32> {
+    let stored =
+        plan.outputs[output].parts.iter().flat_map(|p| &p.sources).map(|&s| &plan.stored[s as usize]);
+    let blobs = stored.flat_map(|stored| match &stored.pieces {
+        Pieces::View { blob, .. } => vec![*blob],
+        Pieces::Boxes(pieces) => pieces.iter().map(|p| p.blob).collect(),
+        Pieces::Ranges(pieces) => pieces.iter().map(|p| p.blob).collect(),
+    });
+    blobs.map(|b| plan.blobs[b as usize].file).collect()
 }
 
 /// What decoding blocks takes; null where there are none.
@@ -410,10 +425,18 @@ impl Plan {
             .collect()
     }
 
-    /// (path, offset) of an output whose bytes are one run of one file, as they are.
-    fn contiguous(&self, output: usize) -> Option<(PathBuf, u64)> {
-        let (file, offset) = self.plan.contiguous(self.plan.outputs.get(output)?)?;
-        Some((self.files.get(file as usize)?.path().to_path_buf(), offset))
+    /// (file, offset) of an output whose bytes are one run of one file, as they are; the file unchanged.
+    fn contiguous(&self, output: usize) -> PyResult<Option<(usize, u64)>> {
+        let place = self.plan.outputs.get(output).and_then(|o| self.plan.contiguous(o));
+        let Some((file, offset)) = place else { return Ok(None) };
+        self.files[file as usize].unchanged().map_err(raise)?;
+        Ok(Some((file as usize, offset)))
+    }
+
+    /// A new descriptor of a source file for the caller to close; None where it should be read, not mapped.
+    fn descriptor(&self, file: usize) -> PyResult<Option<RawFd>> {
+        let Some(file) = self.files.get(file) else { return Ok(None) };
+        Ok(file.descriptor().map_err(raise)?.map(IntoRawFd::into_raw_fd))
     }
 
     /// Fills `buffer` with the bytes of an output from byte `start`.
@@ -427,8 +450,12 @@ impl Plan {
         let mut view = buffer.try_readwrite().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let bytes = view.as_slice_mut().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let (plan, files) = (&self.plan, &self.files);
-        py.detach(|| fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir()))
-            .map_err(raise)
+        py.detach(|| {
+            fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir())?;
+            // What was read belongs to the headers that were.
+            files_of(plan, output).into_iter().try_for_each(|f| files[f as usize].unchanged())
+        })
+        .map_err(raise)
     }
 
     /// Writes and publishes; returns `{"manifest", "findings"}`.
@@ -461,11 +488,19 @@ impl Plan {
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let roots = options.apart.unwrap_or_else(|| self.roots.clone());
-        let (manifest, findings) = run(py, progress, move |control| {
-            write::write(&plan, &files, &roots, &out, &write_options, control)
-        })?
-        .map_err(raise)?;
+        let ended = run(py, progress, {
+            let out = out.clone();
+            move |control| write::write(&plan, &files, &roots, &out, &write_options, control)
+        });
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) =
+            ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
+        let (manifest, findings) = ended.settle(Some(&out))?;
         to_json(&json!({"manifest": manifest, "findings": findings}))
+    }
+
+    /// What the last `write` came to, as a JSON array of findings: `FS519` if the result is published.
+    fn told(&self) -> PyResult<String> {
+        to_json(&*self.told.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Runs without writing; returns `{"findings", "hashes", "stats"}`.
@@ -478,8 +513,8 @@ impl Plan {
         }
         let (checked, report) = run(py, progress, move |control| {
             verify::content(&plan, &files, options.subset(), &options.engine(), control)
-        })?
-        .map_err(raise)?;
+        })
+        .settle(None)?;
         self.hashed().extend(verify::hashed(&checked, &report));
         let mut hashes = std::collections::BTreeMap::new();
         let mut gathered: std::collections::BTreeMap<String, &stats::TensorStats> = Default::default();

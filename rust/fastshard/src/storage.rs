@@ -1,7 +1,7 @@
 //! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
 
-use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -79,7 +79,13 @@ pub(crate) fn is_network_filesystem(magic: u32) -> bool {
 impl SourceFile {
     /// Opens `path` for reading. Directories and special files are refused.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io(path, "cannot open", &e))?;
+        // A FIFO that nobody writes to would be waited for, a terminal become the process's own.
+        let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(flags.bits() as i32)
+            .open(path)
+            .map_err(|e| Error::io(path, "cannot open", &e))?;
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
         if !meta.is_file() {
             return Err(Finding::new(codes::NOT_A_CHECKPOINT, "not a regular file").file(path).into());
@@ -143,6 +149,19 @@ impl SourceFile {
     /// True if page faults on this file cross a network.
     pub fn is_network(&self) -> bool {
         self.network
+    }
+
+    /// A descriptor of its own to the open file, for a map that may outlive this; `None` on a network
+    /// filesystem, where reading is better, and where the process may have no more descriptors.
+    ///
+    /// # Errors
+    /// `FS506` if the file changed since it was opened.
+    pub fn descriptor(&self) -> Result<Option<File>> {
+        if self.network {
+            return Ok(None);
+        }
+        self.unchanged()?;
+        Ok(self.file.try_clone().ok())
     }
 
     /// Treats the file as one on a network filesystem: for tests of that way of reading.
@@ -302,5 +321,38 @@ fn unnamed(dir: &Path) -> std::io::Result<File> {
             std::fs::remove_file(&path)?;
             Ok(File::from(fd))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_given_only_of_a_local_file_that_is_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, b"content").unwrap();
+        let source = SourceFile::open(&path).unwrap();
+        assert!(source.descriptor().unwrap().is_some());
+        assert!(SourceFile::open(&path).unwrap().as_network().descriptor().unwrap().is_none());
+        std::fs::write(&path, b"other content").unwrap();
+        let error = source.descriptor().unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::SOURCE_CHANGED);
+    }
+
+    #[test]
+    fn a_fifo_is_refused_and_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        assert_eq!(SourceFile::open(&path).unwrap_err().findings()[0].code, codes::NOT_A_CHECKPOINT);
     }
 }

@@ -1,0 +1,101 @@
+"""Maps of source files, made of descriptors that are open already: a name may lead elsewhere by now."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Map = TypeVar("Map", bound=mmap.mmap)
+
+#: Private maps of one file at a time: each takes a descriptor.
+_PRIVATE = 8
+
+
+class _Private(mmap.mmap):
+    """A whole file, copied where it is written to. No byte of it is lent twice."""
+
+    lent: list[tuple[int, int]]
+
+    def lend(self, start: int, length: int) -> Bytes | None:
+        """A view of a range; None if a part of it was lent before."""
+        at = bisect(self.lent, (start, start))
+        if at and self.lent[at - 1][1] > start:
+            return None
+        if at < len(self.lent) and self.lent[at][0] < start + length:
+            return None
+        self.lent.insert(at, (start, start + length))
+        view = np.frombuffer(self, dtype=np.uint8, count=length, offset=start)
+        # What was written to it goes with the view, not with the last view of the file.
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if pages > 0:
+            weakref.finalize(view, self.madvise, mmap.MADV_DONTNEED, first, pages).atexit = False
+        return view
+
+
+class Maps:
+    """Maps of a plan's files, shared by the views into them: each is gone with its last view.
+
+    However many views there are, a file takes one descriptor for those that only read, and a few
+    for those that may be written to.
+    """
+
+    def __init__(self, descriptor: Callable[[int], int | None]) -> None:
+        """``descriptor`` gives a new descriptor of a file, or None where it is to be read instead."""
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+        self._private: dict[int, list[weakref.ref[_Private]]] = {}
+
+    def view(self, file: int, start: int, length: int, *, private: bool) -> Bytes | None:
+        """Bytes of a file: read-only, or ``private`` to the caller, who may write to them.
+
+        None where they cannot be mapped: on a network filesystem, or where memory or descriptors
+        do not reach.
+        """
+        with self._lock:
+            try:
+                return self._lend(file, start, length) if private else self._read_only(file, start, length)
+            except (OSError, ValueError):
+                # A file cut short since is among these: reading it says so by name.
+                return None
+
+    def _read_only(self, file: int, start: int, length: int) -> Bytes | None:
+        shared = self._shared.get(file)
+        if shared is None:
+            shared = self._map(file, mmap.mmap, mmap.ACCESS_READ)
+            if shared is None:
+                return None
+            self._shared[file] = shared
+        return np.frombuffer(shared, dtype=np.uint8, count=length, offset=start)
+
+    def _lend(self, file: int, start: int, length: int) -> Bytes | None:
+        alive = [private for ref in self._private.get(file, []) if (private := ref()) is not None]
+        for private in alive:
+            if (view := private.lend(start, length)) is not None:
+                return view
+        if len(alive) >= _PRIVATE:
+            return None
+        fresh = self._map(file, _Private, mmap.ACCESS_COPY)
+        if fresh is None:
+            return None
+        fresh.lent = []
+        self._private[file] = [weakref.ref(private) for private in (*alive, fresh)]
+        return fresh.lend(start, length)
+
+    def _map(self, file: int, kind: type[Map], access: int) -> Map | None:
+        descriptor = self._descriptor(file)
+        if descriptor is None:
+            return None
+        try:
+            return kind(descriptor, 0, access=access)
+        finally:
+            os.close(descriptor)
