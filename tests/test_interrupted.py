@@ -76,18 +76,23 @@ def complete(big: Path, out: Path, expected: dict[str, str]) -> None:
     assert [p.name for p in out.parent.iterdir()] == [out.name], "something of the interrupted run was left"
 
 
-def test_ctrl_c_stops_soon_and_resume_completes(big: Path, place: Path, expected: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_soon_and_resume_completes(
+    number: signal.Signals, big: Path, place: Path, expected: dict[str, str]
+) -> None:
     out = place / "out"
     process = start(big, out)
     wait_until_writing(process, place)
     begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
     assert time.monotonic() - begin < 2
-    assert process.returncode == 2, stdout + stderr
+    assert process.returncode == 128 + number, stdout + stderr
     document = json.loads(stdout)
+    assert (document["exit_code"], document["published"]) == (128 + number, False)
     assert [f["code"] for f in document["findings"]] == ["FS510"]
-    assert "--resume" in document["findings"][0]["help"]
+    (staging,) = place.glob(".out.fastshard-*")
+    assert "--resume" in document["findings"][0]["help"] and str(staging) in document["findings"][0]["help"]
     assert "Traceback" not in stderr
     assert not out.exists()
     complete(big, out, expected)

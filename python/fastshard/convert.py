@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .adapters.hf_target import COMPANIONS
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
-from .errors import FastshardError, Finding, from_core, raise_errors
+from .errors import FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, expected_by, run_options
 from .planning import Plan, make_plan
@@ -135,14 +136,18 @@ def convert(
         fsync: bring everything to disk before it is published.
         sparse: leave holes in the result's files where they hold zeros, and reserve no space.
         stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
-        progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all).
+        progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
+            end with all of them done. It may raise to stop the run.
         options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        FastshardError: with all findings; nothing is published then.
+        FastshardError: with all findings; nothing is published then, unless its ``published`` says where.
+        BaseException: what ``progress`` or a signal handler raised (KeyboardInterrupt), with an attribute
+            ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
+            ``FS519`` if it came too late and the result is published.
     """
     names = (
         "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
@@ -169,13 +174,23 @@ def convert(
             "values": made.source.values,
             "apart": checkpoint.listing.given(),
         })  # fmt: skip
-        try:
+        with carrying(made.core):
             arrays = array_writer.writer() if made.writes_arrays else None
             outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing"), arrays))
-        except _core.CoreError as error:
-            raise from_core(error) from None
-    found = [Finding.from_dict(f) for f in outcome["findings"]]
-    return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+            found = [Finding.from_dict(f) for f in outcome["findings"]]
+            return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+
+
+@contextlib.contextmanager
+def carrying(core: _core.Plan) -> Iterator[None]:
+    """Errors of the core as exceptions; any other takes with it what the plan's ``write`` came to."""
+    try:
+        yield
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    except BaseException as error:
+        carry(error, [Finding.from_dict(f) for f in json.loads(core.told())])
+        raise
 
 
 def merge(source: Source, out: StrPath, **options: Any) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "IncompleteError",
     "ProblemError",
     "from_core",
+    "published",
 ]
 
 
@@ -127,10 +129,15 @@ class FastshardError(Exception):
         """What was found."""
         return self._first.got
 
+    @property
+    def published(self) -> str | None:
+        """Path of the result, if it was published before what the error tells of; else None."""
+        return published(self.findings)
+
     def __str__(self) -> str:
         lines = []
         for finding in self.findings:
-            if finding.severity == "error":
+            if finding.severity == "error" or finding.code == "FS519":
                 lines.append(f"{finding} [{finding.code}]")
                 if finding.help:
                     lines.append(f"  help: {finding.help}")
@@ -160,6 +167,22 @@ def error_for(findings: list[Finding]) -> FastshardError:
 def from_core(error: _core.CoreError) -> FastshardError:
     """The exception for an error of the core."""
     return error_for([Finding.from_dict(f) for f in json.loads(str(error))])
+
+
+def published(findings: Iterable[Finding]) -> str | None:
+    """Path of the result, if a finding says that it is published (``FS519``)."""
+    return next((f.file for f in findings if f.code == "FS519"), None)
+
+
+def carry(error: BaseException, findings: list[Finding]) -> None:
+    """Puts what a call came to on the exception that takes the place of its result, as ``findings``."""
+    if isinstance(error, FastshardError):
+        error.findings += findings
+        return
+    error.findings = findings  # type: ignore[attr-defined]
+    if hasattr(error, "add_note"):
+        for finding in findings:
+            error.add_note(f"{finding} [{finding.code}]" + (f"; {finding.help}" if finding.help else ""))
 
 
 def raise_errors(findings: list[Finding]) -> None:

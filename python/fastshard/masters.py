@@ -10,7 +10,7 @@ from typing import Any
 from . import _core
 from .adapters.base import Source as Declaration
 from .checkpoint import Checkpoint
-from .convert import Source, _opened
+from .convert import Source, _opened, carrying
 from .discover import File, StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
@@ -202,16 +202,12 @@ def repair_masters(
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
         "apart": checkpoint.listing.given(),
     }  # fmt: skip
-    try:
-        with Progress(progress) as bar:
-            outcome = json.loads(plan.write(os.fspath(out), json.dumps(options), bar.phase("writing")))
-    except _core.CoreError as error:
-        raise from_core(error) from None
-    found = [Finding.from_dict(f) for f in outcome["findings"]]
-    manifest = Manifest(outcome["manifest"], [*findings, *found])
-    if not drop_optimizer:
-        raise_errors(masters(out, memory=memory, threads=threads).findings)
-    return manifest
+    with Progress(progress) as bar, carrying(plan):
+        outcome = json.loads(plan.write(os.fspath(out), json.dumps(options), bar.phase("writing")))
+        found = [Finding.from_dict(f) for f in outcome["findings"]]
+        if not drop_optimizer:
+            raise_errors(masters(out, memory=memory, threads=threads).findings)
+        return Manifest(outcome["manifest"], [*findings, *found])
 
 
 def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:

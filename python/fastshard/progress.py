@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -72,11 +73,13 @@ class Progress:
                     self._last = now
                     rate = done / max(now - start, 1e-9)
                     left = (total - done) / rate if rate else float("inf")
-                    print(
-                        f"{title}: {done / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB, "
-                        f"{rate / 1e9:.2f} GB/s, {left:.0f} s left",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
+                    # A reader of messages who has gone is no reason to stop.
+                    with contextlib.suppress(OSError, ValueError):
+                        print(
+                            f"{title}: {done / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB, "
+                            f"{rate / 1e9:.2f} GB/s, {left:.0f} s left",
+                            file=sys.stderr, flush=True,
+                        )  # fmt: skip
 
             return line
         return None

@@ -170,7 +170,10 @@ def plan(a: argparse.Namespace) -> Outcome:
     made = make_plan(checkpoint.opened, a.to, **_degrees(a), **_shape(a))
     summary = made.summary
     memory = run_options(a.memory, a.threads)["memory"]
-    free = shutil.disk_usage(os.curdir).free
+    try:
+        free = shutil.disk_usage(os.curdir).free
+    except OSError as error:
+        raise FastshardError.of("FS507", f"the current directory: {error.strerror}") from None
     document: dict[str, Any] = {
         "digest": made.digest,
         "summary": summary,
@@ -232,6 +235,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
+    a.published = a.out
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
@@ -353,6 +357,7 @@ def masters(a: argparse.Namespace) -> Outcome:
         a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
         fsync=a.fsync == "full", progress=_progress(a), **_opening(a),
     )  # fmt: skip
+    a.published = a.repair
     count = len(manifest.document["tensors"])
     what = (
         "the optimizer left out; load it with load_module_only=True"

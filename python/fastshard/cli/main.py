@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import FastshardError, Finding, exit_code
+from ..errors import FastshardError, Finding, error_for, exit_code, published
 from . import commands, render
-from .parser import build
+from .parser import UsageError, build
+from .stopping import Stopping
+from .streams import Streams, prepare
+
+_WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Names may hold characters that the terminal's encoding lacks.
-            stream.reconfigure(errors="backslashreplace")
-    arguments = parse(argv)
-    as_json = bool(getattr(arguments, "json", False))
-    try:
-        result, findings = commands.COMMANDS[arguments.command](arguments)
-    except FastshardError as error:
-        return _finish(arguments, None, error.findings, error.exit_code, as_json)
-    except KeyboardInterrupt:
-        return _interrupted(arguments, as_json)
-    except BrokenPipeError:
-        # The reader of stdout has gone (head, less): not our failure to report.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
-    code = exit_code(findings) if arguments.command not in ("inspect", "explain") else 0
-    return _finish(arguments, result, findings, code, as_json)
+    prepare()
+    run = _Run(sys.argv[1:] if argv is None else argv)
+    with Stopping() as stopping:
+        try:
+            code = run.command()
+            stopping.done()
+        except KeyboardInterrupt as stopped:
+            code = run.stopped(stopped)
+    return code
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; paths may stand before, between and after the flags."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line; paths may stand before, between and after the flags.
+
+    Raises:
+        UsageError: if it cannot be parsed.
+    """
     parser = build()
     arguments, rest = parser.parse_known_args(argv)
     if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
@@ -51,41 +51,146 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _finish(
-    arguments: argparse.Namespace,
-    result: commands.Result | None,
-    findings: list[Finding],
-    code: int,
-    as_json: bool,
-) -> int:
-    try:
-        if as_json:
-            document: dict[str, Any] = {"command": arguments.command, "exit_code": code}
-            document |= result.document if result else {}
-            if result and arguments.command != "explain":
-                document["not_proven"] = not_proven(findings, arguments.command)
-            document["findings"] = [f.to_dict() for f in findings]
-            render.print_json(document)
-        elif result and result.text:
-            print(render.printable(result.text, keep="\n"))
-            if arguments.command != "explain":
-                print(f"not proven: {not_proven(findings, arguments.command)}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not as_json:
-        render.print_findings(
-            findings, verbose=getattr(arguments, "verbose", 0), quiet=getattr(arguments, "quiet", 0)
-        )
-        if code:
-            what = {1: "problems found", 2: "could not run", 3: "incomplete"}[code]
-            published = (
-                "; nothing was published"
-                if arguments.command in ("merge", "convert") or getattr(arguments, "repair", None)
-                else ""
+class _Run:
+    """One run of a command: what is known of it, and how it is told."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._streams = Streams()
+        self._told = False
+        self._arguments = argparse.Namespace(command=None, json="--json" in argv)
+
+    def command(self) -> int:
+        """Parses and carries out.
+
+        Raises:
+            KeyboardInterrupt: for Ctrl-C and SIGTERM.
+        """
+        try:
+            if not self._streams.write(self._parse):
+                return self._ended(0)
+            a = self._arguments
+            result, findings = commands.COMMANDS[a.command](a)
+        except SystemExit as ended:
+            # --help and --version.
+            return self._ended(ended.code if isinstance(ended.code, int) else 0)
+        except UsageError as error:
+            return self._usage(error)
+        except FastshardError as error:
+            return self._tell(None, error.findings, error.exit_code)
+        except Exception as error:
+            return self._failed(error)
+        code = exit_code(findings) if a.command not in ("inspect", "explain") else 0
+        return self._tell(result, findings, code)
+
+    def stopped(self, error: KeyboardInterrupt) -> int:
+        """Says what is left of a run that a signal stopped; its exit code."""
+        code = 128 + getattr(error, "number", signal.SIGINT)
+        if self._told:
+            # All was done, and is said or about to be: a second document would make both unreadable.
+            return self._ended(code)
+        findings: list[Finding] = getattr(error, "findings", [])
+        out = getattr(self._arguments, "published", None)
+        if not findings and out is not None:
+            findings = [Finding.of("FS519", "the result is complete here", file=os.fspath(out))]
+        if not findings:
+            findings = [Finding.of("FS510", "stopped by the user", help=self._nothing_begun())]
+        return self._tell(None, findings, code)
+
+    def _parse(self) -> None:
+        try:
+            self._arguments = parse(self._argv)
+        except SystemExit:
+            # What was printed fails only now, if it does.
+            sys.stdout.flush()
+            raise
+
+    def _nothing_begun(self) -> str | None:
+        return "nothing was published, and nothing is left of it: run it again" if self._writes else None
+
+    @property
+    def _writes(self) -> bool:
+        """True for commands that publish a result."""
+        a = self._arguments
+        return a.command in ("merge", "convert") or getattr(a, "repair", None) is not None
+
+    def _usage(self, error: UsageError) -> int:
+        if self._arguments.json:
+            return self._tell(None, [Finding.of("FS515", str(error))], 2)
+        self._streams.write(lambda: error.parser.print_usage(sys.stderr), "stderr")
+        self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
+        return 2
+
+    def _failed(self, error: Exception) -> int:
+        """Something that no part of the program expected: still a finding and not a traceback."""
+        if isinstance(error, OSError):
+            finding = Finding.of("FS507", error.strerror or str(error), file=_text(error.filename))
+        elif isinstance(error, MemoryError):
+            finding = Finding.of("FS512", "the system has no memory left", help="lower --memory or --threads")
+        else:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(at.filename)}:{at.lineno}"  # noqa: PTH119 - a name, not a path
+            told = " ".join(str(error).split())
+            finding = Finding.of(
+                "FS520",
+                f"{type(error).__name__}: {told} ({where})",
+                help="a defect of fastshard: please report it; -v prints where it was raised",
             )
-            print(f"fastshard: {what}{published}", file=sys.stderr)
-    return code
+            if getattr(self._arguments, "verbose", 0):
+                self._streams.say(render.printable("".join(traceback.format_exception(error)), keep="\n"))
+        found = error_for([finding, *getattr(error, "findings", [])])
+        return self._tell(None, found.findings, found.exit_code)
+
+    def _tell(self, result: commands.Result | None, findings: list[Finding], code: int) -> int:
+        """Prints the result on stdout and findings on stderr; the exit code, with what could not be printed."""
+        a = self._arguments
+        self._told = True
+        out = published(findings)
+        if result is not None and self._writes:
+            out = os.fspath(a.repair if a.command == "masters" else a.out)
+        if a.json:
+            document: dict[str, Any] = {"command": a.command, "exit_code": code}
+            if self._writes:
+                document["published"] = out is not None
+            document |= result.document if result else {}
+            if result and a.command != "explain":
+                document["not_proven"] = not_proven(findings, a.command)
+            document["findings"] = [f.to_dict() for f in findings]
+            self._streams.write(lambda: render.print_json(document))
+        elif result and result.text:
+            lines = [render.printable(result.text, keep="\n")]
+            if a.command != "explain":
+                lines.append(f"not proven: {not_proven(findings, a.command)}")
+            self._streams.write(lambda: print("\n".join(lines)))
+        if not a.json:
+            verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
+            self._streams.write(
+                lambda: render.print_findings(findings, verbose=verbose, quiet=quiet), "stderr"
+            )
+            if code:
+                what = _WHAT.get(code, "stopped by the user")
+                self._streams.say(f"fastshard: {what}{self._outcome(out, findings)}")
+        return self._ended(code, out)
+
+    def _outcome(self, out: str | None, findings: list[Finding]) -> str:
+        if out is not None:
+            return f"; the result is published at {render.printable(out)}"
+        # After a defect nobody knows; its finding says where to look.
+        if not self._writes or any(f.code == "FS520" for f in findings):
+            return ""
+        return "; nothing was published"
+
+    def _ended(self, code: int, out: str | None = None) -> int:
+        """The exit code; 2 if something could not be printed, which is said."""
+        if self._streams.lost is None:
+            return code
+        done = f"; the result is published at {render.printable(out)}" if out is not None else ""
+        self._streams.say(f"fastshard: {self._streams.lost}{done}")
+        return code if code > 128 else 2
+
+
+def _text(name: object) -> str | None:
+    return os.fsdecode(name) if isinstance(name, (str, bytes)) else None
 
 
 def not_proven(findings: list[Finding], command: str) -> str:
@@ -100,14 +205,3 @@ def not_proven(findings: list[Finding], command: str) -> str:
     if unprovable:
         return f"{unprovable.message}; {unprovable.help}"
     return "that the layout is right for the model: a hash cannot tell, logits can"
-
-
-def _interrupted(arguments: argparse.Namespace, as_json: bool) -> int:
-    finding = Finding.of(
-        "FS510",
-        "stopped by the user",
-        help="nothing was published; the same command with --resume continues"
-        if arguments.command in ("merge", "convert") or getattr(arguments, "repair", None)
-        else None,
-    )
-    return _finish(arguments, None, [finding], 2, as_json)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
+from typing import TYPE_CHECKING, NoReturn
 
 from .. import _core
 from ..adapters.targets import TARGETS
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 EPILOG = """\
 exit codes:
@@ -14,13 +19,29 @@ exit codes:
   1  problems found: damage, mismatch or inconsistency; nothing published; diff: they differ
   2  could not run: usage, permission, no such path, not a checkpoint, unsupported
   3  incomplete only: pieces are missing that may still arrive
+  130, 143  stopped by Ctrl-C or SIGTERM; what is left and how to resume is said
+  A result that was published before what went wrong is named; what cannot be printed is a 2.
 
 `fastshard explain CODE` says what a finding means and what to do.
 """
 
 
+class UsageError(Exception):
+    """The arguments cannot be parsed."""
+
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse exits with 2 for usage already; messages go to stderr under the program's name."""
+    def error(self, message: str) -> NoReturn:
+        """Raised, not printed: it may have to be JSON."""
+        raise UsageError(self, message)
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        # argparse's own is silent about what it cannot write.
+        (file or sys.stderr).write(message)
 
 
 def _common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:

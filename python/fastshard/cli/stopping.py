@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM: both stop a run alike, and the process ends with 128 + signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised in the main thread by the first signal, so that the core stops at the next tile."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Stopping:
+    """Takes SIGINT and SIGTERM over while it lasts.
+
+    The first signal raises :class:`Stopped`. The second changes nothing: programs that pass signals on
+    often send both to one process. The third ends the process at once; what it staged stays and can be
+    resumed.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, object] = {}
+        self._count = 0
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                # What a parent made this process ignore (nohup, a background job) stays ignored.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def done(self) -> None:
+        """There is nothing left to stop: from here on a signal changes nothing."""
+        self._count = max(self._count, 1)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            raise Stopped(number)
+        if self._count > 2:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

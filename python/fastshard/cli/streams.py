@@ -1,0 +1,77 @@
+"""stdout and stderr that may be full, closed or left by their reader: said once, never a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+
+def prepare() -> None:
+    """Gives each standard descriptor a file, and both streams an encoding that takes any name.
+
+    Where a shell has closed one (``>&-``), a file of the result would get its number, and with it all
+    that is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is taken. Nothing can be written to it: what is lost shows.
+            os.open(os.devnull, os.O_RDONLY)
+    if sys.stdout is None:
+        sys.stdout = _stream(1)
+    if sys.stderr is None:
+        sys.stderr = _stream(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names may hold characters that the terminal's encoding lacks.
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _stream(number: int) -> TextIO:
+    raw = io.FileIO(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", write_through=False)
+
+
+class Streams:
+    """Prints, and remembers what could not be printed."""
+
+    def __init__(self) -> None:
+        #: Why stdout or stderr could not be written to; None while they can.
+        self.lost: str | None = None
+
+    def write(self, printing: Callable[[], object], name: str = "stdout") -> bool:
+        """Calls what prints to ``sys.stdout`` or ``sys.stderr``; False if it could not be written."""
+        stream: TextIO = getattr(sys, name)
+        try:
+            printing()
+            stream.flush()
+        except (OSError, ValueError) as error:
+            self.lost = (
+                self.lost or f"{name} cannot be written to: {getattr(error, 'strerror', None) or error}"
+            )
+            _let_go(stream)
+            return False
+        return True
+
+    def say(self, text: str) -> None:
+        """One line on stderr, if there is one."""
+        self.write(lambda: print(text, file=sys.stderr), "stderr")
+
+
+def _let_go(stream: TextIO) -> None:
+    """What the stream still holds goes nowhere, so that Python does not fail on it at its end."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return

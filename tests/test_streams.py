@@ -1,0 +1,319 @@
+"""Signals, full disks and closed pipes under the command line: what is said, and which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fastshard
+import pytest
+from fastshard.errors import Finding, error_for
+from helpers import FIXTURES, HF, TP4, cli
+
+COMMANDS = {
+    "inspect": ["inspect", HF],
+    "merge": ["merge", HF, "OUT"],
+    "convert": ["convert", HF, "OUT", "--to", "hf"],
+    "plan": ["plan", HF],
+    "verify": ["verify", HF],
+    "stats": ["stats", HF],
+    "diff": ["diff", HF, HF],
+    "manifest": ["manifest", HF, "-o", "OUT"],
+    "masters": ["masters", FIXTURES / "deepspeed/zero1_bf16_dp2"],
+    "explain": ["explain"],
+    "help": ["--help"],
+    "help_of_a_verb": ["convert", "--help"],
+    "version": ["--version"],
+    "usage": ["merge"],
+}
+WRITING = ("merge", "convert")
+#: What a shell can do to a stream.
+BROKEN = {"full": "{n}>/dev/full", "closed": "{n}>&-", "left": ""}
+
+
+def shell(argv: list[object], redirection: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in argv]
+    script = f'exec "$@" {redirection}'
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "fastshard", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
+    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in argv]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "fastshard", *words],
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_path: Path) -> None:
+    argv = [*COMMANDS[name], *(["--json"] if as_json else [])]
+    if broken == "left":
+        code, err = left_by_its_reader(argv, tmp_path)
+    else:
+        done = shell(argv, BROKEN[broken].format(n=1), tmp_path)
+        code, err = done.returncode, done.stderr
+    assert code == 2, (code, err)
+    assert "Traceback" not in err and "Exception ignored" not in err
+    if name == "usage" and not as_json:
+        assert "required: CKPT, OUT" in err
+        return
+    (said,) = [
+        line for line in err.splitlines() if line.startswith("fastshard: stdout cannot be written to: ")
+    ]
+    if name in WRITING:
+        assert f"the result is published at {tmp_path / 'out'}" in said
+        assert "nothing was published" not in err
+        assert not [f for f in fastshard.verify(tmp_path / "out", memory="2GiB") if f.severity == "error"]
+    else:
+        assert "published" not in said
+
+
+@pytest.mark.parametrize("broken", ["full", "closed"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_stderr_that_takes_nothing(name: str, broken: str, tmp_path: Path) -> None:
+    done = shell(COMMANDS[name], BROKEN[broken].format(n=2), tmp_path)
+    assert done.returncode == (2 if name == "usage" else 0), done
+    assert done.stdout or done.returncode
+
+
+def test_closed_descriptors_do_not_become_files_of_the_result(tmp_path: Path) -> None:
+    """What is printed would be written into them."""
+    done = shell(["merge", HF, "OUT", "--max-shard-size", "100KB"], "<&- >&- 2>&-", tmp_path)
+    assert done.returncode == 2
+    assert fastshard.diff(HF, tmp_path / "out", memory="2GiB") == []
+
+
+def test_problems_are_told_where_only_stderr_is_left(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = shell(["merge", tmp_path / "empty", "OUT"], ">/dev/full", tmp_path)
+    assert done.returncode == 2 and "FS513" in done.stderr and "nothing was published" in done.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_progress_to_a_closed_stderr_does_not_stop_a_run(as_json: bool, tmp_path: Path) -> None:
+    argv = ["merge", HF, "OUT", "--progress", "plain", *(["--json"] if as_json else [])]
+    assert shell(argv, "2>&-", tmp_path).returncode == 0
+    assert (tmp_path / "out").is_dir()
+
+
+# --- signals
+
+#: Runs the command line and sends signals to itself from the progress callback.
+HARNESS = """
+import os, signal, subprocess, sys, time
+import fastshard.progress as progress
+from fastshard.cli import main
+
+def phase(self, title):
+    def step(done, total):
+        if title == "writing":
+            {act}
+    return step
+
+progress.Progress.phase = phase
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def harness(act: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", HARNESS.format(act=act), *map(str, argv)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_after_publication_says_so(number: signal.Signals, tmp_path: Path) -> None:
+    """The callback is called a last time when all is done."""
+    act = f"done == total and os.kill(os.getpid(), {number.value}) or time.sleep(0.01)"
+    argv = ("merge", HF, tmp_path / "out", "--fsync", "none")
+    done = harness(act, *argv)
+    assert done.returncode == 128 + number, done
+    assert f"fastshard: stopped by the user; the result is published at {tmp_path / 'out'}" in done.stderr
+    assert "nothing was published" not in done.stderr and "Traceback" not in done.stderr
+    assert fastshard.diff(HF, tmp_path / "out", memory="2GiB") == []
+    done = harness(act, *argv, "--overwrite", "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["exit_code"], document["published"]) == (
+        128 + number,
+        128 + number,
+        True,
+    )
+    assert [f["file"] for f in document["findings"] if f["code"] == "FS519"] == [str(tmp_path / "out")]
+
+
+def test_second_signal_while_the_first_is_handled(tmp_path: Path) -> None:
+    for pause in (0, 0.001, 0.003, 0.01, 0.03):
+        kill = f"kill -2 $PPID; sleep {pause}; kill -2 $PPID"
+        once = f"'sent' in vars(progress) or vars(progress).update(sent=subprocess.Popen(['sh', '-c', '{kill}']))"
+        act = f"{once}; time.sleep(0.5)"
+        done = harness(act, "merge", HF, tmp_path / "out", "--json", "--overwrite", "--resume")
+        assert done.returncode == 130 and "Traceback" not in done.stderr, done
+        json.loads(done.stdout)
+
+
+def test_third_signal_ends_the_process(tmp_path: Path) -> None:
+    script = """
+import os, signal
+from fastshard.cli.stopping import Stopped, Stopping
+with Stopping():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except Stopped as stopped:
+        print(stopped.number, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("two", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("three", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "2\ntwo\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n not in ("usage",)])
+def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    """From the moment on which the command line has taken over; Python's own start is not its."""
+    script = "import sys, fastshard.cli as c; sys.stderr.write('+'); sys.stderr.flush(); sys.exit(c.main())"
+    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in COMMANDS[name]]
+    for delay in (0.0, 0.005, 0.02, 0.06):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *words, *(["--overwrite"] if name in WRITING else [])],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stderr is not None and process.stderr.read(1) == "+"
+        time.sleep(0.002 + delay)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        # Before main() took over, and after it has given back, signals are Python's.
+        if process.returncode in (-number, 0) or "in <module>" in err:
+            continue
+        assert process.returncode in (128 + number, 1), (process.returncode, out, err)
+        assert "Traceback" not in err and "Exception ignored" not in err
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    script = """
+import signal
+from fastshard.cli.stopping import Stopping
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+before = signal.getsignal(signal.SIGTERM)
+with Stopping():
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is not before
+assert signal.getsignal(signal.SIGTERM) is before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- what an exception carries
+
+
+class Unusual(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Unusual, RuntimeError])
+def test_callback_that_raises_at_the_end_does_not_hide_the_result(
+    kind: type[BaseException], tmp_path: Path
+) -> None:
+    def last(done: int, total: int) -> None:
+        if done == total:
+            raise kind("late")
+
+    with pytest.raises(kind) as caught:
+        fastshard.merge(HF, tmp_path / "out", memory="2GiB", progress=last)
+    (first, *_) = caught.value.findings  # type: ignore[attr-defined]
+    assert (first.code, first.file) == ("FS519", str(tmp_path / "out"))
+    assert fastshard.diff(HF, tmp_path / "out", memory="2GiB") == []
+
+
+def test_fastshard_error_of_a_callback_keeps_its_findings(tmp_path: Path) -> None:
+    def last(done: int, total: int) -> None:
+        if done == total:
+            raise fastshard.FastshardError.of("FS503", "mine")
+
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.merge(HF, tmp_path / "out", memory="2GiB", progress=last)
+    assert caught.value.code == "FS503" and caught.value.published == str(tmp_path / "out")
+
+
+def test_stopped_run_carries_where_it_goes_on(tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fastshard.merge(TP4, tmp_path / "out", memory="2GiB", progress=stop)
+    (finding, *_) = caught.value.findings  # type: ignore[attr-defined]
+    assert not (tmp_path / "out").exists() or finding.code == "FS519"
+    if finding.code == "FS510":
+        (staging,) = tmp_path.glob(".out.fastshard-*")
+        assert str(staging) in finding.help and "--resume" in finding.help
+
+
+def test_published_is_said_by_the_error() -> None:
+    failed, done = (
+        Finding.of("FS507", "cannot sync"),
+        Finding.of("FS519", "the result is complete here", file="o"),
+    )
+    error = error_for([done, failed])
+    assert error.published == "o" and error.exit_code == 2 and error.code == "FS507"
+    assert "o: the result is complete here [FS519]" in str(error)
+    assert error_for([failed]).published is None
+
+
+def test_error_after_publication_does_not_say_that_nothing_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastshard.cli import commands
+
+    def fail(*argv: object, **options: object) -> None:
+        raise error_for([Finding.of("FS507", "cannot sync"), Finding.of("FS519", "complete", file="there")])
+
+    monkeypatch.setattr(commands, "convert_checkpoint", fail)
+    ran = cli("merge", HF, tmp_path / "out", json_output=False)
+    assert ran.code == 2 and "could not run; the result is published at there" in ran.err
+    assert "nothing was published" not in ran.err
+    assert cli("merge", HF, tmp_path / "out").doc["published"] is True
+
+
+@pytest.mark.parametrize("error, code", [(ValueError("odd\nlines"), "FS520"), (MemoryError(), "FS512"),
+                                         (PermissionError(13, "Permission denied", "f"), "FS507"), (RecursionError(), "FS520")])  # fmt: skip
+def test_what_nobody_expected_is_a_finding(
+    error: Exception, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastshard.cli import commands
+
+    def fail(*argv: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "convert_checkpoint", fail)
+    ran = cli("merge", HF, tmp_path / "out")
+    assert ran.code == 2 and [f["code"] for f in ran.errors] == [code]
+    text = cli("merge", HF, tmp_path / "out", "-v", json_output=False)
+    assert ("Traceback" in text.err) == (code == "FS520")
+    assert ("nothing was published" in text.err) == (code != "FS520")
+
+
+@pytest.mark.parametrize("argv", [("merge",), ("nothing",), ("merge", "a", "b", "--dtype", "f8"), ()])
+def test_usage_errors_are_one_json_object_too(argv: tuple[str, ...]) -> None:
+    ran = cli(*argv, "--json", json_output=False)
+    assert (ran.code, ran.doc["exit_code"], [f["code"] for f in ran.findings]) == (2, 2, ["FS515"])
+
+
+def test_help_tells_the_exit_codes_of_signals() -> None:
+    assert "130, 143" in cli("--help", json_output=False).out
