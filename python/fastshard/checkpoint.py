@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _core, adapters
+from . import _core, adapters, regular
 from .adapters.base import MAX_DEGREE, Contents, Options, Source
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
@@ -128,12 +128,8 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
     path = Path(config)
     try:
         # JSON is YAML too, but its own reader gives better messages and is faster.
-        text = path.read_text(encoding="utf-8")
+        text = regular.read_text(path, regular.MAX_CONFIG, code="FS211")
         content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
-    except OSError as error:
-        raise FastshardError.of(
-            "FS501", f"cannot read the config: {error.strerror}", file=str(path)
-        ) from None
     except ValueError as error:
         raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
     if not isinstance(content, dict) or not content:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, regular
 from .adapters.hf_target import COMPANIONS
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -202,7 +202,11 @@ def merge(source: Source, out: StrPath, **options: Any) -> Manifest:
 
 
 def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) -> list[tuple[str, str]]:
-    """Tokenizer and generation files, and a merge's config.json: (name, path)."""
+    """Tokenizer and generation files, and a merge's config.json: (name, path).
+
+    Raises:
+        FastshardError: ``FS601`` if one of these names is no regular file's.
+    """
     folders = [Path(tokenizer)] if tokenizer is not None else list(checkpoint.roots)
     if tokenizer is not None and not folders[0].is_dir():
         raise FastshardError.of("FS501", "no such directory", file=str(tokenizer))
@@ -216,6 +220,6 @@ def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) ->
     names = [name for name in names if name not in made.summary["texts"]]
     for folder in folders:
         for name in names:
-            if (folder / name).is_file():
+            if regular.is_file(folder / name):
                 found.setdefault(name, str(folder / name))
     return sorted(found.items())

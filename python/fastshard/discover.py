@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import FastshardError, Finding
+from . import regular
+from .errors import FastshardError, Finding, error_for
 
 #: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
 _RELEVANT = (
@@ -22,6 +24,26 @@ _RELEVANT = (
     ".metadata",
     "latest",
 )
+#: Names that a checkpoint's readers open, besides: what is no regular file under one of them is missing.
+_READ = (
+    *_RELEVANT,
+    "latest_universal",
+    "latest_checkpointed_iteration.txt",
+    "_METADATA",
+    "_sharding",
+    ".zarray",
+    ".ocdbt",
+    ".model",
+    "merges.txt",
+)
+#: Files that a folder cannot stand in for.
+_TEXTS = {
+    "config.json",
+    "layout.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    ".metadata",
+}
 
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
@@ -79,19 +101,13 @@ class Listing:
         """The file at a relative path, in the first root that has it."""
         return next((f for f in self.files if f.path == path), None)
 
-    def read_text(self, file: File, limit: int = 64 << 20) -> str:
-        """Content of a small text file.
+    def read_text(self, file: File, limit: int = regular.MAX_TEXT) -> str:
+        """Content of a text file of at most ``limit`` bytes.
 
         Raises:
-            FastshardError: if it cannot be read, is too large, or is not UTF-8.
+            FastshardError: if it cannot be read, is too large (``FS601``), or is not UTF-8 (``FS211``).
         """
-        full = self.roots[file.root] / file.path
-        if file.size > limit:
-            raise FastshardError.of("FS601", f"a text file of {file.size} bytes", file=file.path)
-        try:
-            return full.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FastshardError.of("FS507", f"cannot read: {error}", file=file.path) from None
+        return regular.read_text(self.roots[file.root] / file.path, limit, label=file.path)
 
 
 def list_roots(paths: Iterable[StrPath]) -> Listing:
@@ -101,7 +117,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     folder of a Hugging Face cache.
 
     Raises:
-        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read.
+        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
+            for a FIFO, a device or a socket.
     """
     roots: list[Path] = []
     files: list[File] = []
@@ -110,8 +127,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     single = False
     for path in given:
         try:
-            is_file = path.is_file()
-            if not is_file:
+            status = path.stat()
+            is_file = stat.S_ISREG(status.st_mode)
+            if stat.S_ISDIR(status.st_mode):
                 os.scandir(path).close()
         except FileNotFoundError:
             raise FastshardError.of("FS501", "no such file or directory", file=str(path)) from None
@@ -119,17 +137,21 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
         except OSError as error:
             raise FastshardError.of("FS507", f"cannot open: {error.strerror}", file=str(path)) from None
+        except ValueError as error:
+            raise FastshardError.of("FS501", f"no name of a file: {error}", file=str(path)) from None
+        if not is_file and not stat.S_ISDIR(status.st_mode):
+            raise error_for([regular.unfit(path, regular.special(status.st_mode) or "", "FS513")])
         root = path.parent if is_file else path
         index = len(roots)
         roots.append(root)
         if is_file:
             single = True
-            files.append(File(index, path.name, path.stat().st_size))
+            files.append(File(index, path.name, status.st_size))
     allowed = [r.resolve() for r in roots]
     allowed += [r.resolve().parent.parent / "blobs" for r in roots if r.resolve().parent.name == "snapshots"]
     for index, path in enumerate(given):
-        if not path.is_file():
-            _walk(index, roots[index], allowed, files, findings)
+        if roots[index] is path:
+            _walk(index, path, allowed, files, findings)
     return Listing(roots=roots, files=files, findings=findings, single=single)
 
 
@@ -140,6 +162,10 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
         # Staging folders of interrupted runs are nobody's checkpoint.
         subfolders[:] = sorted(d for d in subfolders if ".fastshard-" not in d)
+        for name in subfolders:
+            if name in _TEXTS:
+                full = Path(folder) / name
+                findings.append(regular.unfit(full.relative_to(root).as_posix(), "a directory"))
         for name in sorted(names):
             full = Path(folder) / name
             relative = full.relative_to(root).as_posix()
@@ -159,13 +185,18 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
                             )
                         )
                         continue
-                size = full.stat().st_size
+                status = full.stat()
             except OSError as error:
                 if full.is_symlink() and not name.endswith(_RELEVANT):
                     continue
                 findings.append(Finding.of("FS101", f"cannot be read: {error.strerror}", file=relative))
                 continue
-            files.append(File(index, relative, size))
+            kind = regular.special(status.st_mode)
+            if kind is not None:
+                if name.endswith(_READ):
+                    findings.append(regular.unfit(relative, kind))
+                continue
+            files.append(File(index, relative, status.st_size))
             if len(files) > MAX_FILES:
                 raise FastshardError.of(
                     "FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, published
+from . import _core, published, regular
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: Name of the manifest in a result and beside a source.
 MANIFEST_NAME = "fastshard.manifest.json"
+
+#: Bytes at most of a manifest, as for the core.
+_MAX_MANIFEST = 1 << 30
 
 ProgressCallback = Callable[[int, int], object] | None
 
@@ -90,11 +93,7 @@ def run_options(memory: str | int | None, threads: int | None) -> dict[str, Any]
 
 def is_manifest(path: Path) -> bool:
     """True if a file is a fastshard manifest, by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            return b'"fastshard.manifest"' in file.read(256)
-    except OSError as error:
-        raise FastshardError.of("FS501", f"cannot read: {error.strerror}", file=str(path)) from None
+    return b'"fastshard.manifest"' in regular.read_bytes(path, 256, code="FS211", whole=False)
 
 
 @dataclass
@@ -155,7 +154,8 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 def beside(checkpoint: Checkpoint) -> Path | None:
     """The manifest in one of the checkpoint's roots."""
-    return next((root / MANIFEST_NAME for root in checkpoint.roots if (root / MANIFEST_NAME).is_file()), None)
+    paths = [root / MANIFEST_NAME for root in checkpoint.roots]
+    return next((path for path in paths if regular.is_file(path)), None)
 
 
 def _findings(text: str) -> list[Finding]:
@@ -169,8 +169,8 @@ def read(path: Path) -> dict[str, Any]:
         FastshardError: ``FS518`` if it is none.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        document = json.loads(regular.read_bytes(path, _MAX_MANIFEST, code="FS518"))
+    except (ValueError, RecursionError) as error:
         raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
         raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))

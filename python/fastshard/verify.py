@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import _core, published
+from . import _core, published, regular
 from .checkpoint import Checkpoint
 from .convert import Source, _opened
 from .discover import StrPath
@@ -23,6 +20,7 @@ from .manifests import (
     against_result,
     beside,
     expected_by,
+    is_manifest,
     read,
     run_options,
     tensor_files,
@@ -133,9 +131,18 @@ def manifest(
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing).
+        FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing), or
+            ``out`` is something else than a manifest already.
     """
     checkpoint = _opened(source, **opening)
+    path = regular.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
+    if regular.is_file(path) and path.stat().st_size and not is_manifest(path):
+        raise FastshardError.of(
+            "FS504",
+            "is there already and is no manifest",
+            file=str(path),
+            help="choose another place with -o FILE",
+        )
     plan = make_plan(checkpoint.opened)
     raise_errors(plan.findings)
     try:
@@ -148,27 +155,8 @@ def manifest(
     except _core.CoreError as error:
         raise from_core(error) from None
     outcome["manifest"]["files"] += published.companions(checkpoint)
-    path = Path(out) if out is not None else checkpoint.roots[0] / MANIFEST_NAME
-    write_text(path, json.dumps(outcome["manifest"], indent=1) + "\n")
+    regular.replace(path, json.dumps(outcome["manifest"], indent=1) + "\n")
     return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file beside its destination and renames it there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        code = "FS502" if isinstance(error, PermissionError) or error.errno == 30 else "FS507"
-        raise FastshardError.of(
-            code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
-        ) from None
 
 
 @dataclass(frozen=True)

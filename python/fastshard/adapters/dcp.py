@@ -6,7 +6,6 @@ source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 
 from __future__ import annotations
 
-import filecmp
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _core, layouts
+from .. import _core, layouts, regular
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
 from . import hf_config, megatron_config, megatron_optim
@@ -58,9 +57,7 @@ def one_of(listing: Listing, copies: list[File]) -> File:
     """
     paths = [listing.roots[file.root] / file.path for file in copies]
     for path, file in zip(paths[1:], copies[1:], strict=True):
-        if not path.samefile(paths[0]) and (
-            file.size != copies[0].size or not filecmp.cmp(paths[0], path, shallow=False)
-        ):
+        if not regular.same(paths[0], path):
             raise FastshardError.of(
                 "FS106",
                 "the directories given have different files of this name: they are of different saves",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from importlib import resources
-from pathlib import Path
 
-from .. import _core
-from ..errors import FastshardError, from_core
+from .. import _core, regular
+from ..errors import from_core
 
 __all__ = ["family", "get", "names", "register"]
 
@@ -28,24 +27,16 @@ def register(source: str | os.PathLike[str]) -> str:
         The table's name, as ``layout = "..."`` gives it. It replaces a built-in one of that name.
 
     Raises:
-        FastshardError: ``FS210`` if the table is not valid.
+        FastshardError: ``FS210`` if the table is not valid; what keeps the file from being read.
     """
-    text = source if isinstance(source, str) and "\n" in source else _read(Path(source))
+    given = isinstance(source, str) and "\n" in source
+    text = str(source) if given else regular.read_text(source, regular.MAX_CONFIG, code="FS211")
     try:
         name, _family = _core.check_layout(text)
     except _core.CoreError as error:
         raise from_core(error) from None
     _registered[name] = text
     return name
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise FastshardError.of(
-            "FS501", f"cannot read the layout: {error.strerror}", file=str(path)
-        ) from None
 
 
 def get(name: str) -> str:
