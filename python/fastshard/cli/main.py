@@ -20,10 +20,10 @@ _WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Runs the command line and returns its exit code; without ``argv`` the process ends with it."""
     prepare()
     run = _Run(sys.argv[1:] if argv is None else argv)
-    with Stopping() as stopping:
+    with Stopping(last=argv is None) as stopping:
         try:
             code = run.command()
             stopping.done()

@@ -21,10 +21,12 @@ class Stopping:
 
     The first signal raises :class:`Stopped`. The second changes nothing: programs that pass signals on
     often send both to one process. The third ends the process at once; what it staged stays and can be
-    resumed.
+    resumed. After it signals are as they were before, or ignored if that was the ``last`` thing that
+    the process does: all is said, and a handler of Python's would end it with a traceback.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: bool = False) -> None:
+        self._last = last
         self._before: dict[int, object] = {}
         self._count = 0
 
@@ -40,7 +42,7 @@ class Stopping:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if self._last else before)  # type: ignore[arg-type]
 
     def done(self) -> None:
         """There is nothing left to stop: from here on a signal changes nothing."""
