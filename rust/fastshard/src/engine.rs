@@ -4,8 +4,10 @@
 //! tile whatever the size of a tensor, and hashing goes in any order.
 
 mod blocks;
+mod checksums;
 mod gather;
 mod release;
+mod scales;
 mod shards;
 mod tile;
 
@@ -16,14 +18,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
-use crate::hash::{self, ChainingValue};
+use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
 use crate::plan::{Combine, Op, Output, Part, Plan, StoredTensor};
 use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
 
+use checksums::Checksums;
 use gather::Sources;
 pub use release::{decoding, Decoding};
+use scales::Scales;
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.
@@ -44,6 +48,9 @@ const DECODING: u64 = 2;
 const LIBRARY: u64 = 24 << 20;
 /// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
 const ENCODING: u64 = 4;
+/// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
+const CHECKSUMS_PART: u64 = 16;
+const MAX_CHECKSUMS: u64 = 16 << 20;
 /// Most findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
@@ -177,11 +184,13 @@ pub struct MemoryUse {
     pub workers: u64,
     /// Largest tile.
     pub tile: u64,
+    /// Checksums of what is read out of order.
+    pub checksums: u64,
     /// Decoded blocks held.
     pub held: u64,
     /// The same with what decoding takes besides.
     pub blocks: u64,
-    /// Baseline + workers x (tile + scratch) + blocks.
+    /// Baseline + checksums + scales + workers x (tile + scratch) + blocks.
     pub bound: u64,
 }
 
@@ -224,11 +233,12 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let baseline = anonymous_memory();
     // The library that decodes and encodes has threads and tables of its own.
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
-    let own = if coded { LIBRARY } else { 0 };
+    let scales = Scales::memory(plan);
+    let own = scales.kept + if coded { LIBRARY } else { 0 };
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
-    let per_worker = block * (1 + DECODING) + options.encodes * (1 + ENCODING);
+    let per_worker = block * (1 + DECODING) + options.encodes * (1 + ENCODING) + scales.each;
     let least = Workspace::bytes(MIN_TILE) + per_worker;
     if available < least {
         let what = match per_worker {
@@ -247,6 +257,9 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
             .help("raise --memory")
             .into());
     }
+    let tracks = shards::tracked(plan).contains(&true);
+    let checksums = if tracks { ((available - least) / CHECKSUMS_PART).min(MAX_CHECKSUMS) } else { 0 };
+    let available = available - checksums;
     let wanted: Vec<u64> = plan.outputs.iter().map(|o| wanted_tile(plan, o)).collect();
     let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
     // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
@@ -268,8 +281,9 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * block * DECODING;
     let encodes = workers * options.encodes * (1 + ENCODING);
-    let bound = baseline + own + workers * Workspace::bytes(tile) + blocks + encodes;
-    Ok((tiles, MemoryUse { baseline, workers, tile, held, blocks, bound }))
+    let tiled = workers * (Workspace::bytes(tile) + scales.each);
+    let bound = baseline + own + checksums + tiled + blocks + encodes;
+    Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -277,7 +291,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 struct Progress {
-    values: Vec<Option<ChainingValue>>,
+    hashes: TileHashes,
+    /// The hash, once every tile is done.
+    hash: Option<[u8; 32]>,
     non_finite: u64,
     drift: BTreeMap<usize, Drift>,
     undecided: BTreeMap<usize, String>,
@@ -302,7 +318,6 @@ struct Run<'a> {
     readers: Vec<AtomicU32>,
     releases: release::Releases,
     blobs_of: Vec<Vec<u32>>,
-    cuts: Vec<Vec<u64>>,
     findings: Mutex<Vec<Finding>>,
     /// Per stored tensor and twin, how far they are apart.
     twins: Mutex<BTreeMap<(u32, u32), Drift>>,
@@ -344,7 +359,6 @@ pub fn execute_tiled(
         tiles.fill(tile.next_power_of_two().max(1024));
     }
     let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
-    let tracked = shards::tracked(plan);
     let readers: Vec<AtomicU32> = (0..plan.blobs.len()).map(|_| AtomicU32::new(0)).collect();
     // An empty output has no tile that could be its last.
     for (blobs, _) in blobs_of.iter().zip(&plan.outputs).filter(|(_, o)| o.nbytes() > 0) {
@@ -362,7 +376,8 @@ pub fn execute_tiled(
     }
     let progress = |o: &Output, t: u64| {
         Mutex::new(Progress {
-            values: vec![None; count(o, t) as usize],
+            hashes: TileHashes::new(t, o.nbytes()),
+            hash: None,
             non_finite: 0,
             drift: BTreeMap::new(),
             undecided: BTreeMap::new(),
@@ -370,7 +385,13 @@ pub fn execute_tiled(
     };
     let run = Run {
         plan,
-        sources: Sources::new(plan, files, options.scratch_dir.clone(), tracked, memory.held),
+        sources: Sources::new(
+            plan,
+            files,
+            options.scratch_dir.clone(),
+            Checksums::new(plan, memory.checksums),
+            memory.held,
+        ),
         releases: release::Releases::new(plan, &blobs_of),
         sink,
         control,
@@ -385,7 +406,6 @@ pub fn execute_tiled(
         tiles,
         readers,
         blobs_of,
-        cuts: shards::cuts(plan),
         findings: Mutex::new(Vec::new()),
         twins: Mutex::default(),
         failed: Mutex::new(None),
@@ -469,7 +489,7 @@ impl Run<'_> {
         match self.keep(index, tile, start, end, work)? {
             Some(kept) => {
                 let mut progress = lock(&self.outputs[index]);
-                progress.values[tile as usize] = Some(kept.value);
+                progress.hashes.add(tile, kept.value);
                 progress.non_finite += kept.non_finite;
             }
             None => self.make(index, tile, start, end, work)?,
@@ -477,6 +497,10 @@ impl Run<'_> {
         self.releases.tile_done(index, start, end, &self.sources.blocks);
         self.control.done.fetch_add(end - start, Ordering::Relaxed);
         if self.remaining[index].fetch_sub(1, Ordering::AcqRel) == 1 {
+            let mut progress = lock(&self.outputs[index]);
+            progress.hash = progress.hashes.finish();
+            progress.hashes = TileHashes::new(size, 0);
+            drop(progress);
             for &blob in &self.blobs_of[index] {
                 if self.readers[blob as usize].fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.finish_blob(blob, work)?;
@@ -527,7 +551,7 @@ impl Run<'_> {
         self.sink.write(index, start, bytes)?;
         self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
         let mut progress = lock(&self.outputs[index]);
-        progress.values[tile as usize] = Some(value);
+        progress.hashes.add(tile, value);
         progress.non_finite += non_finite;
         for (part, drift) in &seen.drift {
             progress.drift.entry(*part).or_default().merge(drift);
@@ -545,21 +569,28 @@ impl Run<'_> {
 
     /// Verifies a blob's checksum once its last reader is done.
     fn finish_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
+        self.verify_blob(blob, work)?;
+        self.sources.release(blob);
+        Ok(())
+    }
+
+    fn verify_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
         if !self.sources.is_tracked(blob) {
             return Ok(());
         }
-        self.sources.finish(blob, &self.cuts[blob as usize], work.span())?;
+        self.sources.finish(blob, work.span())?;
         let about = &self.plan.blobs[blob as usize];
         if let Some(want) = about.crc32 {
-            let got = self.sources.segments(blob).crc(0, about.len).unwrap_or(0);
-            if got != want {
+            let got = self.sources.crc(blob, 0, about.len);
+            if got != Some(want) {
+                let got = got.map_or("none".into(), |got| format!("{got:08x}"));
                 let file = self.plan.label(about.file);
                 let mut finding = Finding::new(
                     codes::CRC,
                     format!("CRC32 of member {}", about.member.as_deref().unwrap_or("?")),
                 )
                 .file(file)
-                .expected(format!("{want:08x}"), format!("{got:08x}"))
+                .expected(format!("{want:08x}"), got)
                 .help("the file was damaged after it was written: copy it again from the node that wrote it");
                 let holders: Vec<&str> = self
                     .plan
@@ -600,10 +631,10 @@ impl Run<'_> {
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
         for (index, output) in self.plan.outputs.iter().enumerate() {
             let progress = lock(&self.outputs[index]);
-            let values: Vec<ChainingValue> =
-                progress.values.iter().map(|v| v.expect("every tile is done")).collect();
+            // An empty output has no tile that could be its last.
+            let hash = progress.hash.or_else(|| progress.hashes.finish());
             outputs.push(OutputReport {
-                hash: hash::tensor_hash(&values, self.tiles[index], output.nbytes()),
+                hash: hash.expect("every tile is done"),
                 non_finite: progress.non_finite,
                 seen: self.stats.take(index, output),
             });
@@ -780,8 +811,7 @@ pub fn read(
             )
             .into());
     }
-    let untracked = vec![false; plan.blobs.len()];
-    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), untracked, READ_BLOCKS);
+    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), Checksums::none(plan), READ_BLOCKS);
     let mut work = Workspace::new();
     let mut at = start;
     for chunk in bytes.chunks_mut(MIN_TILE as usize) {

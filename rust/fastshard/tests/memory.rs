@@ -1,17 +1,124 @@
-//! The memory budget: a process of its own, whose anonymous memory nobody else changes.
+//! The memory budget: a process of its own, and one test at a time, so that nobody else changes the
+//! anonymous memory that is looked at.
 
 mod common;
 
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
 use common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes;
-use fastshard::engine::{self, Control, Discard};
+use fastshard::engine::{self, anonymous_memory, Control, Discard, Report};
+use fastshard::plan::{Pieces, Plan, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use fastshard::storage::SourceFile;
+use fastshard::tensor::Dtype;
 use serde_json::json;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A plan of one tensor of bytes, as it lies in a file of zeros of which nothing is on disk.
+fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<Arc<SourceFile>>) {
+    let path = dir.join("hole");
+    std::fs::File::create(&path).unwrap().set_len(len).unwrap();
+    let file = PlanFile { path: "hole".into(), root: 0, size: len, mtime_ns: 0, header: String::new() };
+    let blob = PlanBlob {
+        file: 0,
+        offset: 0,
+        stored_len: len,
+        len,
+        crc32,
+        deflated: false,
+        encoded: false,
+        member: None,
+    };
+    let stored = StoredTensor {
+        name: "w".into(),
+        dtype: Dtype::U8,
+        shape: vec![len],
+        pieces,
+        rank: None,
+        rule: 0,
+        index: Vec::new(),
+        shard: None,
+        twins: Vec::new(),
+        scale: None,
+    };
+    let mut plan = Plan {
+        version: 1,
+        sources: vec![file],
+        blobs: vec![blob],
+        stored: vec![stored],
+        rules: vec!["w".into()],
+        ..Plan::default()
+    };
+    plan.outputs = plan.identity_outputs();
+    (plan, vec![Arc::new(SourceFile::open(&path).unwrap())])
+}
+
+/// Runs within 8 MiB more than there is; with the most memory that was seen meanwhile.
+fn peak(plan: &Plan, files: &[Arc<SourceFile>], tile: Option<u64>) -> (Report, u64) {
+    let (peak, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                peak.fetch_max(anonymous_memory(), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let options = engine::Options { memory: anonymous_memory() + (8 << 20), ..options(2, Path::new("")) };
+        let report = engine::execute_tiled(plan, files, &Discard, &options, tile, &Control::default());
+        peak.fetch_max(anonymous_memory(), Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
+        (report.unwrap(), peak.load(Ordering::Relaxed))
+    })
+}
+
+#[test]
+fn checksums_of_what_is_read_out_of_order_stay_within_the_budget() {
+    let _alone = alone();
+    let dir = temp();
+    let (n, each) = (200_003u64, 256);
+    // A prime number of pieces, none beside the one before it.
+    let piece = |i: u64| RangePiece { start: i * each, len: each, blob: 0, offset: i * 7919 % n * each };
+    let pieces = Pieces::Ranges((0..n).map(piece).collect());
+    let right = crc32fast::hash(&vec![0; (n * each) as usize]);
+    let (mut plan, files) = hole(dir.path(), n * each, pieces, Some(right));
+    let (report, peak) = peak(&plan, &files, None);
+    assert!(report.findings.is_empty(), "{:?}", report.findings);
+    assert!(report.memory.checksums > 0);
+    assert!(peak <= report.memory.bound, "{peak} bytes, {:?}", report.memory);
+    plan.blobs[0].crc32 = Some(right ^ 1);
+    let report = engine::execute(&plan, &files, &Discard, &options(2, dir.path()), &Control::default());
+    assert_eq!(report.unwrap().findings[0].code, codes::CRC);
+}
+
+#[test]
+fn hashes_of_tiles_stay_within_the_budget() {
+    let _alone = alone();
+    let dir = temp();
+    let len = 300 << 20;
+    let pieces = Pieces::View { blob: 0, offset: 0, strides: vec![1] };
+    let (plan, files) = hole(dir.path(), len, pieces, None);
+    let (report, peak) = peak(&plan, &files, Some(1024));
+    assert!(peak <= report.memory.bound, "{peak} bytes, {:?}", report.memory);
+    let mut zeros = blake3::Hasher::new();
+    (0..300).for_each(|_| {
+        zeros.update(&vec![0; 1 << 20]);
+    });
+    assert_eq!(report.outputs[0].hash, *zeros.finalize().as_bytes());
+}
 
 const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[shard]\ntp = [\"F\"]\n\
     [[tensor]]\nname = \"big\"\nshape = \"[K, F]\"\n";
 
 #[test]
 fn a_budget_too_small_is_refused_with_both_numbers() {
+    let _alone = alone();
     let dir = temp();
     let rank = |r: u64| RankFile {
         coords: [("tp".to_string(), r)].into(),

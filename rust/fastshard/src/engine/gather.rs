@@ -1,19 +1,20 @@
 //! Reads a box of a stored tensor into memory: pieces found, runs read, checksums taken on the way.
 
-use std::collections::HashMap;
+use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::boxes::{Spread, SubBox};
 use crate::error::Result;
 use crate::format::{torch_zip, Blob};
-use crate::hash::{crc32, Segments};
 use crate::kernel::{self, StridedBox};
 use crate::plan::{PartAxis, Pieces, Plan, PlanBlob, StoredTensor};
 use crate::storage::SourceFile;
 use crate::tensor::c_strides;
 
 use super::blocks::{Block, Blocks};
+use super::checksums::{Checksums, Note};
+use super::scales::Scales;
 
 /// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
 const LONG_RUN: u64 = 32 << 10;
@@ -24,14 +25,29 @@ pub struct Sources<'p> {
     files: &'p [Arc<SourceFile>],
     /// Where deflated blobs are unpacked to.
     scratch_dir: PathBuf,
-    unpacked: Vec<OnceLock<SourceFile>>,
-    unpacking: Mutex<()>,
-    checksums: Vec<Mutex<Segments>>,
-    tracked: Vec<bool>,
+    unpacked: Vec<Mutex<Option<Arc<SourceFile>>>>,
+    checksums: Checksums,
     /// Blocks that their store's reader decodes.
     pub blocks: Blocks,
-    /// Scales of quantised tensors, read once.
-    scales: Mutex<HashMap<u32, Arc<Vec<f32>>>>,
+    /// Scales of quantised tensors.
+    scales: Scales,
+}
+
+/// The file that a blob's data lies in.
+enum Located<'a> {
+    Source(&'a SourceFile),
+    Unpacked(Arc<SourceFile>),
+}
+
+impl Deref for Located<'_> {
+    type Target = SourceFile;
+
+    fn deref(&self) -> &SourceFile {
+        match self {
+            Located::Source(file) => file,
+            Located::Unpacked(file) => file,
+        }
+    }
 }
 
 /// Where the elements of a box go: a buffer, the first element's index and the steps per axis.
@@ -46,13 +62,12 @@ pub struct Into<'a> {
 
 impl<'p> Sources<'p> {
     /// Sources of a plan. `files` are in the order of [`Plan::sources`]; deflated members are
-    /// unpacked to unnamed files in `scratch_dir`. Checksums are kept for `tracked` blobs, and up to
-    /// `held` bytes of decoded blocks.
+    /// unpacked to unnamed files in `scratch_dir`. Up to `held` bytes of decoded blocks are kept.
     pub fn new(
         plan: &'p Plan,
         files: &'p [Arc<SourceFile>],
         scratch_dir: PathBuf,
-        tracked: Vec<bool>,
+        checksums: Checksums,
         held: u64,
     ) -> Self {
         let n = plan.blobs.len();
@@ -61,52 +76,52 @@ impl<'p> Sources<'p> {
             files,
             blocks: Blocks::new(plan, scratch_dir.clone(), held),
             scratch_dir,
-            unpacked: (0..n).map(|_| OnceLock::new()).collect(),
-            unpacking: Mutex::new(()),
-            checksums: (0..n).map(|_| Mutex::new(Segments::default())).collect(),
-            tracked,
-            scales: Mutex::default(),
+            unpacked: (0..n).map(|_| Mutex::default()).collect(),
+            checksums,
+            scales: Scales::default(),
         }
     }
 
     /// Values of the scales of a quantised tensor, C-ordered.
     pub fn scales(&self, stored: u32, scratch: &mut [u8]) -> Result<Arc<Vec<f32>>> {
-        let mut all = self.scales.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(known) = all.get(&stored) {
-            return Ok(Arc::clone(known));
-        }
-        let tensor = &self.plan.stored[stored as usize];
-        let strides = c_strides(&tensor.shape);
-        let axes: Vec<PartAxis> = (0..tensor.shape.len())
-            .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
-            .collect();
-        let mut bytes = vec![0; tensor.nbytes() as usize];
-        let mut into = Into { bytes: &mut bytes, base: 0, strides: &strides };
-        let whole = SubBox::whole(&tensor.shape);
-        self.read(tensor, &axes, &vec![0; tensor.shape.len()], &whole, &mut into, scratch)?;
-        let mut values = vec![0.0; crate::tensor::element_count(&tensor.shape).unwrap_or(0) as usize];
-        kernel::values(tensor.dtype, &bytes, &mut values);
-        let values = Arc::new(values);
-        all.insert(stored, Arc::clone(&values));
-        Ok(values)
+        self.scales.get(stored, || {
+            let tensor = &self.plan.stored[stored as usize];
+            let strides = c_strides(&tensor.shape);
+            let axes: Vec<PartAxis> = (0..tensor.shape.len())
+                .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
+                .collect();
+            let mut bytes = vec![0; tensor.nbytes() as usize];
+            let mut into = Into { bytes: &mut bytes, base: 0, strides: &strides };
+            let whole = SubBox::whole(&tensor.shape);
+            self.read(tensor, &axes, &vec![0; tensor.shape.len()], &whole, &mut into, scratch)?;
+            let mut values = vec![0.0; crate::tensor::element_count(&tensor.shape).unwrap_or(0) as usize];
+            kernel::values(tensor.dtype, &bytes, &mut values);
+            Ok(values)
+        })
     }
 
     /// The file and offset at which a blob's data lies, unpacked first if it is deflated.
-    fn locate(&self, index: u32) -> Result<(&SourceFile, u64)> {
+    fn locate(&self, index: u32) -> Result<(Located<'_>, u64)> {
         let blob = &self.plan.blobs[index as usize];
         let file = &self.files[blob.file as usize];
         if !blob.deflated {
-            return Ok((file, blob.offset));
+            return Ok((Located::Source(file), blob.offset));
         }
-        let slot = &self.unpacked[index as usize];
-        if slot.get().is_none() {
-            let _one = self.unpacking.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            if slot.get().is_none() {
-                let unpacked = self.unpack(file, blob)?;
-                let _ = slot.set(unpacked);
-            }
-        }
-        Ok((slot.get().expect("set above"), 0))
+        let mut slot = self.unpacked(index);
+        let unpacked = match &*slot {
+            Some(unpacked) => Arc::clone(unpacked),
+            None => Arc::clone(slot.insert(Arc::new(self.unpack(file, blob)?))),
+        };
+        Ok((Located::Unpacked(unpacked), 0))
+    }
+
+    fn unpacked(&self, blob: u32) -> MutexGuard<'_, Option<Arc<SourceFile>>> {
+        self.unpacked[blob as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets go of what was unpacked of a blob: its last reader is done.
+    pub fn release(&self, blob: u32) {
+        self.unpacked(blob).take();
     }
 
     fn unpack(&self, file: &SourceFile, blob: &PlanBlob) -> Result<SourceFile> {
@@ -124,47 +139,29 @@ impl<'p> Sources<'p> {
         })
     }
 
-    fn note(&self, blob: u32, offset: u64, bytes: &[u8]) {
-        if self.tracked[blob as usize] {
-            let crc = crc32(bytes);
-            let mut segments =
-                self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            segments.add(offset, bytes.len() as u64, crc);
-        }
-    }
-
-    /// Segments seen of a blob.
-    pub fn segments(&self, blob: u32) -> Segments {
-        self.checksums[blob as usize].lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    /// The CRC32 of a range of a blob, as far as reading has told it.
+    pub fn crc(&self, blob: u32, lo: u64, hi: u64) -> Option<u32> {
+        self.checksums.crc(blob, lo, hi)
     }
 
     /// Whether checksums are kept for a blob.
     pub fn is_tracked(&self, blob: u32) -> bool {
-        self.tracked[blob as usize]
+        self.checksums.is_tracked(blob)
     }
 
-    /// Reads what no view has read of a tracked blob, so that its checksum is whole. Reads stop at
-    /// `cuts`, so that the checksum of every tensor between them can be told.
-    pub fn finish(&self, blob: u32, cuts: &[u64], buffer: &mut [u8]) -> Result<()> {
-        let len = self.plan.blobs[blob as usize].len;
+    /// Reads what no view has read of a tracked blob, so that its checksum is whole.
+    pub fn finish(&self, blob: u32, buffer: &mut [u8]) -> Result<()> {
         let (file, base) = self.locate(blob)?;
-        // Another worker that reads padding may note a part of a gap first, and the gap is then noted
-        // no more: what is left of it is a gap of the next round.
-        loop {
-            let gaps = self.segments(blob).gaps(0, len);
-            if gaps.is_empty() {
-                return Ok(());
-            }
-            for (mut lo, hi) in gaps {
-                while lo < hi {
-                    let cut = cuts.iter().copied().filter(|c| *c > lo).min().unwrap_or(hi);
-                    let n = (hi.min(cut) - lo).min(buffer.len() as u64);
-                    file.read_at(base + lo, &mut buffer[..n as usize])?;
-                    self.note(blob, lo, &buffer[..n as usize]);
-                    lo += n;
-                }
-            }
+        // Another worker that reads padding may note a part of a gap first: it is looked for anew each time.
+        let mut at = 0;
+        while let Some((lo, n)) = self.checksums.gap(blob, at, self.plan.blobs[blob as usize].len) {
+            let n = n.min(buffer.len() as u64) as usize;
+            let bytes = &mut buffer[..n];
+            file.read_at(base + lo, bytes)?;
+            self.checksums.add(blob, lo, bytes, Note::Needed);
+            at = lo;
         }
+        Ok(())
     }
 
     /// Reads the box `part` of `axes` of a stored tensor into `into`. `scratch` bounds what is read
@@ -291,12 +288,12 @@ impl<'p> Sources<'p> {
                     scatter(&bytes[first as usize..], 0, into.bytes, into.base, &axes, item);
                     return Ok(());
                 }
-                Block::Aside(file, place) => (file, place),
+                Block::Aside(file, place) => (Located::Source(file), place),
             }
         } else {
             self.locate(blob)?
         };
-        self.copy_axes(Place { file, data, blob, item }, first, &axes, into.base, into.bytes, scratch)
+        self.copy_axes(Place { file: &file, data, blob, item }, first, &axes, into.base, into.bytes, scratch)
     }
 
     fn copy_axes(
@@ -324,7 +321,7 @@ impl<'p> Sources<'p> {
             let buffer = &mut scratch[..(span * item) as usize];
             place.file.read_at(place.data + first, buffer)?;
             if span == volume {
-                self.note(place.blob, first, buffer);
+                self.checksums.add(place.blob, first, buffer, Note::Spare);
             }
             scatter(buffer, 0, bytes, dst, axes, place.item);
             return Ok(());
@@ -374,7 +371,7 @@ impl<'p> Sources<'p> {
         let (start, len) = ((dst * item) as usize, (run * item) as usize);
         let target = &mut bytes[start..start + len];
         place.file.read_at(place.data + first, target)?;
-        self.note(place.blob, first, target);
+        self.checksums.add(place.blob, first, target, Note::Spare);
         Ok(())
     }
 }

@@ -7,15 +7,28 @@ use std::sync::{Mutex, PoisonError};
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 use super::blocks::Blocks;
+use super::shards;
 
 /// Outputs in the order in which they are made: those of one decoded tensor together, so that its blocks
-/// can go before the next one's come; else the plan's.
+/// can go before the next one's come, and those that read one tracked blob together, so that the checksums
+/// of what each reads soon become one; else the plan's.
 pub(super) fn order(plan: &Plan, blobs_of: &[Vec<u32>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..plan.outputs.len()).collect();
-    let first = |i: usize| blobs_of[i].iter().find(|b| plan.blobs[**b as usize].encoded);
     if plan.blobs.iter().any(|b| b.encoded) {
+        let first = |i: usize| blobs_of[i].iter().find(|b| plan.blobs[**b as usize].encoded);
         order.sort_by_key(|&i| (first(i).copied(), i));
+        return order;
     }
+    let tracked = shards::tracked(plan);
+    let mut readers = vec![usize::MAX; plan.blobs.len()];
+    for (i, blobs) in blobs_of.iter().enumerate() {
+        blobs.iter().for_each(|&b| readers[b as usize] = readers[b as usize].min(i));
+    }
+    let leader = |i: usize| {
+        let tracked = blobs_of[i].iter().filter(|b| tracked[**b as usize]);
+        tracked.map(|&b| readers[b as usize]).min().unwrap_or(i)
+    };
+    order.sort_by_key(|&i| (leader(i), i));
     order
 }
 

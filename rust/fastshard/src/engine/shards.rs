@@ -16,6 +16,8 @@ pub(super) use swapped::swapped;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
 const MIN_BYTES: u64 = 32;
+/// Runs in which a large tensor is sampled.
+const RUNS: u64 = 16;
 /// Bytes compared at a time.
 const CHUNK: usize = 256 << 10;
 
@@ -55,7 +57,7 @@ fn runs_of(stored: &StoredTensor) -> Option<Vec<(u32, u64, u64)>> {
 fn crc_of(sources: &Sources, stored: &StoredTensor) -> Option<u32> {
     let mut whole = crc32fast::Hasher::new();
     for (blob, lo, hi) in runs_of(stored)? {
-        let crc = sources.segments(blob).crc(lo, hi)?;
+        let crc = sources.crc(blob, lo, hi)?;
         whole.combine(&crc32fast::Hasher::new_with_initial_len(crc, hi - lo));
     }
     Some(whole.finalize())
@@ -73,13 +75,18 @@ pub(super) fn tracked(plan: &Plan) -> Vec<bool> {
     tracked
 }
 
-/// Per blob, where tensors begin and end: checksums of gaps stop there.
-pub(super) fn cuts(plan: &Plan) -> Vec<Vec<u64>> {
+/// Per blob, where tensors begin and end whose checksums are compared, sorted: segments stop there.
+pub(super) fn cuts(plan: &Plan, tracked: &[bool]) -> Vec<Vec<u64>> {
     let mut cuts = vec![Vec::new(); plan.blobs.len()];
-    for stored in plan.stored.iter().filter(|s| s.shard.is_some()) {
-        for (blob, lo, hi) in runs_of(stored).into_iter().flatten() {
+    for stored in plan.stored.iter().filter(|s| s.shard.is_some() || !s.index.is_empty()) {
+        for (blob, lo, hi) in runs_of(stored).into_iter().flatten().filter(|r| tracked[r.0 as usize]) {
             cuts[blob as usize].extend([lo, hi]);
         }
+    }
+    for cuts in &mut cuts {
+        cuts.sort_unstable();
+        cuts.dedup();
+        cuts.shrink_to_fit();
     }
     cuts
 }
@@ -154,13 +161,23 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(true)
     }
 
-    fn floats(&mut self, stored: &StoredTensor) -> Result<Vec<f32>> {
-        let mut all = Vec::new();
-        for (at, bytes) in Self::chunks(stored) {
-            read_range(self.sources, stored, at, &mut self.a[..bytes], &mut self.scratch)?;
-            let mut out = vec![0.0; bytes / stored.dtype.size()];
-            kernel::to_f32(stored.dtype, &self.a[..bytes], &mut out);
-            all.extend(out);
+    /// The values of a tensor; of a larger one `most` of them, in runs spread evenly over it.
+    fn floats(&mut self, stored: &StoredTensor, most: u64) -> Result<Vec<f32>> {
+        let item = stored.dtype.size();
+        let total = element_count(&stored.shape).unwrap_or(0);
+        let (runs, each) = if total <= most { (1, total) } else { (RUNS, (most / RUNS).max(1)) };
+        let mut all = Vec::with_capacity((runs * each) as usize);
+        for run in 0..runs {
+            let (mut at, end) = (total / runs * run, total / runs * run + each);
+            while at < end {
+                let n = ((CHUNK / item) as u64).min(end - at);
+                let bytes = &mut self.a[..n as usize * item];
+                read_range(self.sources, stored, at, bytes, &mut self.scratch)?;
+                let first = all.len();
+                all.resize(first + n as usize, 0.0);
+                kernel::to_f32(stored.dtype, bytes, &mut all[first..]);
+                at += n;
+            }
         }
         Ok(all)
     }

@@ -39,6 +39,12 @@ impl Dim {
             return None;
         }
         let mut ranges: Vec<[u64; 2]> = Vec::new();
+        let longest = |ranges: &mut Vec<[u64; 2]>| {
+            ranges.sort_by_key(|[start, end]| (std::cmp::Reverse(end - start), *start));
+            ranges.truncate(MAX_RANGES);
+        };
+        // The range that may go on in the next word.
+        let mut last: Option<[u64; 2]> = None;
         for (word, seen) in self.seen.iter().enumerate() {
             let mut zero = !seen.load(Ordering::Relaxed);
             while zero != 0 {
@@ -46,20 +52,22 @@ impl Dim {
                 let n = u64::from((zero >> (start % 64)).trailing_ones());
                 let end = (start + n).min(self.extent);
                 if start < end {
-                    match ranges.last_mut() {
+                    match &mut last {
                         Some(last) if last[1] == start => last[1] = end,
-                        _ => ranges.push([start, end]),
+                        _ => ranges.extend(last.replace([start, end])),
                     }
+                }
+                // There may be millions, of which the longest are told.
+                if ranges.len() > 16 * MAX_RANGES {
+                    longest(&mut ranges);
                 }
                 let above = start % 64 + n;
                 zero = if above >= 64 { 0 } else { zero >> above << above };
             }
         }
-        if ranges.len() > MAX_RANGES {
-            ranges.sort_by_key(|[start, end]| (std::cmp::Reverse(end - start), *start));
-            ranges.truncate(MAX_RANGES);
-            ranges.sort_unstable();
-        }
+        ranges.extend(last);
+        longest(&mut ranges);
+        ranges.sort_unstable();
         Some(ZeroSlab { dim: self.dim, indices, ranges })
     }
 }

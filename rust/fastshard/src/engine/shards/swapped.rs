@@ -8,6 +8,10 @@ use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Plan};
+use crate::tensor::element_count;
+
+/// Elements of one rule's copies that are looked at, over all layers and ranks.
+const MAX_SAMPLED: u64 = 2 << 20;
 
 /// Replicas that were to be averaged but belong to another layer: closer to another layer's copies
 /// than to their own layer's.
@@ -37,11 +41,14 @@ pub(in crate::engine) fn swapped(
         if !any || !plan.stored[parts[0].sources[0] as usize].dtype.is_float() {
             continue;
         }
-        // All layers' copies of one small tensor: [layer][rank].
+        // All layers' copies of one tensor, or samples of them: [layer][rank].
+        let count: u64 = parts.iter().map(|p| p.sources.len() as u64).sum();
+        let most = (MAX_SAMPLED / count).max(1);
+        let elements = |l: usize| element_count(&plan.stored[parts[l].sources[0] as usize].shape);
         let mut copies: Vec<Vec<Vec<f32>>> = Vec::new();
         for part in parts {
             let layer: Result<Vec<Vec<f32>>> =
-                part.sources.iter().map(|&s| reader.floats(&plan.stored[s as usize])).collect();
+                part.sources.iter().map(|&s| reader.floats(&plan.stored[s as usize], most)).collect();
             copies.push(layer?);
         }
         for (l, layer) in copies.iter().enumerate() {
@@ -53,7 +60,7 @@ pub(in crate::engine) fn swapped(
                 let scale = layer.iter().flatten().map(|x| f64::from(x.abs())).sum::<f64>()
                     / layer.iter().map(Vec::len).sum::<usize>().max(1) as f64;
                 let closest = (0..copies.len())
-                    .filter(|&other| other != l && copies[other][0].len() == layer[r].len())
+                    .filter(|&other| other != l && elements(other) == elements(l))
                     .map(|other| (distance_to_others(&layer[r], &copies[other], Some(r)), other))
                     .min_by(|a, b| a.0.total_cmp(&b.0));
                 let stored = parts[l].sources[r];

@@ -1,0 +1,101 @@
+//! CRC32 of source blobs, taken from what views read of them, in any order and within bounds.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::hash::{crc32, Segments};
+use crate::plan::Plan;
+
+use super::shards;
+
+/// Memory of a segment, in bytes: an entry of a tree whose nodes are half full.
+const SEGMENT: u64 = 80;
+/// Segments that every blob may have, whatever others take.
+const FEW: usize = 8;
+
+/// Whether a checksum must be taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Note {
+    /// If there is room: what is left out is read again at the end.
+    Spare,
+    /// In any case.
+    Needed,
+}
+
+/// Checksums of the tracked blobs of a plan.
+pub struct Checksums {
+    tracked: Vec<bool>,
+    /// Where segments are not joined, sorted.
+    cuts: Vec<Vec<u64>>,
+    segments: Vec<Mutex<Segments>>,
+    /// Segments of all blobs, and how many there may be.
+    held: AtomicUsize,
+    most: usize,
+}
+
+impl Checksums {
+    /// Of what is to be verified and compared in a plan, in about `memory` bytes.
+    pub fn new(plan: &Plan, memory: u64) -> Self {
+        let tracked = shards::tracked(plan);
+        Checksums {
+            cuts: shards::cuts(plan, &tracked),
+            segments: tracked.iter().map(|_| Mutex::default()).collect(),
+            tracked,
+            held: AtomicUsize::new(0),
+            most: (memory / SEGMENT) as usize,
+        }
+    }
+
+    /// Of nothing.
+    pub fn none(plan: &Plan) -> Self {
+        let n = plan.blobs.len();
+        Checksums {
+            tracked: vec![false; n],
+            cuts: Vec::new(),
+            segments: Vec::new(),
+            held: AtomicUsize::new(0),
+            most: 0,
+        }
+    }
+
+    fn of(&self, blob: u32) -> MutexGuard<'_, Segments> {
+        self.segments[blob as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether checksums are kept for a blob.
+    pub fn is_tracked(&self, blob: u32) -> bool {
+        self.tracked[blob as usize]
+    }
+
+    /// The CRC32 of a range of a blob, as far as it is known.
+    pub fn crc(&self, blob: u32, lo: u64, hi: u64) -> Option<u32> {
+        self.is_tracked(blob).then(|| self.of(blob).crc(lo, hi))?
+    }
+
+    /// Takes the checksum of `bytes`, which lie at `offset` of a blob, if it is tracked.
+    pub fn add(&self, blob: u32, offset: u64, bytes: &[u8], note: Note) {
+        if !self.is_tracked(blob) {
+            return;
+        }
+        let (crc, len, cuts) = (crc32(bytes), bytes.len() as u64, &self.cuts[blob as usize]);
+        let mut segments = self.of(blob);
+        let before = segments.len();
+        let full = before >= FEW && self.held.load(Ordering::Relaxed) >= self.most;
+        if full && note == Note::Spare && !segments.would_join(offset, len, cuts) {
+            return;
+        }
+        segments.add(offset, len, crc);
+        segments.join_between(offset, cuts);
+        // Wraps around where segments were joined, which is what is meant.
+        self.held.fetch_add(segments.len().wrapping_sub(before), Ordering::Relaxed);
+    }
+
+    /// The first run of bytes from `at` on of which no checksum is known, up to the next cut or `end`: where it
+    /// begins, and how many there are.
+    pub fn gap(&self, blob: u32, at: u64, end: u64) -> Option<(u64, u64)> {
+        let (lo, hi) = self.of(blob).gap(at, end)?;
+        let cuts = &self.cuts[blob as usize];
+        let cut = cuts.get(cuts.partition_point(|c| *c <= lo)).copied().unwrap_or(hi);
+        Some((lo, hi.min(cut) - lo))
+    }
+}
