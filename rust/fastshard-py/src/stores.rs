@@ -1,20 +1,18 @@
 //! Blocks of array stores, which Python decodes: the core asks for one at a time.
 
+use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
 use fastshard::codes;
 use fastshard::error::{Error, Finding, Result};
 use fastshard::format::blocks::Store;
-use fastshard::storage::BlockReader;
+use fastshard::storage::{BlockBytes, BlockReader};
 use fastshard::tensor::Dtype;
 use fastshard::write::{Array, ArrayWriter};
 use pyo3::exceptions::PyValueError;
-use pyo3::ffi;
 use pyo3::prelude::*;
-
-/// `PyBUF_WRITE`, which the bindings leave out.
-const WRITABLE: std::ffi::c_int = 0x200;
+use pyo3::types::{PyByteArray, PyMemoryView};
 
 /// (key, dtype, shape) of each block, what identifies the content, and the function that decodes.
 pub(crate) type Listed = (Vec<(String, String, Vec<u64>)>, String, Py<PyAny>);
@@ -38,18 +36,67 @@ struct PythonReader {
     read: Py<PyAny>,
 }
 
-impl BlockReader for PythonReader {
-    fn read(&self, key: &str, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
-        let told = Python::attach(|py| with_view(py, &mut bytes, |view| self.read.call1(py, (key, view))));
-        match told {
-            // What still looks at the buffer must find it there for ever.
-            Err(Lent::Kept(error)) => {
-                std::mem::forget(bytes);
-                Err(failed(key, &error))
-            }
-            Err(Lent::Returned(error)) => Err(failed(key, &error)),
-            Ok(told) => findings_of(told).map_or(Ok(bytes), Err),
+/// A buffer that Python made and of which it has let go.
+#[derive(Debug)]
+struct PythonBytes {
+    owner: Py<PyByteArray>,
+    at: *const u8,
+    len: usize,
+}
+
+// SAFETY: `at` points into `owner`, which nobody but this value refers to, so nobody writes to it, resizes it
+// or frees it on any thread while this value lives.
+#[allow(unsafe_code)]
+unsafe impl Send for PythonBytes {}
+#[allow(unsafe_code)]
+unsafe impl Sync for PythonBytes {}
+
+impl BlockBytes for PythonBytes {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: as above; every byte was initialised when the buffer was made.
+        #[allow(unsafe_code)]
+        unsafe {
+            std::slice::from_raw_parts(self.at, self.len)
         }
+    }
+}
+
+impl PythonReader {
+    /// A writable buffer of `len` bytes: a spare one, or a new one.
+    fn buffer<'py>(
+        py: Python<'py>,
+        len: usize,
+        spare: Option<Box<dyn BlockBytes>>,
+    ) -> PyResult<Bound<'py, PyByteArray>> {
+        let spare = spare.and_then(|spare| (spare as Box<dyn Any>).downcast::<PythonBytes>().ok());
+        match spare {
+            Some(spare) if spare.len == len => Ok(spare.owner.into_bound(py)),
+            _ => PyByteArray::new_with(py, len, |_| Ok(())),
+        }
+    }
+}
+
+impl BlockReader for PythonReader {
+    fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
+        Python::attach(|py| {
+            let buffer = Self::buffer(py, len, spare).map_err(|error| no_room(key, len, &error))?;
+            let view = PyMemoryView::from(&buffer).map_err(|error| failed(key, &error))?;
+            let told = self.read.call1(py, (key, &view));
+            drop(view);
+            let told = told.and_then(|told| told.extract::<Option<String>>(py));
+            if let Some(error) = findings_of(told.map_err(|error| failed(key, &error))?) {
+                return Err(error);
+            }
+            // Whatever looks at the buffer, through however many views, refers to it. What is looked at still
+            // may be written to later, or by a thread that does not hold the GIL: then the copy counts.
+            // SAFETY: the object lives, and the GIL is held.
+            #[allow(unsafe_code)]
+            let references = unsafe { pyo3::ffi::Py_REFCNT(buffer.as_ptr()) };
+            if references > 1 {
+                return Ok(Box::new(buffer.to_vec()) as Box<dyn BlockBytes>);
+            }
+            Ok(Box::new(PythonBytes { at: buffer.data(), len: buffer.len(), owner: buffer.unbind() }))
+        })
     }
 }
 
@@ -93,34 +140,6 @@ impl ArrayWriter for PythonWriter {
     }
 }
 
-/// Why a call with a view did not end well, and whether somebody still holds the view.
-enum Lent {
-    Kept(PyErr),
-    Returned(PyErr),
-}
-
-/// Calls `call` with a writable memoryview of `bytes`, which it must give back.
-fn with_view(
-    py: Python<'_>,
-    bytes: &mut [u8],
-    call: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<Py<PyAny>>,
-) -> std::result::Result<Option<String>, Lent> {
-    let len = bytes.len() as ffi::Py_ssize_t;
-    // SAFETY: the view reaches over `bytes` alone, which outlives it: it is released below, and where
-    // that fails the caller is told that the memory must stay.
-    #[allow(unsafe_code)]
-    let view = unsafe {
-        let view = ffi::PyMemoryView_FromMemory(bytes.as_mut_ptr().cast(), len, WRITABLE);
-        Bound::from_owned_ptr_or_err(py, view)
-    };
-    let view = view.map_err(Lent::Returned)?;
-    let told = call(&view);
-    if let Err(error) = view.call_method0("release") {
-        return Err(Lent::Kept(error));
-    }
-    told.and_then(|told| told.extract::<Option<String>>(py)).map_err(Lent::Returned)
-}
-
 /// Findings that a callback gave as JSON.
 fn findings_of(told: Option<String>) -> Option<Error> {
     let text = told?;
@@ -128,6 +147,14 @@ fn findings_of(told: Option<String>) -> Option<Error> {
         Ok(findings) if !findings.is_empty() => Error::from(findings),
         _ => failed("a callback", &PyValueError::new_err(text)),
     })
+}
+
+fn no_room(key: &str, len: usize, error: &PyErr) -> Error {
+    Finding::new(codes::MEMORY_BUDGET, format!("a chunk that does not fit in memory: {error}"))
+        .tensor(key)
+        .expected("what this machine has", format!("{} MiB", len >> 20))
+        .help("the array's metadata is damaged, or it was written with chunks for larger machines")
+        .into()
 }
 
 fn failed(key: &str, error: &PyErr) -> Error {

@@ -132,10 +132,10 @@ impl Catalog {
             return Err(refuse("not a small plain tensor").file(self.label(file)).into());
         }
         if blob.encoded {
-            let whole =
-                file.source.read_block(blob.member.as_deref().unwrap_or(""), vec![0; blob.len as usize])?;
+            let key = blob.member.as_deref().unwrap_or("");
+            let whole = file.source.read_block(key, blob.len as usize, None)?;
             let start = tensor.offset as usize;
-            return Ok(whole[start..start + len as usize].to_vec());
+            return Ok(whole.bytes()[start..start + len as usize].to_vec());
         }
         let mut bytes = vec![0; len as usize];
         file.source.read_at(blob.offset + tensor.offset, &mut bytes)?;

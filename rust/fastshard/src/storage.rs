@@ -1,5 +1,7 @@
 //! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
 
+use std::any::Any;
+use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -31,14 +33,27 @@ impl Stamp {
     }
 }
 
+/// The bytes of a decoded block, in whatever memory its reader has them. Nobody writes to it any more.
+pub trait BlockBytes: Any + Debug + Send + Sync {
+    /// The elements in C order, little-endian.
+    fn bytes(&self) -> &[u8];
+}
+
+impl BlockBytes for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
+
 /// Decodes blocks of arrays (zarr chunks) that no map or ranged read can give.
-pub trait BlockReader: std::fmt::Debug + Send + Sync {
-    /// Fills all of `buffer` with block `key`, its elements in C order, little-endian, and gives it back.
-    /// Called from several threads.
+pub trait BlockReader: Debug + Send + Sync {
+    /// Block `key`, of `len` bytes. `spare` is what an earlier call gave, of the same length and used by
+    /// nobody any more: to be filled anew, since fresh pages cost more than decoding into them. Called from
+    /// several threads.
     ///
     /// # Errors
     /// Whatever keeps the block from being read whole.
-    fn read(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>>;
+    fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>>;
 }
 
 /// A source file: opened once, read through one descriptor, never written.
@@ -112,22 +127,26 @@ impl SourceFile {
         self
     }
 
-    /// Fills `buffer` with an encoded block of the store that this file stands for.
+    /// An encoded block of `len` bytes of the store that this file stands for; see [`BlockReader::read`].
     ///
     /// # Errors
     /// `FS506` if the store gave another number of bytes; what the reader says.
-    pub fn read_block(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>> {
+    pub fn read_block(
+        &self,
+        key: &str,
+        len: usize,
+        spare: Option<Box<dyn BlockBytes>>,
+    ) -> Result<Box<dyn BlockBytes>> {
         let Some(reader) = &self.blocks else {
             return Err(Finding::new(codes::UNSUPPORTED, "no reader for the blocks of this store")
                 .file(&self.path)
                 .tensor(key)
                 .into());
         };
-        let len = buffer.len();
-        let bytes = reader.read(key, buffer)?;
-        match bytes.len() == len {
-            true => Ok(bytes),
-            false => Err(self.changed(format!("{len} bytes in {key}"), bytes.len())),
+        let block = reader.read(key, len, spare)?;
+        match block.bytes().len() {
+            n if n == len => Ok(block),
+            n => Err(self.changed(format!("{len} bytes in {key}"), n)),
         }
     }
 

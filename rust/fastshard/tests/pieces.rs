@@ -14,7 +14,7 @@ use fastshard::plan::{
     BoxPiece, Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, RangePiece,
     StoredTensor,
 };
-use fastshard::storage::{BlockReader, SourceFile};
+use fastshard::storage::{BlockBytes, BlockReader, SourceFile};
 use fastshard::tensor::{c_strides, Dtype};
 use proptest::prelude::*;
 
@@ -59,10 +59,10 @@ struct OneBlock {
 }
 
 impl BlockReader for OneBlock {
-    fn read(&self, key: &str, buffer: Vec<u8>) -> Result<Vec<u8>> {
-        assert_eq!(buffer.len(), self.bytes.len());
+    fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
+        assert!(len == self.bytes.len() && spare.is_none_or(|b| b.bytes().len() == len));
         *self.reads.lock().unwrap().entry(key.to_string()).or_default() += 1;
-        Ok(self.bytes.clone())
+        Ok(Box::new(self.bytes.clone()))
     }
 }
 

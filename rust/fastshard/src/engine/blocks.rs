@@ -8,20 +8,26 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::Result;
 use crate::plan::Plan;
-use crate::storage::SourceFile;
+use crate::storage::{BlockBytes, SourceFile};
 
 /// Places in the file begin on pages, so that a range can be given back.
 const PAGE: u64 = 4096;
 /// Buffers kept for reuse at most.
 const MAX_SPARE: usize = 4;
 
+/// Bytes of a block, held by those who read from them.
+type Bytes = Arc<Box<dyn BlockBytes>>;
+
+fn len(bytes: &Bytes) -> u64 {
+    bytes.bytes().len() as u64
+}
+
 /// A block's bytes, or where they are.
 pub enum Block<'b> {
     /// In memory.
-    Held(Arc<Vec<u8>>),
+    Held(Bytes),
     /// In the file, from this offset.
     Aside(&'b SourceFile, u64),
 }
@@ -31,7 +37,7 @@ enum Slot {
     /// A worker decodes it or puts it aside.
     Busy,
     Held {
-        bytes: Arc<Vec<u8>>,
+        bytes: Bytes,
         used: u64,
     },
     Aside,
@@ -43,13 +49,20 @@ struct State {
     /// Bytes held or being decoded.
     held: u64,
     /// Buffers of blocks that are done, for the next ones: fresh pages cost more than decoding into them.
-    spare: Vec<Vec<u8>>,
+    spare: Vec<Box<dyn BlockBytes>>,
     clock: u64,
     /// Blocks that nobody needs any more, to be dropped once they are not busy.
     done: Vec<u32>,
     /// Bytes decoded, and bytes put aside.
     decoded: u64,
     aside: u64,
+}
+
+impl State {
+    /// Bytes of spare buffers.
+    fn spare(&self) -> u64 {
+        self.spare.iter().map(|b| b.bytes().len() as u64).sum()
+    }
 }
 
 /// The decoded blocks of a run.
@@ -63,20 +76,6 @@ pub struct Blocks {
     /// Offset of each blob in the file, and the file's size.
     places: Vec<u64>,
     size: u64,
-}
-
-/// A buffer for a block, whose size metadata alone states.
-fn room_for(len: usize, key: &str) -> Result<Vec<u8>> {
-    let mut buffer = Vec::new();
-    if buffer.try_reserve_exact(len).is_err() {
-        return Err(Finding::new(codes::MEMORY_BUDGET, "a chunk that does not fit in memory")
-            .tensor(key)
-            .expected("what this machine has", format!("{} MiB", len >> 20))
-            .help("the array's metadata is damaged, or it was written with chunks for larger machines")
-            .into());
-    }
-    buffer.resize(len, 0);
-    Ok(buffer)
 }
 
 impl Blocks {
@@ -145,15 +144,13 @@ impl Blocks {
         state.slots.insert(blob, Slot::Busy);
         state.held += about.len;
         let len = about.len as usize;
-        let buffer = state.spare.iter().position(|b| b.len() == len).map(|i| state.spare.swap_remove(i));
-        if state.held + state.spare.iter().map(|b| b.len() as u64).sum::<u64>() > self.capacity {
+        let spare =
+            state.spare.iter().position(|b| b.bytes().len() == len).map(|i| state.spare.swap_remove(i));
+        if state.held + state.spare() > self.capacity {
             state.spare.clear();
         }
         let key = about.member.as_deref().unwrap_or("");
-        let decoded = self
-            .make_room(state)
-            .and_then(|()| buffer.map_or_else(|| room_for(len, key), Ok))
-            .and_then(|buffer| source.read_block(key, buffer));
+        let decoded = self.make_room(state).and_then(|()| source.read_block(key, len, spare));
         let mut state = self.state();
         let result = match decoded {
             Ok(bytes) => {
@@ -193,12 +190,12 @@ impl Blocks {
                 unreachable!("found above")
             };
             drop(state);
-            let kept = self.file().and_then(|f| f.keep_at(self.places[blob as usize], &bytes));
+            let kept = self.file().and_then(|f| f.keep_at(self.places[blob as usize], bytes.bytes()));
             state = self.state();
-            state.held -= bytes.len() as u64;
+            state.held -= len(&bytes);
             match kept {
                 Ok(()) => {
-                    state.aside += bytes.len() as u64;
+                    state.aside += len(&bytes);
                     state.slots.insert(blob, Slot::Aside);
                     self.reuse(&mut state, bytes);
                 }
@@ -230,7 +227,7 @@ impl Blocks {
                     waiting.push(blob);
                 }
                 Some(Slot::Held { bytes, .. }) => {
-                    state.held -= bytes.len() as u64;
+                    state.held -= len(&bytes);
                     self.reuse(state, bytes);
                 }
                 Some(Slot::Aside) => {
@@ -247,9 +244,8 @@ impl Blocks {
     }
 
     /// Keeps the buffer of a block that is done, if nobody reads from it and there is room.
-    fn reuse(&self, state: &mut State, bytes: Arc<Vec<u8>>) {
-        let spare: u64 = state.spare.iter().map(|b| b.len() as u64).sum();
-        if state.held + spare + bytes.len() as u64 <= self.capacity && state.spare.len() < MAX_SPARE {
+    fn reuse(&self, state: &mut State, bytes: Bytes) {
+        if state.held + state.spare() + len(&bytes) <= self.capacity && state.spare.len() < MAX_SPARE {
             state.spare.extend(Arc::try_unwrap(bytes));
         }
     }

@@ -285,7 +285,7 @@ impl<'p> Sources<'p> {
         let (file, data) = if about.encoded {
             match self.blocks.get(self.plan, blob, &self.files[about.file as usize])? {
                 Block::Held(bytes) => {
-                    scatter(&bytes[first as usize..], 0, into.bytes, into.base, &axes, item);
+                    scatter(&bytes.bytes()[first as usize..], 0, into.bytes, into.base, &axes, item);
                     return Ok(());
                 }
                 Block::Aside(file, place) => (Located::Source(file), place),
