@@ -68,12 +68,13 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> lis
     ):
         return findings
     named = {file["name"] for file in document["files"]}
+    folders = {"", *(name.rpartition("/")[0] for name in named)}
     for file in listing.files:
         if file.root != index or file.path in named or file.path in have or file.path == path.name:
             continue
         if any(fnmatch.fnmatchcase(file.path, leaving) for leaving in _LEAVINGS):
             continue
-        loaded = _is_loaded(file.name)
+        loaded = _is_loaded(file.name) and file.folder in folders
         findings.append(
             Finding.of(
                 "FS108",

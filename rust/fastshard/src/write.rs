@@ -194,12 +194,11 @@ fn roll_forward(
 
 /// Companions of a sealed result that are not what they are now: changed, added or gone since.
 fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<String>> {
-    let path = staging.path().join(MANIFEST_NAME);
-    // Published already: what lies there is the older result.
-    let Ok(manifest) = Manifest::read(&path) else { return Ok(Vec::new()) };
-    if manifest.plan != plan.digest() {
+    if !staging.holds_sealed()? {
         return Ok(Vec::new());
     }
+    // Moved to its place already, as one of the last.
+    let Ok(manifest) = Manifest::read(&staging.path().join(MANIFEST_NAME)) else { return Ok(Vec::new()) };
     let of_plan = |name: &str| {
         name == INDEX_NAME
             || plan.texts.contains_key(name)

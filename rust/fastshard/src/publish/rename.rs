@@ -84,6 +84,11 @@ impl Seal {
         folder.write_whole(SEALED, &bytes, self.durable)
     }
 
+    /// True if the data folder is still the result's, whatever has been moved out of it.
+    pub(super) fn is_in(&self, folder: &Dir, inside: bool) -> Result<bool> {
+        Ok(inside || self.piecewise || inode(folder, OsStr::new(DATA))? == Some(self.inode))
+    }
+
     /// True as long as nothing of the result has appeared.
     pub(super) fn is_untouched(&self, place: &Place, folder: &Dir) -> Result<bool> {
         if self.piecewise || inode(folder, OsStr::new(DATA))? != Some(self.inode) {

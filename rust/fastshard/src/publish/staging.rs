@@ -107,7 +107,12 @@ impl Staging {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 folder => folder.at(&path, "cannot open the staging folder")?,
             };
-            check_owner(&place, &folder)?;
+            if let Err(error) = check_owner(&place, &folder) {
+                if fresh {
+                    let _ = place.base.remove_dir(&place.folder);
+                }
+                return Err(error);
+            }
             if !fresh && !options.resume {
                 return Err(lock::leftover_or_locked(&folder));
             }
@@ -198,6 +203,14 @@ impl Staging {
     /// may be written any more, and [`Staging::publish`] finishes it.
     pub fn sealed(&self) -> bool {
         self.seal.is_some()
+    }
+
+    /// True if the manifest in [`Staging::path`] is that of the result that was sealed: after an exchange the
+    /// older result lies there.
+    ///
+    /// Errors: what the system says.
+    pub fn holds_sealed(&self) -> Result<bool> {
+        self.seal.as_ref().map_or(Ok(false), |seal| seal.is_in(&self.folder, self.place.inside))
     }
 
     /// Takes the seal off, so that the result can be written to again; false where a part of it has appeared
