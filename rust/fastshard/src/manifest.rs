@@ -138,7 +138,9 @@ impl Manifest {
     ///
     /// # Errors
     /// In words, why it is not the manifest of a result.
-    pub fn published_files(file: std::fs::File) -> std::result::Result<BTreeMap<String, ManifestFile>, String> {
+    pub fn published_files(
+        file: std::fs::File,
+    ) -> std::result::Result<BTreeMap<String, ManifestFile>, String> {
         let mut bytes = Vec::new();
         let read = file.take(MAX_MANIFEST + 1).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
         if read as u64 > MAX_MANIFEST {

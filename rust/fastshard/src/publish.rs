@@ -40,24 +40,28 @@
 //! is the only guard, so that two processes must not resume one run. Errors that NFS reports only at
 //! `close` are seen through `fsync`, which network filesystems get in any case.
 
+mod content;
 mod disk;
 #[cfg(test)]
 mod fault;
 mod file;
+mod folder;
 mod journal;
 mod lock;
 mod older;
 mod place;
 mod preflight;
 mod rename;
+mod seal;
 mod staging;
 #[cfg(test)]
 mod tests;
 
+pub use content::{hash_of_file, is_plain};
 pub use file::{OutFile, Space};
 pub use journal::Journal;
 pub use preflight::{preflight, Needs};
-pub use staging::{hash_of_file, is_plain, Staging};
+pub use staging::Staging;
 
 /// How a result is published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -106,9 +106,8 @@ impl SourceFile {
             return Err(Finding::new(codes::NOT_A_CHECKPOINT, "not a regular file").file(path).into());
         }
         // An unknown filesystem counts as local: maps work there, only perhaps slowly.
-        let network = rustix::fs::fstatfs(&file)
-            .map(|s| is_network_filesystem(s.f_type as u32))
-            .unwrap_or(false);
+        let network =
+            rustix::fs::fstatfs(&file).map(|s| is_network_filesystem(s.f_type as u32)).unwrap_or(false);
         Ok(SourceFile {
             path: path.to_path_buf(),
             file,

@@ -121,7 +121,9 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
     let by_path: HashMap<&str, &&CatalogFile> = opened.iter().map(|f| (f.path.as_str(), f)).collect();
     let mut findings = Vec::new();
     for file in &manifest.files {
-        let (Some(identity), Some(opened)) = (&file.identity, by_path.get(file.name.as_str())) else { continue };
+        let (Some(identity), Some(opened)) = (&file.identity, by_path.get(file.name.as_str())) else {
+            continue;
+        };
         if opened.source.size() != file.size {
             continue; // Told already.
         }

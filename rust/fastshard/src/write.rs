@@ -21,8 +21,8 @@ use crate::stats::Level;
 use crate::storage::SourceFile;
 
 use arrays::Arrays;
-use sink::StagedSink;
 pub use arrays::{Array, ArrayWriter};
+use sink::StagedSink;
 
 /// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;
@@ -108,7 +108,9 @@ pub fn write(
             })?);
             Ok((manifest, findings))
         }
-        Err(error) if keeps(&error, options) && (error.is_interrupt() || staging.journal().holds_records()) => {
+        Err(error)
+            if keeps(&error, options) && (error.is_interrupt() || staging.journal().holds_records()) =>
+        {
             Err(resumable(error, &folder))
         }
         Err(error) => {
@@ -139,8 +141,7 @@ fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
         false => 0,
     };
     let named = plan.files.len() as u64 + blocks + options.copies.len() as u64;
-    let manifest =
-        4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
+    let manifest = 4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
     let bytes = match options.sparse {
         true => 0,
         false => plan.bytes() + copied + manifest + aside(plan, options),
@@ -154,7 +155,8 @@ fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
 
 /// True for errors that say nothing against what is written so far: the system's, and a companion's.
 fn keeps(error: &Error, options: &Options) -> bool {
-    let of_system = [codes::IO, codes::NO_SPACE, codes::PERMISSION, codes::TOO_MANY_FILES, codes::INTERRUPTED];
+    let of_system =
+        [codes::IO, codes::NO_SPACE, codes::PERMISSION, codes::TOO_MANY_FILES, codes::INTERRUPTED];
     let of_companion = |f: &Finding| {
         let named = |(_, path): &(String, PathBuf)| f.file.as_deref() == Some(&*path.display().to_string());
         options.copies.iter().any(named)
@@ -170,7 +172,9 @@ fn resumable(error: Error, folder: &Path) -> Error {
         "nothing was published; the same command with --resume continues, or remove {}",
         folder.display()
     );
-    for f in findings.iter_mut().filter(|f| f.severity == Severity::Error && f.code != codes::PUBLISH_CONFLICT) {
+    for f in
+        findings.iter_mut().filter(|f| f.severity == Severity::Error && f.code != codes::PUBLISH_CONFLICT)
+    {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
             Some(help) => format!("{}; {way}", help.trim_end_matches("; nothing was published")),
             None => way.clone(),
@@ -222,10 +226,13 @@ fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<
 }
 
 fn stale_finding(out: &Path, name: &str) -> Finding {
-    Finding::new(codes::SOURCE_CHANGED, "changed since the interrupted run completed its result, which was published as it was")
-        .severity(Severity::Warning)
-        .file(out.join(name))
-        .help("run again with --overwrite to have it as it is now")
+    Finding::new(
+        codes::SOURCE_CHANGED,
+        "changed since the interrupted run completed its result, which was published as it was",
+    )
+    .severity(Severity::Warning)
+    .file(out.join(name))
+    .help("run again with --overwrite to have it as it is now")
 }
 
 /// Bytes of decoded blocks that may have to lie on disk at a time.
@@ -416,7 +423,9 @@ fn fill(
         file.identity = identities.remove(file.name.as_str());
     }
     if let Some(name) = identities.into_keys().next() {
-        return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there").file(name).into());
+        return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there")
+            .file(name)
+            .into());
     }
     staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
     Ok((manifest, report.findings))

@@ -296,7 +296,8 @@ impl Dir {
         if durable {
             sync_data(&file, &self.join(&partial)).at(&self.join(&partial), "cannot bring to disk")?;
         }
-        self.rename_over(OsStr::new(&partial), self, OsStr::new(name)).at(&path, "cannot rename into place")?;
+        self.rename_over(OsStr::new(&partial), self, OsStr::new(name))
+            .at(&path, "cannot rename into place")?;
         if durable {
             self.sync().at(&self.path, "cannot bring to disk")?;
         }

@@ -331,7 +331,8 @@ pub(super) fn holds_home(directory: &Path) -> bool {
     let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     let homes = users.lines().filter_map(|line| line.split(':').nth(5)).map(OsString::from);
     let own = std::env::var_os("HOME");
-    homes.chain(own).filter(|home| home != "/" && !home.is_empty()).any(|home| {
-        Path::new(&home).canonicalize().is_ok_and(|home| home.starts_with(directory))
-    })
+    homes
+        .chain(own)
+        .filter(|home| home != "/" && !home.is_empty())
+        .any(|home| Path::new(&home).canonicalize().is_ok_and(|home| home.starts_with(directory)))
 }

@@ -137,9 +137,10 @@ impl Place {
             )));
         }
         if older::holds_working_directory(&self.out) || older::holds_home(&self.out) {
-            return Ok(Some(finding.help(
-                "a working directory or a home is never replaced: choose a new directory inside",
-            )));
+            return Ok(Some(
+                finding
+                    .help("a working directory or a home is never replaced: choose a new directory inside"),
+            ));
         }
         if self.inside {
             return Ok(Some(finding.help(
@@ -155,7 +156,9 @@ impl Place {
     /// The finding for what would be lost if the destination were replaced.
     fn would_lose(&self, besides: &older::Besides) -> Finding {
         let what = match &besides.no_result {
-            Some(why) => format!("the destination is no older result of fastshard ({why}): all of it would be lost"),
+            Some(why) => {
+                format!("the destination is no older result of fastshard ({why}): all of it would be lost")
+            }
             None => "the destination holds more than an older result of fastshard: this would be lost".into(),
         };
         Finding::new(codes::OUT_EXISTS, what)

@@ -7,36 +7,27 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{FileType, OFlags};
+use rustix::fs::FileType;
 
 use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
+use super::folder::{check_owner, remove_folder, DATA, MAX_OWN};
 use super::journal::Journal;
-use super::place::{Occupied, Place};
-use super::rename::{self, Seal};
-use super::{lock, older, Options};
+use super::place::Place;
+use super::rename::{self, Run};
+use super::seal::Seal;
+use super::{content, lock, Options};
 use crate::codes;
-use crate::error::{Error, Finding, Result};
-use crate::manifest::{ManifestFile, MANIFEST_NAME};
-
-pub(super) const DATA: &str = "data";
-/// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
-const HASHED: u64 = 256 << 10;
-/// Largest of the folder's own small files, in bytes.
-pub(super) const MAX_OWN: u64 = 64 << 20;
+use crate::error::{Finding, Result};
+use crate::manifest::ManifestFile;
 
 /// A result being written. Locked against other processes as long as it lives; dropping it keeps
 /// the folder, so that a later run can resume.
 #[derive(Debug)]
 pub struct Staging {
-    pub(super) place: Place,
-    pub(super) folder: Dir,
+    run: Run,
     path: PathBuf,
-    pub(super) options: Options,
-    pub(super) lock: File,
-    pub(super) journal: Journal,
-    pub(super) before: Occupied,
-    pub(super) seal: Option<Seal>,
+    journal: Journal,
     resumed: bool,
     /// BLAKE3 of the small files written, by name.
     hashes: Mutex<BTreeMap<String, String>>,
@@ -44,37 +35,7 @@ pub struct Staging {
 
 /// True if the run's staging folder holds a complete result.
 pub(super) fn is_sealed(place: &Place) -> bool {
-    place.base.sub(&place.folder).is_ok_and(|folder| folder.has("sealed").unwrap_or(false))
-}
-
-/// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
-/// links lead where somebody else wants.
-fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
-    let path = folder.path();
-    let loose = |mode: u32| mode & 0o022;
-    let meta = folder.meta().at(path, "cannot stat")?;
-    if meta.st_uid == rustix::process::geteuid().as_raw() && loose(meta.st_mode) == 0 {
-        return Ok(());
-    }
-    // Some file servers give files to a user of their own, or know no modes: what do they make of a
-    // directory that is made now?
-    let probe = format!(".fastshard-probe-{}", std::process::id());
-    let name = OsStr::new(&probe);
-    place.base.create_dir(name, disk::PRIVATE).at(&place.base.join(name), "cannot create")?;
-    let made = place.base.sub(name).and_then(|probe| probe.meta());
-    place.base.remove_dir(name).at(&place.base.join(name), "cannot remove")?;
-    let made = made.at(path, "cannot stat")?;
-    if meta.st_uid == made.st_uid && loose(meta.st_mode) & !loose(made.st_mode) == 0 {
-        return Ok(());
-    }
-    Err(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
-        .file(path)
-        .expected(
-            format!("owner {}, writable by nobody else", made.st_uid),
-            format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
-        )
-        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")
-        .into())
+    place.base.sub(&place.folder).is_ok_and(|folder| Seal::is_on(&folder))
 }
 
 impl Staging {
@@ -119,14 +80,9 @@ impl Staging {
             let Some(lock) = lock::acquire(&folder)? else { continue };
             return match Self::prepare(&place, &folder, plan, options) {
                 Ok((journal, seal, resumed)) => Ok(Staging {
-                    place,
-                    folder,
+                    run: Run { place, folder, options: *options, lock, before, seal },
                     path,
-                    options: *options,
-                    lock,
                     journal,
-                    before,
-                    seal,
                     resumed,
                     hashes: Mutex::default(),
                 }),
@@ -202,7 +158,7 @@ impl Staging {
     /// True if an earlier run was interrupted while it published: its result is complete, nothing
     /// may be written any more, and [`Staging::publish`] finishes it.
     pub fn sealed(&self) -> bool {
-        self.seal.is_some()
+        self.run.seal.is_some()
     }
 
     /// True if the manifest in [`Staging::path`] is that of the result that was sealed: after an exchange the
@@ -210,7 +166,7 @@ impl Staging {
     ///
     /// Errors: what the system says.
     pub fn holds_sealed(&self) -> Result<bool> {
-        self.seal.as_ref().map_or(Ok(false), |seal| seal.is_in(&self.folder, self.place.inside))
+        self.run.seal.as_ref().map_or(Ok(false), |seal| seal.is_in(&self.run.folder, self.run.place.inside))
     }
 
     /// Takes the seal off, so that the result can be written to again; false where a part of it has appeared
@@ -218,15 +174,15 @@ impl Staging {
     ///
     /// Errors: what the system says.
     pub fn unseal(&mut self) -> Result<bool> {
-        let Some(seal) = &self.seal else { return Ok(true) };
-        if !seal.is_untouched(&self.place, &self.folder)? {
+        let Some(seal) = &self.run.seal else { return Ok(true) };
+        if !seal.is_untouched(&self.run.place, &self.run.folder)? {
             return Ok(false);
         }
-        rename::remove_seal(&self.folder)?;
-        if let Some(finding) = self.place.refused(&self.before, self.options.overwrite)? {
+        Seal::remove(&self.run.folder)?;
+        if let Some(finding) = self.run.place.refused(&self.run.before, self.run.options.overwrite)? {
             return Err(finding.into());
         }
-        self.seal = None;
+        self.run.seal = None;
         Ok(true)
     }
 
@@ -236,7 +192,7 @@ impl Staging {
     }
 
     fn data(&self) -> Result<Dir> {
-        self.folder.sub(OsStr::new(DATA)).at(&self.path(), "cannot open")
+        self.run.folder.sub(OsStr::new(DATA)).at(&self.path(), "cannot open")
     }
 
     /// Removes whatever an earlier run left but the files `names`: what this run does not write must not be
@@ -245,7 +201,7 @@ impl Staging {
     /// Errors: what the system says.
     pub fn keep_only(&self, names: &BTreeSet<&str>) -> Result<()> {
         self.refuse_sealed()?;
-        prune(&self.data()?, "", names)
+        content::prune(&self.data()?, "", names)
     }
 
     /// True if the data file `name` is there with this size.
@@ -266,7 +222,7 @@ impl Staging {
     /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; what the system says.
     pub fn file(&self, name: &str, size: u64, space: Space) -> Result<OutFile> {
         let (folder, last) = self.target(name)?;
-        OutFile::open(&folder, last, size, space, self.options.fsync)
+        OutFile::open(&folder, last, size, space, self.run.options.fsync)
     }
 
     /// Creates the file `name`, empty, and what its data is brought to disk by.
@@ -279,7 +235,7 @@ impl Staging {
 
     /// Ends the writing of a small file: its data on disk, its hash noted for the manifest.
     fn written(&self, name: &str, file: &File, path: &Path, hash: blake3::Hash) -> Result<()> {
-        if self.options.fsync || disk::is_network(file) {
+        if self.run.options.fsync || disk::is_network(file) {
             disk::sync_data(file, path).at(path, "cannot bring to disk")?;
         }
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -300,7 +256,7 @@ impl Staging {
     ///
     /// Errors: `SOURCE_CHANGED` if its length changes meanwhile; `UNSUPPORTED` if it is no regular file.
     pub fn copy_in(&self, name: &str, source: &Path) -> Result<()> {
-        let mut from = companion(source)?;
+        let mut from = content::companion(source)?;
         let meta = from.metadata().at(source, "cannot stat")?;
         let (file, path) = self.small(name)?;
         let (mut hasher, mut copied) = (blake3::Hasher::new(), 0);
@@ -332,7 +288,7 @@ impl Staging {
     pub fn listing(&self) -> Result<Vec<ManifestFile>> {
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut files = Vec::new();
-        list(&self.data()?, "", &hashes, &mut files)?;
+        content::list(&self.data()?, "", &hashes, &mut files)?;
         Ok(files)
     }
 
@@ -345,18 +301,19 @@ impl Staging {
     /// `USAGE` if a name in `last` was not written; `INTERRUPTED`; what the system says. One that comes
     /// after the result appeared says so ([`Error::is_after_publishing`]).
     pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
-        rename::publish(self, last, go_on)
+        drop(self.journal);
+        rename::publish(self.run, last, go_on)
     }
 
     /// Removes the folder with all that was written. Refused (`USAGE`) once sealed.
     pub fn discard(self) -> Result<()> {
         self.refuse_sealed()?;
         drop(self.journal);
-        remove_folder(&self.place, &self.folder, self.lock)
+        remove_folder(&self.run.place, &self.run.folder, self.run.lock)
     }
 
     fn refuse_sealed(&self) -> Result<()> {
-        match self.seal {
+        match self.run.seal {
             None => Ok(()),
             Some(_) => Err(Finding::new(
                 codes::USAGE,
@@ -368,11 +325,11 @@ impl Staging {
     }
 
     fn check(&self, name: &str) -> Result<()> {
-        if is_plain(name) {
+        if content::is_plain(name) {
             return Ok(());
         }
         Err(Finding::new(codes::UNSAFE_PATH, "name of a result file")
-            .file(&self.place.out)
+            .file(&self.run.place.out)
             .expected("a relative path without `..`", name)
             .into())
     }
@@ -381,103 +338,5 @@ impl Staging {
         self.refuse_sealed()?;
         self.check(name)?;
         self.data()?.folder_of(name, true).at(&self.path().join(name), "cannot create the folders of")
-    }
-}
-
-/// True for the name of a result's file: plain parts only, as a part that a system reads in another way has
-/// no place in a result.
-pub fn is_plain(name: &str) -> bool {
-    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0']);
-    name.split('/').all(plain)
-}
-
-/// Opens a file that goes along with a result.
-fn companion(path: &Path) -> Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    // A pipe would keep the run waiting for ever.
-    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
-    let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let file = opened.at(path, "cannot open")?;
-    if !file.metadata().at(path, "cannot stat")?.is_file() {
-        return Err(Finding::new(codes::UNSUPPORTED, "not a regular file").file(path).into());
-    }
-    Ok(file)
-}
-
-/// BLAKE3 of the bytes of a file that goes along with a result, hexadecimal.
-///
-/// Errors: what [`Staging::copy_in`] says of such a file.
-pub fn hash_of_file(path: &Path) -> Result<String> {
-    older::hash_of(companion(path)?).at(path, "cannot read")
-}
-
-/// Removes all files below `directory` that are not among `names`, and the folders that this empties.
-fn prune(directory: &Dir, prefix: &str, names: &BTreeSet<&str>) -> Result<()> {
-    for name in directory.entries().at(directory.path(), "cannot list")? {
-        let (path, full) = (format!("{prefix}{}", name.to_string_lossy()), directory.join(&name));
-        let kept_below = names.range(&*format!("{path}/")..).next().is_some_and(|n| n.starts_with(&format!("{path}/")));
-        if kept_below {
-            prune(&directory.sub(&name).at(&full, "cannot open")?, &format!("{path}/"), names)?;
-        } else if !names.contains(&*path) {
-            directory.remove_tree(&name).at(&full, "cannot remove")?;
-        }
-    }
-    Ok(())
-}
-
-fn list(
-    directory: &Dir,
-    prefix: &str,
-    hashes: &BTreeMap<String, String>,
-    files: &mut Vec<ManifestFile>,
-) -> Result<()> {
-    for name in directory.entries().at(directory.path(), "cannot list")? {
-        let full = directory.join(&name);
-        let text = name.to_str().ok_or_else(|| {
-            Error::from(Finding::new(codes::UNSUPPORTED, "a file name that is not UTF-8").file(&full))
-        })?;
-        let path = format!("{prefix}{text}");
-        let Some(stat) = directory.stat(&name).at(&full, "cannot stat")? else { continue };
-        if FileType::from_raw_mode(stat.st_mode).is_dir() {
-            let sub = directory.sub(&name).at(&full, "cannot open")?;
-            list(&sub, &format!("{path}/"), hashes, files)?;
-        } else if path != MANIFEST_NAME {
-            let size = stat.st_size as u64;
-            let blake3 = match hashes.get(&path) {
-                Some(hash) => Some(hash.clone()),
-                None if size <= HASHED => {
-                    let read = directory.read_only(&name).and_then(older::hash_of);
-                    Some(read.at(&full, "cannot read back")?)
-                }
-                None => None,
-            };
-            let mtime_ns = blake3.is_none().then(|| older::mtime_ns(&stat));
-            files.push(ManifestFile { name: path, size, identity: None, blake3, mtime_ns });
-        }
-    }
-    Ok(())
-}
-
-/// Removes a staging folder whose data is this program's own: the journal first, as it speaks of data.
-pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<()> {
-    folder.remove_file("journal").at(&folder.join("journal"), "cannot remove")?;
-    folder.remove_tree(OsStr::new(DATA)).at(&folder.join(DATA), "cannot remove")?;
-    remove_bookkeeping(place, folder, lock)
-}
-
-/// Removes a staging folder that holds no data any more: the seal last, as it tells that a clean-up was
-/// cut short.
-pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
-    let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in ["journal", "plan", "plan.new", "sealed.new", "lock"] {
-        gone(name)?;
-    }
-    // NFS keeps a removed file in the directory as long as it is open.
-    drop(lock);
-    gone("sealed")?;
-    match place.base.remove_dir(&place.folder) {
-        // Another process has taken the folder over as soon as the lock was gone.
-        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty && folder.has("lock").unwrap_or(false) => Ok(()),
-        done => done.at(folder.path(), "cannot remove"),
     }
 }

@@ -33,7 +33,8 @@ fn with_manifest(mut tree: Tree) -> Tree {
             serde_json::json!({"name": name, "size": bytes.len(), "blake3": blake3::hash(bytes).to_hex().to_string()})
         })
         .collect();
-    let manifest = serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
+    let manifest =
+        serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
     tree.insert(LAST[0].into(), serde_json::to_vec(&manifest).unwrap());
     tree
 }

@@ -17,9 +17,12 @@ pub fn files(manifest: &Manifest, root: &Path) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     for file in manifest.files.iter().filter(|f| !f.holds_tensors()) {
         if !publish::is_plain(&file.name) {
-            return Err(Finding::new(codes::BAD_MANIFEST, "the manifest names a file that leaves its folder")
-                .file(&file.name)
-                .into());
+            return Err(Finding::new(
+                codes::BAD_MANIFEST,
+                "the manifest names a file that leaves its folder",
+            )
+            .file(&file.name)
+            .into());
         }
         let path = root.join(&file.name);
         let size = match std::fs::metadata(&path) {

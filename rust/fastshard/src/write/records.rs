@@ -118,7 +118,13 @@ mod tests {
     use crate::publish::{Options, Staging};
 
     fn done(index: u64, size: u64, value: u8) -> TileDone {
-        TileDone { index, size, value: [value; 32], non_finite: 7, crc32: index.is_multiple_of(2).then_some(9) }
+        TileDone {
+            index,
+            size,
+            value: [value; 32],
+            non_finite: 7,
+            crc32: index.is_multiple_of(2).then_some(9),
+        }
     }
 
     #[test]

@@ -204,7 +204,6 @@ impl Sink for StagedSink<'_> {
     }
 }
 
-
 /// The member of its file that each output lies in.
 fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
     let member = |output: &Output| {

@@ -50,10 +50,8 @@ impl Kind {
             Kind::Inside => &["replacing"],
             _ => &[],
         });
-        let overwrite = matches!(
-            self,
-            Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise
-        );
+        let overwrite =
+            matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise);
         let done = run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync });
         fault::lack(&[]);
         done
@@ -76,9 +74,14 @@ impl Kind {
                 // Piece by piece: every file of the older result is there or aside, no manifest beside a part.
                 let out = out.as_ref().unwrap();
                 let aside = setting.folders().first().and_then(|f| tree(&f.join("old"))).unwrap_or_default();
-                let whole = |of: &Tree| of.iter().all(|(n, b)| out.get(n) == Some(b) || aside.get(n) == Some(b));
+                let whole =
+                    |of: &Tree| of.iter().all(|(n, b)| out.get(n) == Some(b) || aside.get(n) == Some(b));
                 let mixed = out.iter().all(|(n, b)| old().get(n) == Some(b) || result().get(n) == Some(b));
-                *out == old() || whole(&old()) && mixed && !out.contains_key(LAST[1]) && out.get(LAST[0]) != old().get(LAST[0])
+                *out == old()
+                    || whole(&old())
+                        && mixed
+                        && !out.contains_key(LAST[1])
+                        && out.get(LAST[0]) != old().get(LAST[0])
             }
             Kind::Inside => {
                 let out = out.as_ref().unwrap();

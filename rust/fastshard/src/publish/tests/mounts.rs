@@ -185,7 +185,12 @@ fn an_older_result_in_a_lower_layer_of_overlayfs() {
         let (low, out) = (s.root.join("low/out"), s.root.join("merged/out"));
         fs::remove_file(low.join("lower")).unwrap();
         put(&low, &old());
-        assert!(Command::new("mount").args(["-o", "remount"]).arg(s.root.join("merged")).status().unwrap().success());
+        assert!(Command::new("mount")
+            .args(["-o", "remount"])
+            .arg(s.root.join("merged"))
+            .status()
+            .unwrap()
+            .success());
         assert_eq!(tree(&out), Some(old()), "the layer shows");
         let probe = s.root.join("merged/probe");
         assert_eq!(

@@ -36,7 +36,10 @@ fn all(directory: &Path) -> BTreeMap<String, Vec<u8>> {
                 found.insert(format!("{name}/"), Vec::new());
                 folders.push(entry.path());
             } else {
-                found.insert(name, if kind.is_file() { fs::read(entry.path()).unwrap() } else { b"special".to_vec() });
+                found.insert(
+                    name,
+                    if kind.is_file() { fs::read(entry.path()).unwrap() } else { b"special".to_vec() },
+                );
             }
         }
     }
@@ -130,7 +133,8 @@ fn large_files_are_known_by_their_time() {
     let files = staging.listing().unwrap();
     let kinds: Vec<_> = files.iter().map(|f| (&*f.name, f.blake3.is_some(), f.mtime_ns.is_some())).collect();
     assert_eq!(kinds, [("config.json", true, false), ("model.safetensors", false, true)]);
-    let manifest = serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
+    let manifest =
+        serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
     staging.write(LAST[0], manifest.to_string().as_bytes()).unwrap();
     staging.publish(&[LAST[0]], &|| true).unwrap();
     preflight(&s.out(), &[], RUN, &NEEDS, &OVERWRITE).unwrap();
@@ -281,7 +285,16 @@ fn a_staging_folder_is_its_owners_alone() {
 /// Links in the place of everything that a resumed run opens: none is followed.
 #[test]
 fn links_in_a_staging_folder_are_not_followed() {
-    for name in ["lock", "plan", "journal", "data", "sealed", "sealed.new", "data/model-1.safetensors", "data/tokenizer.json"] {
+    for name in [
+        "lock",
+        "plan",
+        "journal",
+        "data",
+        "sealed",
+        "sealed.new",
+        "data/model-1.safetensors",
+        "data/tokenizer.json",
+    ] {
         let s = Setting::new();
         let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
         fill(&staging, &s.source()).unwrap();

@@ -1,0 +1,76 @@
+//! The staging folder itself: what is in it, whose it is, and its end.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+
+use super::disk::{self, At, Dir};
+use super::place::Place;
+use crate::codes;
+use crate::error::{Finding, Result};
+
+/// The folder's entry whose content becomes the result.
+pub(super) const DATA: &str = "data";
+/// Largest of the folder's own small files, in bytes.
+pub(super) const MAX_OWN: u64 = 64 << 20;
+
+/// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
+/// links lead where somebody else wants.
+pub(super) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
+    let path = folder.path();
+    let loose = |mode: u32| mode & 0o022;
+    let meta = folder.meta().at(path, "cannot stat")?;
+    if meta.st_uid == rustix::process::geteuid().as_raw() && loose(meta.st_mode) == 0 {
+        return Ok(());
+    }
+    // Some file servers give files to a user of their own, or know no modes: what do they make of a
+    // directory that is made now?
+    let probe = format!(".fastshard-probe-{}", std::process::id());
+    let name = OsStr::new(&probe);
+    place.base.create_dir(name, disk::PRIVATE).at(&place.base.join(name), "cannot create")?;
+    let made = place.base.sub(name).and_then(|probe| probe.meta());
+    place.base.remove_dir(name).at(&place.base.join(name), "cannot remove")?;
+    let made = made.at(path, "cannot stat")?;
+    if meta.st_uid == made.st_uid && loose(meta.st_mode) & !loose(made.st_mode) == 0 {
+        return Ok(());
+    }
+    Err(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
+        .file(path)
+        .expected(
+            format!("owner {}, writable by nobody else", made.st_uid),
+            format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
+        )
+        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")
+        .into())
+}
+
+/// Removes a staging folder whose data is this program's own: the journal first, as it speaks of data.
+pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+    folder.remove_file("journal").at(&folder.join("journal"), "cannot remove")?;
+    folder.remove_tree(OsStr::new(DATA)).at(&folder.join(DATA), "cannot remove")?;
+    remove_bookkeeping(place, folder, lock)
+}
+
+/// Removes a staging folder that holds no data any more: the seal last, as it tells that a clean-up was
+/// cut short.
+pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+    let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
+    for name in ["journal", "plan", "plan.new", "sealed.new", "lock"] {
+        gone(name)?;
+    }
+    // NFS keeps a removed file in the directory as long as it is open.
+    drop(lock);
+    gone("sealed")?;
+    for _ in 0..10 {
+        match place.base.remove_dir(&place.folder) {
+            // Another process has taken the folder over as soon as the lock was gone, or has even left it again.
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {
+                if folder.has("lock").unwrap_or(false) {
+                    return Ok(());
+                }
+            }
+            done => return done.at(folder.path(), "cannot remove"),
+        }
+    }
+    place.base.remove_dir(&place.folder).at(folder.path(), "cannot remove")
+}

@@ -1,0 +1,173 @@
+//! The seal of a staging folder: its result is complete and on disk, and can only be published.
+
+use std::ffi::OsStr;
+use std::io;
+
+use rustix::fs::FileType;
+use serde::{Deserialize, Serialize};
+
+use super::disk::{At, Dir};
+use super::folder::{DATA, MAX_OWN};
+use super::journal::{boot_id, same_boot};
+use super::place::Place;
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+const SEALED: &str = "sealed";
+
+/// What publishing has to do, written once the result is complete and on disk.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Seal {
+    /// Inode of the data directory, to tell it from an old result after an exchange.
+    inode: u64,
+    /// Top-level names in the order in which they appear, if one by one.
+    pub(super) names: Vec<String>,
+    /// How many of the last names are pointers: each appears after all before it are on disk.
+    pub(super) pointers: usize,
+    /// True if everything was brought to disk.
+    pub(super) durable: bool,
+    /// Identity of the machine's run in which it was sealed.
+    boot: String,
+    /// True once the older result is being replaced piece by piece, as its directory cannot be moved.
+    #[serde(default)]
+    pub(super) piecewise: bool,
+}
+
+impl Seal {
+    /// True if a folder has one.
+    pub(super) fn is_on(folder: &Dir) -> bool {
+        folder.has(SEALED).unwrap_or(false)
+    }
+
+    /// The seal of a folder, if it has one.
+    pub(super) fn read(folder: &Dir) -> Result<Option<Seal>> {
+        let Some(bytes) = folder.read_small(SEALED, MAX_OWN).at(&folder.join(SEALED), "cannot read")? else {
+            return Ok(None);
+        };
+        let seal: Seal = serde_json::from_slice(&bytes)
+            .map_err(|e| unclear(folder, &format!("its seal cannot be read ({e})")))?;
+        if !same_boot(seal.durable, seal.boot.as_bytes(), &boot_id()) {
+            return Err(unclear(folder, "the machine was restarted before its data was on disk"));
+        }
+        Ok(Some(seal))
+    }
+
+    /// Brings the data to disk and writes the seal.
+    pub(super) fn make(folder: &Dir, last: &[&str], durable: bool, go_on: &dyn Fn() -> bool) -> Result<Seal> {
+        let path = folder.join(DATA);
+        let data = folder.sub(OsStr::new(DATA)).at(&path, "cannot open")?;
+        let mut names = Vec::new();
+        for name in data.entries().at(&path, "cannot list")? {
+            names.push(name.into_string().map_err(|name| {
+                let shown = name.to_string_lossy().into_owned();
+                Finding::new(codes::UNSUPPORTED, "a file name that is not UTF-8").file(path.join(shown))
+            })?);
+        }
+        if let Some(name) = last.iter().find(|name| !names.iter().any(|n| n == *name)) {
+            return Err(Finding::new(codes::USAGE, "published last but never written")
+                .file(path.join(name))
+                .into());
+        }
+        names.sort_by_key(|name| (last.iter().position(|l| l == name).map_or(0, |i| i + 1), name.clone()));
+        if durable {
+            sync_tree(&data, go_on)?;
+        }
+        let inode = data.meta().at(&path, "cannot stat")?.st_ino;
+        let pointers = last.len();
+        let seal = Seal { inode, names, pointers, durable, boot: boot_id(), piecewise: false };
+        seal.write(folder)?;
+        Ok(seal)
+    }
+
+    pub(super) fn write(&self, folder: &Dir) -> Result<()> {
+        let bytes = serde_json::to_vec(self).map_err(|e| unclear(folder, &e.to_string()))?;
+        folder.write_whole(SEALED, &bytes, self.durable)
+    }
+
+    /// True if the data folder is still the result's, whatever has been moved out of it.
+    pub(super) fn is_in(&self, folder: &Dir, inside: bool) -> Result<bool> {
+        Ok(inside || self.piecewise || inode(folder, OsStr::new(DATA))? == Some(self.inode))
+    }
+
+    /// True as long as nothing of the result has appeared.
+    pub(super) fn is_untouched(&self, place: &Place, folder: &Dir) -> Result<bool> {
+        if self.piecewise || inode(folder, OsStr::new(DATA))? != Some(self.inode) {
+            return Ok(false);
+        }
+        let data = folder.sub(OsStr::new(DATA)).at(&folder.join(DATA), "cannot open")?;
+        let waits = |name: &String| data.has(name).at(&data.join(name), "cannot stat");
+        Ok(!place.inside || self.names.iter().map(waits).collect::<Result<Vec<_>>>()?.into_iter().all(|w| w))
+    }
+
+    /// True if the result is at its destination already; an error if it is nowhere.
+    pub(super) fn is_published(&self, place: &Place, folder: &Dir) -> Result<bool> {
+        let lost = || unclear(folder, "neither it nor the destination holds what was sealed");
+        if place.inside || self.piecewise {
+            let data = subdirectory(folder, DATA)?;
+            let out = place.open_out()?;
+            let is_in = |directory: &Option<Dir>, name: &String| match directory {
+                Some(directory) => directory.has(name).at(&directory.join(name), "cannot stat"),
+                None => Ok(false),
+            };
+            let mut all = true;
+            for name in &self.names {
+                let waits = is_in(&data, name)?;
+                if !waits && !is_in(&out, name)? {
+                    return Err(lost());
+                }
+                all &= !waits;
+            }
+            return Ok(all);
+        }
+        if inode(folder, OsStr::new(DATA))? == Some(self.inode) {
+            Ok(false)
+        } else if inode(&place.base, &place.name)? == Some(self.inode) {
+            Ok(true)
+        } else {
+            Err(lost())
+        }
+    }
+
+    /// Takes the seal off.
+    pub(super) fn remove(folder: &Dir) -> Result<()> {
+        folder.remove_file(SEALED).at(&folder.join(SEALED), "cannot remove")?;
+        folder.sync().at(folder.path(), "cannot bring to disk")
+    }
+}
+
+/// Inode number of an entry.
+pub(super) fn inode(directory: &Dir, name: &OsStr) -> Result<Option<u64>> {
+    Ok(directory.stat(name).at(&directory.join(name), "cannot stat")?.map(|stat| stat.st_ino))
+}
+
+/// A directory in `folder`, if it is there.
+pub(super) fn subdirectory(folder: &Dir, name: &str) -> Result<Option<Dir>> {
+    match folder.sub(OsStr::new(name)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        found => found.at(&folder.join(name), "cannot open").map(Some),
+    }
+}
+
+fn unclear(folder: &Dir, why: &str) -> Error {
+    Finding::new(codes::LEFTOVER_RUN, format!("an interrupted publishing cannot be continued: {why}"))
+        .file(folder.path())
+        .help("look at the destination and into the folder, which may hold what was there before; then remove it and run again")
+        .into()
+}
+
+/// Brings a directory with all beneath it to disk, files before the directory that names them.
+fn sync_tree(directory: &Dir, go_on: &dyn Fn() -> bool) -> Result<()> {
+    for name in directory.entries().at(directory.path(), "cannot list")? {
+        if !go_on() {
+            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+        }
+        let path = directory.join(&name);
+        let stat = directory.stat(&name).at(&path, "cannot stat")?;
+        if stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_dir()) {
+            sync_tree(&directory.sub(&name).at(&path, "cannot open")?, go_on)?;
+        } else {
+            directory.sync_file(&name).at(&path, "cannot bring to disk")?;
+        }
+    }
+    directory.sync().at(directory.path(), "cannot bring to disk")
+}
