@@ -19,6 +19,8 @@ from .errors import FastshardError, Finding, error_for
 
 #: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
 MAX_TEXT = 64 << 20
+#: Bytes at most of an index, which names every tensor; what is written has no larger one.
+MAX_INDEX = 512 << 20
 #: Bytes at most of a config or a layout that a user names.
 MAX_CONFIG = 16 << 20
 

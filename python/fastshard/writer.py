@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from . import _core
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import Manifest
+from .maps import Bytes
 from .planning import parse_size
 from .tensor import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
 
@@ -75,8 +77,11 @@ class Writer:
     def __setitem__(self, name: str, array: Any) -> None:
         """Writes a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
 
+        Its bytes are read once: what is hashed is what is written, though another thread may change them.
+
         Raises:
-            FastshardError: if it is not expected, or of another dtype or shape than expected.
+            FastshardError: if it is not expected, or of another dtype or shape than expected; ``FS514``
+                if safetensors cannot hold it, or its name is too long for a header.
         """
         dtype, shape, data = _raw(name, array)
         if self._expected is not None:
@@ -134,21 +139,39 @@ def _wanted(expected: Any, name: str) -> tuple[str | None, tuple[int, ...] | Non
     return None, tuple(value)
 
 
-def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], np.ndarray[Any, np.dtype[np.uint8]]]:
-    """dtype, shape and C-ordered little-endian bytes of anything array-like."""
-    if type(array).__module__.split(".")[0] == "torch":
-        import torch
+def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
+    """dtype, shape and C-ordered little-endian bytes of anything array-like, copied once at most.
 
-        tensor = array.detach().cpu().contiguous()
-        dtype = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise FastshardError.of("FS514", f"dtype {tensor.dtype}", tensor=name)
-        return dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy()
+    Raises:
+        FastshardError: ``FS514`` for a dtype that safetensors does not have, and for what is no whole
+            array of values (sparse, masked, a rank's part, without memory).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _raw_torch(name, array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise FastshardError.of("FS514", "a masked array", tensor=name, help="fill what is masked: .filled()")
     values = np.asarray(array)
     dtype = _FROM_NUMPY.get(values.dtype.name)
     if dtype is None:
         raise FastshardError.of("FS514", f"dtype {values.dtype}", tensor=name)
-    if values.dtype.byteorder == ">":
-        values = values.astype(values.dtype.newbyteorder("<"))
-    shape = values.shape
-    return dtype, shape, np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    big = values.dtype.byteorder == ">"
+    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<") if big else None)
+    return dtype, values.shape, little.reshape(-1).view(np.uint8)
+
+
+def _raw_torch(name: str, tensor: Any) -> tuple[str, tuple[int, ...], Bytes]:
+    import torch
+
+    dtype = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise FastshardError.of("FS514", f"dtype {tensor.dtype}", tensor=name)
+    if hasattr(tensor, "full_tensor"):
+        raise FastshardError.of("FS514", "a DTensor", tensor=name, help="write what .full_tensor() gives")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        raise FastshardError.of("FS514", kind, tensor=name, help="write a dense tensor that holds values")
+    # A conjugated or negated view is one by a flag: its memory holds the other numbers.
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format)
+    plain = plain.contiguous()
+    return dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy()

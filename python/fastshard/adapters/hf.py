@@ -7,6 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
+from .. import regular
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
@@ -21,14 +22,14 @@ _SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 _SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
 
 
-def read_json(listing: Listing, file: File) -> Any:
-    """Content of a JSON file.
+def read_json(listing: Listing, file: File, limit: int = regular.MAX_TEXT) -> Any:
+    """Content of a JSON file of at most ``limit`` bytes.
 
     Raises:
         FastshardError: ``FS211`` if it is not JSON.
     """
     try:
-        return json.loads(listing.read_text(file))
+        return json.loads(listing.read_text(file, limit))
     except (ValueError, RecursionError) as error:
         raise FastshardError.of("FS211", f"not valid JSON: {error}", file=file.path) from None
 
@@ -139,7 +140,7 @@ class HuggingFace:
         return self._without_index(folder, shards)
 
     def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found:
-        content = read_json(listing, index)
+        content = read_json(listing, index, regular.MAX_INDEX)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)

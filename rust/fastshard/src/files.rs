@@ -1,6 +1,7 @@
 //! Output files: which outputs go into which, and what stands around their bytes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
 
 use serde::Deserialize;
 
@@ -8,10 +9,24 @@ use crate::codes;
 use crate::error::{Finding, Result};
 use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
+use crate::format::pickle::{parse_bytes, LIMITS};
 use crate::format::torch_zip::writer as torch_zip;
+use crate::format::torch_zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
+use crate::manifest::{MANIFEST_NAME, MAX_MANIFEST};
 use crate::plan::{ArrayStore, Fill, Form, OutFile, Output};
 use crate::tensor::{element_count, Dtype};
+
+/// Name of the index that names each tensor's file.
+pub const INDEX_NAME: &str = "model.safetensors.index.json";
+
+/// Bytes of entries that a file's header is given at most: whole pages of what the format allows.
+const HEADER_ROOM: usize = safetensors::MAX_HEADER as usize - 4096;
+/// Bytes at most of the texts beside tensors, and of an index; as `regular.py` reads them.
+const MAX_TEXT: u64 = 64 << 20;
+const MAX_INDEX: u64 = 512 << 20;
+/// Bytes at least of a tensor's entry in a manifest, without names.
+const MANIFEST_ENTRY: u64 = 250;
 
 /// Outputs with their ranks.
 pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
@@ -243,6 +258,8 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     match &file.form {
         Form::Safetensors => {
             let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
+            let announced = safetensors::announced(&header);
+            within("header", announced, safetensors::MAX_HEADER, &file.name)?;
             let mut at = header.len() as u64;
             let mut offsets = Vec::with_capacity(outputs.len());
             for output in outputs {
@@ -252,7 +269,7 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
             Ok((Frame { pieces: vec![(0, header)], members: Vec::new(), size: at }, offsets))
         }
         Form::TorchZip(tree) => {
-            let frame = zipped(stem(&file.name), tree, outputs)?;
+            let frame = zipped(stem(&file.name), tree, outputs, &file.name)?;
             let offsets = frame.members.iter().map(|m| m.offset).collect();
             Ok((frame, offsets))
         }
@@ -271,7 +288,7 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
             Ok((all, offsets))
         }
         Form::Pickle(tree) => {
-            let bytes = pickle(tree, &|_| None)?;
+            let bytes = pickled(tree, &|_| None, &file.name)?;
             let size = bytes.len() as u64;
             Ok((Frame { pieces: vec![(0, bytes)], members: Vec::new(), size }, Vec::new()))
         }
@@ -291,15 +308,63 @@ pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     }
 }
 
+/// What is written must be read again: by this program, whose limits are those of the format or beyond it.
+fn within(what: &str, got: u64, limit: u64, file: &str) -> Result<()> {
+    if got <= limit {
+        return Ok(());
+    }
+    Err(Finding::new(
+        codes::UNSUPPORTED,
+        format!("{what} of a file of the result, beyond what is read again"),
+    )
+    .file(file)
+    .expected(format!("{limit} at most"), got)
+    .help("write fewer tensors at a time (--include, --exclude), or divide the result among more ranks")
+    .into())
+}
+
+/// The pickle of `tree`, which the inert machine is known to read.
+fn pickled<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>, file: &str) -> Result<Vec<u8>> {
+    let bytes = pickle(tree, stored)?;
+    within("bytes of the pickle", bytes.len() as u64, LIMITS.stream as u64, file)?;
+    parse_bytes(&bytes, Path::new(file)).map_err(|error| {
+        Finding::new(
+            codes::UNSUPPORTED,
+            format!("the pickle of the result is beyond what is read again: {error}"),
+        )
+        .file(file)
+    })?;
+    Ok(bytes)
+}
+
+/// Findings for what goes with the files of a result and would be beyond what is read again: its index, its
+/// manifest, and the texts of the target.
+pub fn beyond(outputs: &[Output], files: &[OutFile], texts: &BTreeMap<String, String>) -> Vec<Finding> {
+    let named = |each: u64| -> u64 {
+        let file = |o: &Output| files.get(o.file as usize).map_or(0, |f| f.name.len());
+        outputs.iter().map(|o| (o.name.len() + file(o)) as u64 + each).sum()
+    };
+    let index = (files.len() > 1 && files.iter().all(|f| f.form == Form::Safetensors)).then(|| named(12));
+    let mut all: Vec<(&str, u64, u64)> = vec![(MANIFEST_NAME, named(MANIFEST_ENTRY), MAX_MANIFEST)];
+    all.extend(index.map(|bytes| (INDEX_NAME, bytes, MAX_INDEX)));
+    all.extend(texts.iter().map(|(name, text)| (name.as_str(), text.len() as u64, MAX_TEXT)));
+    let refused =
+        all.into_iter().filter_map(|(name, bytes, limit)| within("bytes", bytes, limit, name).err());
+    refused.flat_map(crate::error::Error::into_findings).collect()
+}
+
 /// A torch zip that holds `tree`, whose tensors are `outputs` in this order.
-fn zipped(folder: &str, tree: &Tree, outputs: &[&Output]) -> Result<Frame> {
+fn zipped(folder: &str, tree: &Tree, outputs: &[&Output], file: &str) -> Result<Frame> {
     let keys: HashMap<&str, usize> = outputs.iter().enumerate().map(|(i, o)| (o.name.as_str(), i)).collect();
-    let bytes = pickle(tree, &|name| {
+    let stored = |name: &str| {
         let &i = keys.get(name)?;
         Some(Stored { dtype: outputs[i].dtype, shape: &outputs[i].shape, key: i as u32 })
-    })?;
+    };
+    let bytes = pickled(tree, &stored, file)?;
     let lens: Vec<u64> = outputs.iter().map(|o| o.nbytes()).collect();
-    Ok(torch_zip::layout(folder, torch_zip::records(bytes, &lens)))
+    let records = torch_zip::records(bytes, &lens);
+    within("members", records.len() as u64, MAX_MEMBERS, file)?;
+    Ok(torch_zip::layout(folder, records))
 }
 
 /// Start of each record of a file, and what stands in it around its tensors.
@@ -310,7 +375,7 @@ fn record_frames(file: &OutFile, outputs: &[&Output]) -> Result<Vec<(u64, Frame)
     for value in values {
         let (mine, others) = rest.split_at(value.tensors().len().min(rest.len()));
         // The folder in the zips that torch.save makes of streams.
-        let frame = zipped("archive", value, mine)?;
+        let frame = zipped("archive", value, mine, &file.name)?;
         let next = at + frame.size;
         all.push((at, frame));
         (at, rest) = (next, others);
@@ -352,28 +417,31 @@ fn natural(name: &str) -> Vec<(String, u64)> {
     out
 }
 
-/// Distributes outputs over safetensors files and lays them out in each.
-pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>) {
+/// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one
+/// file, so that its header may be beyond the format's limit: that is a finding.
+pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>, Vec<Finding>) {
     let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
     for (coords, output) in outputs {
         units.entry(coords).or_default().push(output);
     }
     let sharded = units.len() > 1;
-    let (mut all, mut files) = (Vec::new(), Vec::new());
+    let (mut all, mut files, mut findings) = (Vec::new(), Vec::new(), Vec::new());
     for (rank, (_, mut outputs)) in units.into_iter().enumerate() {
         outputs.sort_by_cached_key(|o| natural(&o.name));
         let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
-        let mut bytes = 0;
+        let (mut bytes, mut header) = (0, safetensors::HEADER_FIXED);
         for output in outputs {
             let n = output.nbytes();
+            let entry = safetensors::entry_room(output.key(), output.shape.len());
             let last = groups.last_mut().expect("never empty");
             // A rank's tensors stay in one file: that is what the next tool reads.
-            if !sharded && !last.is_empty() && bytes + n > max_bytes {
+            if !sharded && !last.is_empty() && (bytes + n > max_bytes || header + entry > HEADER_ROOM) {
                 groups.push(vec![output]);
-                bytes = n;
+                (bytes, header) = (n, safetensors::HEADER_FIXED + entry);
             } else {
                 last.push(output);
                 bytes += n;
+                header += entry;
             }
         }
         let count = groups.len();
@@ -385,10 +453,14 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>) {
                 (false, 1) => "model.safetensors".to_string(),
                 (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
             };
-            let file = laid_out(name, Form::Safetensors, &mut group, files.len() as u32);
-            files.push(file.expect("safetensors files hold any output"));
-            all.extend(group);
+            match laid_out(name, Form::Safetensors, &mut group, files.len() as u32) {
+                Ok(file) => {
+                    files.push(file);
+                    all.extend(group);
+                }
+                Err(error) => findings.extend(error.into_findings()),
+            }
         }
     }
-    (all, files)
+    (all, files, findings)
 }

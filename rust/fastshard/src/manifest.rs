@@ -17,7 +17,7 @@ pub const MANIFEST_NAME: &str = "fastshard.manifest.json";
 pub const MANIFEST_VERSION: u32 = 1;
 const FORMAT: &str = "fastshard.manifest";
 /// Largest manifest read, in bytes.
-const MAX_MANIFEST: u64 = 1 << 30;
+pub(crate) const MAX_MANIFEST: u64 = 1 << 30;
 
 /// What a matching manifest leaves open.
 pub const NOT_PROVEN: &str =

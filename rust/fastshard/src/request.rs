@@ -299,13 +299,12 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
 
     let prescribed = request.target.as_ref().map_or(&[][..], |t| &t.files);
     let broken = findings.iter().any(|f| f.severity == Severity::Error);
-    let (outputs, files) = if prescribed.is_empty() || broken {
-        files::pack(made.outputs, request.max_shard_size)
-    } else {
-        let (outputs, files, found) = files::place(made.outputs, prescribed);
-        findings.extend(found);
-        (outputs, files)
+    let (outputs, files, found) = match prescribed.is_empty() || broken {
+        true => files::pack(made.outputs, request.max_shard_size),
+        false => files::place(made.outputs, prescribed),
     };
+    findings.extend(found);
+    findings.extend(files::beyond(&outputs, &files, &request.texts));
     let mut plan = Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),

@@ -20,6 +20,7 @@ use crate::publish::{self, Needs, OutFile, Space, Staging};
 use crate::stats::Level;
 use crate::storage::SourceFile;
 
+pub use crate::files::INDEX_NAME;
 use arrays::Arrays;
 pub use arrays::{Array, ArrayWriter};
 use sink::StagedSink;
@@ -266,8 +267,6 @@ fn last_names(plan: &Plan) -> Vec<&str> {
 
 /// Names of the text that names the step to be loaded (DeepSpeed, Megatron-LM).
 const TRACKER_NAMES: [&str; 2] = ["latest", "latest_checkpointed_iteration.txt"];
-/// Name of the index that names each tensor's file.
-pub const INDEX_NAME: &str = "model.safetensors.index.json";
 
 /// True for safetensors files that share the tensors of one model.
 fn has_index(plan: &Plan) -> bool {

@@ -2,22 +2,24 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::safetensors::padded;
+use crate::format::safetensors::{entry_room, padded, HEADER_FIXED};
 use crate::hash;
-use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, MANIFEST_NAME};
+use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::publish::{self, Needs, Staging};
 use crate::tensor::{element_count, Dtype};
 use crate::write::INDEX_NAME;
 
 /// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
 const HEADER_ROOM: usize = 64 << 10;
+/// Bytes taken over at a time.
+const PIECE: usize = 1 << 20;
 
+/// A file that tensors are added to.
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
@@ -25,14 +27,24 @@ struct Shard {
     bytes: u64,
     header: serde_json::Map<String, serde_json::Value>,
     header_bytes: usize,
-    tensors: Vec<(ManifestTensor, [u8; 32])>,
+    tensors: Vec<ManifestTensor>,
+    hashes: Vec<[u8; 32]>,
+}
+
+/// A file that is whole, under the name that it has until the number of files is known.
+#[derive(Debug)]
+struct Whole {
+    path: PathBuf,
+    bytes: u64,
+    identity: String,
+    tensors: Vec<ManifestTensor>,
 }
 
 /// A result that is written tensor by tensor.
 #[derive(Debug)]
 pub struct ResultWriter {
     staging: Option<Staging>,
-    done: Vec<Shard>,
+    done: Vec<Whole>,
     open: Option<Shard>,
     max_shard: u64,
     names: std::collections::HashSet<String>,
@@ -66,10 +78,11 @@ impl ResultWriter {
         self.staging.as_ref().ok_or_else(|| Finding::new(codes::USAGE, "the writer is closed").into())
     }
 
-    /// Adds a tensor: its bytes are little-endian, in C order.
+    /// Adds a tensor: its bytes are little-endian, in C order. Each of them is read once, so that the
+    /// hash is that of what is written, whoever changes them meanwhile.
     ///
     /// # Errors
-    /// A name twice, a size that does not fit the shape, I/O.
+    /// A name twice, or too long for a header; a size that does not fit the shape; I/O.
     pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[u64], bytes: &[u8]) -> Result<()> {
         let wanted = element_count(shape).and_then(|n| n.checked_mul(dtype.size() as u64));
         if wanted != Some(bytes.len() as u64) {
@@ -78,65 +91,97 @@ impl ResultWriter {
                 .expected(format!("{} for {dtype} {shape:?}", wanted.unwrap_or(0)), bytes.len())
                 .into());
         }
-        if name == "__metadata__" || !self.names.insert(name.to_string()) {
+        if name == "__metadata__" || self.names.contains(name) {
             return Err(Finding::new(codes::OVERLAP, "written twice, or a reserved name")
                 .tensor(name)
                 .into());
         }
-        let room = 160 + 2 * name.len() + 21 * shape.len();
+        let room = entry_room(name, shape.len());
+        if room > HEADER_ROOM - HEADER_FIXED {
+            return Err(Finding::new(codes::UNSUPPORTED, "its entry is too large for a file's header")
+                .tensor(name)
+                .expected(format!("{} bytes at most", HEADER_ROOM - HEADER_FIXED), room)
+                .help("give it a shorter name")
+                .into());
+        }
         let full = self.open.as_ref().is_some_and(|s| {
             !s.tensors.is_empty()
-                && (s.bytes + bytes.len() as u64 > self.max_shard || s.header_bytes + room > HEADER_ROOM - 64)
+                && (s.bytes + bytes.len() as u64 > self.max_shard || s.header_bytes + room > HEADER_ROOM)
         });
         if full {
             self.close_shard()?;
         }
         if self.open.is_none() {
-            let path = self.staging()?.path().join(format!("shard-{:05}", self.done.len()));
-            let file = OpenOptions::new()
-                .write(true)
-                .create_new(true)
-                .open(&path)
-                .map_err(|e| Error::io(&path, "cannot create", &e))?;
-            file.write_all_at(&[b' '; HEADER_ROOM], 0).map_err(|e| Error::io(&path, "cannot write", &e))?;
-            let mut header = serde_json::Map::new();
-            header.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
-            self.open = Some(Shard { path, file, bytes: 0, header, header_bytes: 64, tensors: Vec::new() });
+            self.open = Some(self.shard()?);
         }
         let shard = self.open.as_mut().expect("opened above");
         let at = HEADER_ROOM as u64 + shard.bytes;
-        shard.file.write_all_at(bytes, at).map_err(|e| Error::io(&shard.path, "cannot write", &e))?;
+        let mut hasher = blake3::Hasher::new();
+        let mut own = vec![0; PIECE.min(bytes.len())];
+        for (i, piece) in bytes.chunks(PIECE).enumerate() {
+            let own = &mut own[..piece.len()];
+            own.copy_from_slice(piece);
+            hasher.update(own);
+            let at = at + (i * PIECE) as u64;
+            shard.file.write_all_at(own, at).map_err(|e| Error::io(&shard.path, "cannot write", &e))?;
+        }
         let end = shard.bytes + bytes.len() as u64;
         shard.header.insert(
             name.into(),
             serde_json::json!({"dtype": dtype.safetensors_name(), "shape": shape, "data_offsets": [shard.bytes, end]}),
         );
         shard.header_bytes += room;
-        let digest = *blake3::hash(bytes).as_bytes();
-        shard.tensors.push((
-            ManifestTensor {
-                name: name.into(),
-                dtype,
-                shape: shape.to_vec(),
-                file: String::new(),
-                offset: Some(at),
-                blake3: hash::hex(&digest),
-                stats: None,
-            },
-            digest,
-        ));
+        let digest = *hasher.finalize().as_bytes();
+        shard.tensors.push(ManifestTensor {
+            name: name.into(),
+            dtype,
+            shape: shape.to_vec(),
+            file: String::new(),
+            offset: Some(at),
+            blake3: hash::hex(&digest),
+            stats: None,
+        });
+        shard.hashes.push(digest);
         shard.bytes = end;
+        self.names.insert(name.to_string());
         Ok(())
     }
 
+    /// A new file.
+    fn shard(&self) -> Result<Shard> {
+        let path = self.staging()?.path().join(format!("shard-{:05}", self.done.len()));
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(|e| Error::io(&path, "cannot create", &e))?;
+        let mut header = serde_json::Map::new();
+        header.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
+        let (tensors, hashes) = (Vec::new(), Vec::new());
+        Ok(Shard { path, file, bytes: 0, header, header_bytes: HEADER_FIXED, tensors, hashes })
+    }
+
+    /// Completes the open file: a writer of many files holds one descriptor.
     fn close_shard(&mut self) -> Result<()> {
-        if let Some(shard) = self.open.take() {
-            self.done.push(shard);
-        }
+        let Some(shard) = self.open.take() else { return Ok(()) };
+        let header = padded(serde_json::to_vec(&shard.header).expect("plain data"), HEADER_ROOM);
+        assert_eq!(header.len(), HEADER_ROOM, "entries were measured when they were added");
+        let io = |e: std::io::Error| Error::io(&shard.path, "cannot write", &e);
+        shard.file.write_all_at(&header, 0).map_err(io)?;
+        // A write that failed half way may have left more.
+        shard.file.set_len(HEADER_ROOM as u64 + shard.bytes).map_err(io)?;
+        // Here, where errors of earlier writes are told: a network filesystem keeps them for this descriptor.
+        self.staging()?.sync(&shard.file, &shard.path)?;
+        self.done.push(Whole {
+            path: shard.path,
+            bytes: shard.bytes,
+            identity: file_identity(blake3::hash(&header[8..]).as_bytes(), shard.hashes.iter()),
+            tensors: shard.tensors,
+        });
         Ok(())
     }
 
-    /// Writes headers, texts, index and manifest, and publishes.
+    /// Writes texts, index and manifest, and publishes.
     ///
     /// # Errors
     /// I/O, and a destination that appeared meanwhile. Nothing is published then.
@@ -149,39 +194,19 @@ impl ResultWriter {
         let count = self.done.len();
         let mut manifest = Manifest::new("writer");
         manifest.values = values;
-        let mut weight_map = BTreeMap::new();
+        let (mut weight_map, mut identities) = (BTreeMap::new(), BTreeMap::new());
         let mut total = 0;
-        let shards = std::mem::take(&mut self.done);
-        for (i, mut shard) in shards.into_iter().enumerate() {
+        for (i, whole) in std::mem::take(&mut self.done).into_iter().enumerate() {
             let name = if count == 1 {
                 "model.safetensors".to_string()
             } else {
                 format!("model-{:05}-of-{count:05}.safetensors", i + 1)
             };
-            let json = serde_json::to_vec(&shard.header).expect("plain data");
-            let header = padded(json, HEADER_ROOM);
-            if header.len() != HEADER_ROOM {
-                return Err(Finding::new(codes::UNSUPPORTED, "one tensor's header entry is too large")
-                    .file(&name)
-                    .expected(format!("{HEADER_ROOM} bytes"), header.len())
-                    .into());
-            }
-            let io = |e: std::io::Error| Error::io(&shard.path, "cannot write", &e);
-            shard.file.write_all_at(&header, 0).map_err(io)?;
-            shard.file.flush().map_err(io)?;
             let target = self.staging()?.path().join(&name);
-            std::fs::rename(&shard.path, &target).map_err(|e| Error::io(&target, "cannot rename", &e))?;
-            let digest = blake3::hash(&header[8..]);
-            let hashes = shard.tensors.iter().map(|(_, h)| h);
-            manifest.files.push(ManifestFile {
-                name: name.clone(),
-                size: HEADER_ROOM as u64 + shard.bytes,
-                identity: Some(file_identity(digest.as_bytes(), hashes)),
-                blake3: None,
-                mtime_ns: None,
-            });
-            total += shard.bytes;
-            for (mut tensor, _) in shard.tensors {
+            std::fs::rename(&whole.path, &target).map_err(|e| Error::io(&target, "cannot rename", &e))?;
+            total += whole.bytes;
+            identities.insert(name.clone(), whole.identity);
+            for mut tensor in whole.tensors {
                 tensor.file.clone_from(&name);
                 weight_map.insert(tensor.name.clone(), name.clone());
                 manifest.tensors.push(tensor);
@@ -197,7 +222,11 @@ impl ResultWriter {
             staging.write(INDEX_NAME, &serde_json::to_vec_pretty(&index).expect("plain data"))?;
             last.push(INDEX_NAME.into());
         } else {
-            last.extend(manifest.files.first().map(|f| f.name.clone()));
+            last.extend(identities.keys().next().cloned());
+        }
+        manifest.files = staging.listing()?;
+        for file in &mut manifest.files {
+            file.identity = identities.remove(&file.name);
         }
         staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
         let staging = self.staging.take().expect("checked above");

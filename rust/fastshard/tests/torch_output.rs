@@ -147,7 +147,10 @@ fn what_is_written_reads_back_and_verifies() {
             verify::inventory(&catalog, &options(dir.path()), &Control::default()).unwrap();
         assert!(common::errors(&findings).is_empty(), "{findings:?}");
         let identities = |m: &Manifest| -> BTreeMap<String, (u64, String)> {
-            m.files.iter().map(|f| (f.name.clone(), (f.size, f.identity.clone()))).collect()
+            m.files
+                .iter()
+                .map(|f| (f.name.clone(), (f.size, f.identity.clone().unwrap_or_default())))
+                .collect()
         };
         let (want, got) = (identities(&found), identities(&manifest));
         for (name, want) in &want {

@@ -207,6 +207,21 @@ fn truncated(file: &SourceFile, expected: String) -> Error {
         .into()
 }
 
+/// Bytes of a header that are no tensor's: its length and its metadata.
+pub(crate) const HEADER_FIXED: usize = 64;
+
+/// Bytes at most of a tensor's entry in a header, whatever its place in the file.
+pub(crate) fn entry_room(name: &str, dimensions: usize) -> usize {
+    let quoted = serde_json::to_string(name).expect("text").len();
+    // The longest dtype, two offsets of 20 digits, and the words between.
+    quoted + 21 * dimensions + 96
+}
+
+/// Bytes of the header that a reader finds announced.
+pub(crate) fn announced(header: &[u8]) -> u64 {
+    header.len() as u64 - 8
+}
+
 /// The bytes before the data of a safetensors file: length prefix and header, padded with spaces
 /// so that the data starts on a page. Tensors follow each other in the order given.
 pub fn header<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>) -> Vec<u8> {

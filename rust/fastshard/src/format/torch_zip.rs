@@ -16,6 +16,7 @@ mod members;
 mod tensors;
 pub(crate) mod writer;
 
+pub(crate) use members::MAX_MEMBERS;
 use members::{Archive, Member};
 
 /// Bytes that [`inflate`] hands on at a time.

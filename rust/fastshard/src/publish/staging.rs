@@ -233,11 +233,19 @@ impl Staging {
         Ok((file, path))
     }
 
+    /// Brings a file's data to disk, if that is asked for or the filesystem reports lost writes no earlier.
+    ///
+    /// Errors: what the system says.
+    pub fn sync(&self, file: &File, path: &Path) -> Result<()> {
+        match self.run.options.fsync || disk::is_network(file) {
+            true => disk::sync_data(file, path).at(path, "cannot bring to disk"),
+            false => Ok(()),
+        }
+    }
+
     /// Ends the writing of a small file: its data on disk, its hash noted for the manifest.
     fn written(&self, name: &str, file: &File, path: &Path, hash: blake3::Hash) -> Result<()> {
-        if self.run.options.fsync || disk::is_network(file) {
-            disk::sync_data(file, path).at(path, "cannot bring to disk")?;
-        }
+        self.sync(file, path)?;
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         hashes.insert(name.to_string(), hash.to_hex().to_string());
         Ok(())

@@ -17,7 +17,7 @@ use crate::format::Blob;
 use crate::storage::SourceFile;
 
 /// Most members accepted: a member is a storage, and the directory is held in memory.
-const MAX_MEMBERS: u64 = 1 << 20;
+pub(crate) const MAX_MEMBERS: u64 = 1 << 20;
 /// Largest central directory accepted, in bytes.
 const MAX_DIRECTORY: u64 = 256 << 20;
 /// Deflate makes at most 1032 bytes from one (zlib's technical notes).
