@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,7 @@ def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signal
 
 def test_ignored_signals_stay_ignored() -> None:
     script = """
+import shutil
 import signal
 from fastshard.cli.stopping import Stopping
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -317,3 +319,44 @@ def test_usage_errors_are_one_json_object_too(argv: tuple[str, ...]) -> None:
 
 def test_help_tells_the_exit_codes_of_signals() -> None:
     assert "130, 143" in cli("--help", json_output=False).out
+
+
+@pytest.mark.parametrize("options", [
+    ("--memory", "99999999999999999999999TB"), ("--threads", "99999999999999999999"), ("--threads", "1000000"),
+    ("--max-shard-size", "9223372036854775808"), ("--include", "\udcff"), ("--exclude", "\udcff"), 
+    ("--config", ""), ("--layout", "\0"), ("--expect", "/proc/self/mem"), ("--tokenizer", "\udcff"),
+], ids=repr)  # fmt: skip
+def test_odd_arguments_are_usage_errors(options: tuple[str, str], tmp_path: Path) -> None:
+    ran = cli("merge", HF, tmp_path / "out", *options)
+    assert ran.code == 2 and [f["code"] for f in ran.errors] != ["FS520"], ran.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("subset", ["1/99999999999999999999999", "²/3", "1", "/", "1/2/3"])
+def test_odd_subsets_are_usage_errors(subset: str) -> None:
+    ran = cli("verify", HF, "--subset", subset)
+    assert ran.code == 2 and ran.having("FS515", got=subset)
+
+
+def test_checkpoint_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Names of files are bytes."""
+    ckpt, out = tmp_path / "c\udcff", tmp_path / "o\udcff"
+    shutil.copytree(HF, ckpt)
+    (ckpt / "tokenizer.json").write_text("{}")
+    ran = cli("merge", ckpt, out)
+    assert ran.code == 0, ran.out
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert cli("merge", ckpt, ckpt / "inside").having("FS505")
+    assert cli("merge", HF, tmp_path / "other", "--tokenizer", ckpt).code == 0
+
+
+def test_current_directory_that_is_gone() -> None:
+    for argv in (("plan", HF), ("merge", HF, "out"), ("inspect", ".")):
+        script = 'd=$(mktemp -d); cd "$d"; rmdir "$d"; exec "$@"'
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", sys.executable, "-P", "-m", "fastshard", *map(str, argv)]
+            if sys.version_info >= (3, 11)
+            else ["sh", "-c", script, "sh", sys.executable, "-m", "fastshard", *map(str, argv)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done

@@ -14,7 +14,7 @@ from .adapters.base import MAX_DEGREE, Contents, Options, Source
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding
-from .planning import Opened, Plan, default_threads, make_plan
+from .planning import Opened, Plan, make_plan, thread_count
 from .tensor import Tensor
 
 __all__ = ["Checkpoint", "open"]
@@ -63,7 +63,7 @@ def open(
     catalog = _core.Catalog(
         [os.fspath(root) for root in listing.roots],
         [(file.root, file.path) for file in found.files],
-        threads or default_threads(),
+        thread_count(threads),
         found.records,
         {index: blocks.listed() for index, blocks in found.blocks.items()},
     )

@@ -163,6 +163,7 @@ def convert(
     with Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)
+        copies = companions(checkpoint, made, tokenizer)
         options_json = json.dumps({
             **run,
             "resume": resume,
@@ -170,13 +171,14 @@ def convert(
             "fsync": fsync,
             "sparse": sparse,
             "stats": "full" if stats else "nothing",
-            "copies": companions(checkpoint, made, tokenizer),
             "values": made.source.values,
-            "apart": checkpoint.listing.given(),
         })  # fmt: skip
         with carrying(made.core):
             arrays = array_writer.writer() if made.writes_arrays else None
-            outcome = json.loads(made.core.write(os.fspath(out), options_json, bar.phase("writing"), arrays))
+            writing = made.core.write(
+                os.fspath(out), options_json, bar.phase("writing"), arrays, copies, checkpoint.listing.given()
+            )
+            outcome = json.loads(writing)
             found = [Finding.from_dict(f) for f in outcome["findings"]]
             return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
 

@@ -16,7 +16,7 @@ from . import _core, published, regular
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
-from .planning import default_threads, parse_size
+from .planning import parse_size, thread_count
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -88,7 +88,7 @@ def run_options(memory: str | int | None, threads: int | None) -> dict[str, Any]
         if memory is None
         else parse_size(memory, "memory")
     )
-    return {"memory": budget, "threads": threads or default_threads(), "scratch_dir": tempfile.gettempdir()}
+    return {"memory": budget, "threads": thread_count(threads), "scratch_dir": tempfile.gettempdir()}
 
 
 def is_manifest(path: Path) -> bool:

@@ -198,12 +198,14 @@ def repair_masters(
     findings = [Finding.from_dict(f) for f in json.loads(plan.findings())]
     raise_errors(findings)
     options = {
-        **run_options(memory, threads), "resume": resume, "overwrite": overwrite, "fsync": fsync, "copies": copies,
+        **run_options(memory, threads), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
-        "apart": checkpoint.listing.given(),
     }  # fmt: skip
     with Progress(progress) as bar, carrying(plan):
-        outcome = json.loads(plan.write(os.fspath(out), json.dumps(options), bar.phase("writing")))
+        apart = checkpoint.listing.given()
+        outcome = json.loads(
+            plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, copies, apart)
+        )
         found = [Finding.from_dict(f) for f in outcome["findings"]]
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)

@@ -19,6 +19,8 @@ from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 
+#: Threads at most; no machine has as many cores.
+_MAX_THREADS = 1 << 14
 _DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
@@ -28,6 +30,21 @@ _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": 
 def default_threads() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_count(threads: int | None) -> int:
+    """The number of worker threads asked for; default all cores.
+
+    Raises:
+        FastshardError: ``FS515`` if it is none.
+    """
+    if threads is None:
+        return default_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
+        raise FastshardError.of(
+            "FS515", "threads", expected=f"a whole number from 1 to {_MAX_THREADS}", got=repr(threads)
+        )
+    return threads
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
@@ -44,8 +61,9 @@ def parse_size(text: str | int, name: str = "size") -> int:
         if not match or unit is None:
             raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
         size = Fraction(match[1]) * unit
-    if size < 1:
-        raise FastshardError.of("FS515", f"{name}", expected="more than 0 bytes", got=repr(text))
+    if size < 1 or size >= 1 << 63:
+        expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"
+        raise FastshardError.of("FS515", f"{name}", expected=expected, got=repr(text))
     return int(size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ..errors import CODES, FastshardError, Finding
 from ..manifests import MANIFEST_NAME, run_options
 from ..masters import masters as compare_masters
 from ..masters import repair_masters
-from ..planning import Plan, default_threads, make_plan
+from ..planning import Plan, make_plan, thread_count
 from ..stats import HISTOGRAM_EDGES
 from ..stats import with_findings as stats_of
 from ..verify import diff as diff_checkpoints
@@ -46,9 +47,7 @@ def _opening(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _threads(a: argparse.Namespace) -> int:
-    if a.threads is not None and a.threads < 1:
-        raise FastshardError.of("FS515", "--threads", expected="at least 1", got=str(a.threads))
-    return a.threads or default_threads()
+    return thread_count(a.threads)
 
 
 def _open(a: argparse.Namespace, **more: Any) -> Checkpoint:
@@ -267,10 +266,10 @@ def verify(a: argparse.Namespace) -> Outcome:
     """Completeness, integrity, and content against a manifest."""
     subset = None
     if a.subset:
-        part, _, of = a.subset.partition("/")
-        if not (part.isdigit() and of.isdigit()):
+        given = re.fullmatch("([0-9]{1,18})/([0-9]{1,18})", a.subset)
+        if given is None:
             raise FastshardError.of("FS515", "--subset", expected="n/t, e.g. 1/10", got=a.subset)
-        subset = (int(part), int(of))
+        subset = (int(given[1]), int(given[2]))
     opening = _opening(a)
     if opening["config"] is None:
         del opening["config"]

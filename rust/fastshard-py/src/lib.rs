@@ -36,6 +36,11 @@ fn json_error(e: serde_json::Error) -> PyErr {
     PyValueError::new_err(e.to_string())
 }
 
+/// A request that holds what no option can be: a number beyond 64 bits, a text that is no UTF-8.
+fn unusable(e: serde_json::Error) -> PyErr {
+    raise(Finding::new(codes::USAGE, format!("an option holds what cannot be used: {e}")).into())
+}
+
 /// The one place where a core error becomes an exception.
 fn raise(error: Error) -> PyErr {
     match serde_json::to_string(error.findings()) {
@@ -64,8 +69,6 @@ struct RunOptions {
     #[serde(default)]
     sparse: bool,
     #[serde(default)]
-    copies: Vec<(String, PathBuf)>,
-    #[serde(default)]
     values: serde_json::Value,
     #[serde(default)]
     subset: Option<(u64, u64)>,
@@ -74,9 +77,6 @@ struct RunOptions {
     only: Option<std::collections::HashSet<String>>,
     #[serde(default)]
     stats: Statistics,
-    /// What the destination must lie apart from; the roots if not given.
-    #[serde(default)]
-    apart: Option<Vec<PathBuf>>,
 }
 
 /// Statistics that a run gathers.
@@ -95,7 +95,7 @@ fn yes() -> bool {
 
 impl RunOptions {
     fn parse(text: &str) -> PyResult<RunOptions> {
-        serde_json::from_str(text).map_err(json_error)
+        serde_json::from_str(text).map_err(unusable)
     }
 
     fn engine(&self) -> EngineOptions {
@@ -255,21 +255,21 @@ impl Catalog {
     }
 
     fn plan(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(json_error)?;
+        let request: Request = serde_json::from_str(request).map_err(unusable)?;
         let catalog = Arc::clone(&self.inner);
         let planned = py.detach(move || fastshard::request::plan(&catalog, &request)).map_err(raise)?;
         Ok(self.with_files(planned))
     }
 
     fn compare(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(json_error)?;
+        let request: Request = serde_json::from_str(request).map_err(unusable)?;
         let catalog = Arc::clone(&self.inner);
         Ok(self.with_files(py.detach(move || fastshard::repair::compare(&catalog, &request))))
     }
 
     fn repair(&self, py: Python<'_>, request: &str, repair: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(json_error)?;
-        let repair: fastshard::repair::Repair = serde_json::from_str(repair).map_err(json_error)?;
+        let request: Request = serde_json::from_str(request).map_err(unusable)?;
+        let repair: fastshard::repair::Repair = serde_json::from_str(repair).map_err(unusable)?;
         let catalog = Arc::clone(&self.inner);
         let planned =
             py.detach(move || fastshard::repair::plan(&catalog, &request, &repair)).map_err(raise)?;
@@ -459,8 +459,9 @@ impl Plan {
     }
 
     /// Writes and publishes; returns `{"manifest", "findings"}`.
-    /// `arrays` writes the arrays of a result that holds some.
-    #[pyo3(signature = (out, options, progress=None, arrays=None))]
+    /// `arrays` writes the arrays of a result that holds some, `copies` are files that go along, by their
+    /// names there, and `apart` is what the destination must lie apart from: the roots if not given.
+    #[pyo3(signature = (out, options, progress=None, arrays=None, copies=Vec::new(), apart=None))]
     fn write(
         &self,
         py: Python<'_>,
@@ -468,6 +469,8 @@ impl Plan {
         options: &str,
         progress: Option<Py<PyAny>>,
         arrays: Option<Py<PyAny>>,
+        copies: Vec<(String, PathBuf)>,
+        apart: Option<Vec<PathBuf>>,
     ) -> PyResult<String> {
         self.refuse_errors()?;
         let options = RunOptions::parse(options)?;
@@ -479,7 +482,7 @@ impl Plan {
                 resume: options.resume,
                 fsync: options.fsync,
             },
-            copies: options.copies,
+            copies,
             values: options.values,
             sparse: options.sparse,
             arrays: arrays
@@ -487,7 +490,7 @@ impl Plan {
             stats: options.stats == Statistics::Full,
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
-        let roots = options.apart.unwrap_or_else(|| self.roots.clone());
+        let roots = apart.unwrap_or_else(|| self.roots.clone());
         let ended = run(py, progress, {
             let out = out.clone();
             move |control| write::write(&plan, &files, &roots, &out, &write_options, control)
