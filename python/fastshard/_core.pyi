@@ -120,13 +120,12 @@ class Plan:
         options: str,
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
-        copies: list[tuple[str, str]] = [],
-        apart: list[str] | None = None,
+        paths: tuple[list[tuple[str, str]], list[str]] | None = None,
     ) -> str:
         """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some.
 
-        `copies` are files that go along, (name there, path); `apart` is what `out` must lie apart from, default
-        the roots.
+        `paths` are the files that go along, (name there, path), and what `out` must lie apart from; none, and
+        the roots, if not given.
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """

@@ -176,7 +176,11 @@ def convert(
         with carrying(made.core):
             arrays = array_writer.writer() if made.writes_arrays else None
             writing = made.core.write(
-                os.fspath(out), options_json, bar.phase("writing"), arrays, copies, checkpoint.listing.given()
+                os.fspath(out),
+                options_json,
+                bar.phase("writing"),
+                arrays,
+                (copies, checkpoint.listing.given()),
             )
             outcome = json.loads(writing)
             found = [Finding.from_dict(f) for f in outcome["findings"]]

@@ -204,7 +204,7 @@ def repair_masters(
     with Progress(progress) as bar, carrying(plan):
         apart = checkpoint.listing.given()
         outcome = json.loads(
-            plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, copies, apart)
+            plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart))
         )
         found = [Finding.from_dict(f) for f in outcome["findings"]]
         if not drop_optimizer:

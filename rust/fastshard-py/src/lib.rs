@@ -306,6 +306,9 @@ impl Catalog {
     }
 }
 
+/// Files that go along with a result, by their names there; and what its destination must lie apart from.
+type Paths = (Vec<(String, PathBuf)>, Vec<PathBuf>);
+
 /// A plan with the open files that it reads.
 #[pyclass(frozen, module = "fastshard._core")]
 struct Plan {
@@ -459,9 +462,9 @@ impl Plan {
     }
 
     /// Writes and publishes; returns `{"manifest", "findings"}`.
-    /// `arrays` writes the arrays of a result that holds some, `copies` are files that go along, by their
-    /// names there, and `apart` is what the destination must lie apart from: the roots if not given.
-    #[pyo3(signature = (out, options, progress=None, arrays=None, copies=Vec::new(), apart=None))]
+    /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
+    /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
+    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None))]
     fn write(
         &self,
         py: Python<'_>,
@@ -469,11 +472,11 @@ impl Plan {
         options: &str,
         progress: Option<Py<PyAny>>,
         arrays: Option<Py<PyAny>>,
-        copies: Vec<(String, PathBuf)>,
-        apart: Option<Vec<PathBuf>>,
+        paths: Option<Paths>,
     ) -> PyResult<String> {
         self.refuse_errors()?;
         let options = RunOptions::parse(options)?;
+        let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
         let write_options = write::Options {
             threads: options.threads,
             memory: options.memory,
@@ -490,7 +493,6 @@ impl Plan {
             stats: options.stats == Statistics::Full,
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
-        let roots = apart.unwrap_or_else(|| self.roots.clone());
         let ended = run(py, progress, {
             let out = out.clone();
             move |control| write::write(&plan, &files, &roots, &out, &write_options, control)
