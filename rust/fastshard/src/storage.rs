@@ -1,10 +1,13 @@
 //! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
 
+mod guard;
+
 use std::any::Any;
 use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
@@ -69,6 +72,8 @@ pub struct SourceFile {
     /// True for a file that this process writes and nobody else can see.
     own: bool,
     map: OnceLock<Mmap>,
+    /// True once a page of the map was not there.
+    faulted: AtomicBool,
     blocks: Option<Arc<dyn BlockReader>>,
 }
 
@@ -115,6 +120,7 @@ impl SourceFile {
             network,
             own: false,
             map: OnceLock::new(),
+            faulted: AtomicBool::new(false),
             blocks: None,
         })
     }
@@ -208,24 +214,40 @@ impl SourceFile {
         Ok(buffer)
     }
 
-    /// The whole file as a read-only map, made on first use.
-    ///
-    /// A file that is truncated while mapped faults with SIGBUS; callers check
-    /// [`SourceFile::unchanged`] around each use to keep that window small.
-    pub fn map(&self) -> Result<&[u8]> {
-        if let Some(map) = self.map.get() {
-            return Ok(map);
+    /// The whole file as a read-only map, made on first use; none where the filesystem makes none.
+    fn map(&self) -> Option<&Mmap> {
+        if self.map.get().is_none() {
+            // SAFETY: the map is private to this process and read-only. Rust requires that the bytes do
+            // not change underneath; files under conversion are not written by anybody (checked by
+            // `unchanged`), and a racing writer could only change plain bytes that carry no invariant.
+            #[allow(unsafe_code)]
+            let map = unsafe { Mmap::map(&self.file) }.ok()?;
+            let _ = self.map.set(map);
         }
-        // SAFETY: the map is private to this process and read-only. Rust requires that the bytes do
-        // not change underneath; files under conversion are not written by anybody (checked by
-        // `unchanged`), and a racing writer could only change plain bytes that carry no invariant.
-        #[allow(unsafe_code)]
-        let map = unsafe { Mmap::map(&self.file) }.map_err(|e| Error::io(&self.path, "cannot map", &e))?;
-        Ok(self.map.get_or_init(|| map))
+        self.map.get()
+    }
+
+    /// Runs `work` on bytes `lo..hi` of the file as they lie in a map, whose pages are let go of afterwards.
+    /// False if that cannot be, or if a page was not there any more, as in a file that was cut short:
+    /// then what `work` saw is worth nothing, and [`SourceFile::read_at`] gives the bytes or the reason.
+    ///
+    /// # Errors
+    /// `FS506` if the file is not what it was when opened.
+    pub fn mapped(&self, lo: u64, hi: u64, work: impl FnOnce(&[u8])) -> Result<bool> {
+        if self.network || self.faulted.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        self.unchanged()?;
+        // A map of a file that was longer or shorter by then would be another.
+        let window = self.map().and_then(|map| map.get(lo as usize..hi as usize));
+        let Some(window) = window else { return Ok(false) };
+        let whole = guard::read(window, &self.faulted, work);
+        self.forget(lo, hi - lo);
+        Ok(whole)
     }
 
     /// Lets go of the resident pages of a range of the map; the page cache keeps them.
-    pub fn forget(&self, offset: u64, len: u64) {
+    fn forget(&self, offset: u64, len: u64) {
         let Some(map) = self.map.get() else { return };
         let page = 4096;
         let start = offset.next_multiple_of(page);
@@ -297,6 +319,7 @@ impl SourceFile {
             network: false,
             own: true,
             map: OnceLock::new(),
+            faulted: AtomicBool::new(false),
             blocks: None,
         })
     }

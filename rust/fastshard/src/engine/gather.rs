@@ -326,28 +326,26 @@ impl<'p> Sources<'p> {
             scatter(buffer, 0, bytes, dst, axes, place.item);
             return Ok(());
         }
-        if span <= 2 * volume || place.file.is_network() {
-            // Too much at a time: halve the axis that reaches furthest in the source.
-            let widest = (0..axes.len()).filter(|&k| axes[k].n > 1).max_by_key(|&k| axes[k].src * axes[k].n);
-            if let Some(k) = widest {
-                let half = axes[k].n / 2;
-                let mut part = axes.to_vec();
-                for (skip, n) in [(0, half), (half, axes[k].n - half)] {
-                    part[k].n = n;
-                    let first = first + skip * axes[k].src * item;
-                    let dst = dst + skip * axes[k].dst;
-                    let trimmed: Vec<Axis> = part.iter().copied().filter(|a| a.n != 1).collect();
-                    self.copy_axes(place, first, &trimmed, dst, bytes, scratch)?;
-                }
+        if span > 2 * volume {
+            // Sparse: a map gathers without reading what lies between.
+            let (lo, hi) = (place.data + first, place.data + first + span * item);
+            let gather = |window: &[u8]| scatter(window, 0, bytes, dst, axes, place.item);
+            if place.file.mapped(lo, hi, gather)? {
                 return Ok(());
             }
         }
-        // Sparse on a local filesystem: the map gathers without reading what lies between.
-        place.file.unchanged()?;
-        let map = place.file.map()?;
-        let (lo, hi) = (place.data + first, place.data + first + span * item);
-        scatter(&map[lo as usize..hi as usize], 0, bytes, dst, axes, place.item);
-        place.file.forget(lo, hi - lo);
+        // Too much at a time: halve the axis that reaches furthest in the source.
+        let widest = (0..axes.len()).filter(|&k| axes[k].n > 1).max_by_key(|&k| axes[k].src * axes[k].n);
+        let k = widest.expect("one element is no span");
+        let half = axes[k].n / 2;
+        let mut part = axes.to_vec();
+        for (skip, n) in [(0, half), (half, axes[k].n - half)] {
+            part[k].n = n;
+            let first = first + skip * axes[k].src * item;
+            let dst = dst + skip * axes[k].dst;
+            let trimmed: Vec<Axis> = part.iter().copied().filter(|a| a.n != 1).collect();
+            self.copy_axes(place, first, &trimmed, dst, bytes, scratch)?;
+        }
         Ok(())
     }
 

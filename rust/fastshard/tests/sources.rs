@@ -1,0 +1,202 @@
+//! Source files that change, end or are replaced while they are read, and paths that are no files.
+
+mod common;
+
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{mix, options, temp};
+use fastshard::codes;
+use fastshard::engine::{self, Control, Discard};
+use fastshard::plan::{
+    Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, StoredTensor,
+};
+use fastshard::storage::SourceFile;
+use fastshard::tensor::Dtype;
+
+/// Columns of the source, in bytes: a quarter is a run that is gathered from a map.
+const COLUMNS: u64 = 8 << 10;
+const ROWS: u64 = 2 << 10;
+
+fn row(number: u64) -> Vec<u8> {
+    (0..COLUMNS / 8).flat_map(|i| mix(number * COLUMNS + i).to_le_bytes()).collect()
+}
+
+fn source(path: &Path, rows: u64) {
+    let mut file = std::io::BufWriter::new(std::fs::File::create(path).unwrap());
+    (0..rows).for_each(|i| file.write_all(&row(i)).unwrap());
+    file.flush().unwrap();
+}
+
+/// Four quarters of the columns, or all of it with rows and columns exchanged.
+fn plan(transposed: bool) -> Plan {
+    let len = ROWS * COLUMNS;
+    let output = |name: &str, shape: [u64; 2], axes: [PartAxis; 2], column: u64| Output {
+        name: name.into(),
+        dtype: Dtype::U8,
+        shape: shape.to_vec(),
+        parts: vec![Part {
+            axes: axes.to_vec(),
+            dst_base: 0,
+            src_base: vec![0, column],
+            sources: vec![0],
+            combine: Combine::Equal,
+            ops: Vec::new(),
+        }],
+        fill: Fill::None,
+        file: 0,
+        offset: 0,
+        key: None,
+    };
+    let axis = |n, dst, dim| PartAxis { n, dst, dim, step: 1 };
+    let quarter = COLUMNS / 4;
+    let outputs = if transposed {
+        vec![output("t", [COLUMNS, ROWS], [axis(COLUMNS, ROWS, 1), axis(ROWS, 1, 0)], 0)]
+    } else {
+        let of = |i: u64| {
+            let axes = [axis(ROWS, quarter, 0), axis(quarter, 1, 1)];
+            output(&i.to_string(), [ROWS, quarter], axes, i * quarter)
+        };
+        (0..4).map(of).collect()
+    };
+    Plan {
+        version: 1,
+        sources: vec![PlanFile { path: "w".into(), root: 0, size: len, mtime_ns: 0, header: String::new() }],
+        blobs: vec![PlanBlob {
+            file: 0,
+            offset: 0,
+            stored_len: len,
+            len,
+            crc32: None,
+            deflated: false,
+            encoded: false,
+            member: None,
+        }],
+        stored: vec![StoredTensor {
+            name: "w".into(),
+            dtype: Dtype::U8,
+            shape: vec![ROWS, COLUMNS],
+            pieces: Pieces::View { blob: 0, offset: 0, strides: vec![COLUMNS, 1] },
+            rank: None,
+            rule: 0,
+            index: Vec::new(),
+            shard: None,
+            twins: Vec::new(),
+            scale: None,
+        }],
+        rules: vec!["w".into()],
+        outputs,
+        ..Plan::default()
+    }
+}
+
+/// What the plan's outputs hash to.
+fn expected(transposed: bool) -> Vec<[u8; 32]> {
+    let rows: Vec<Vec<u8>> = (0..ROWS).map(row).collect();
+    if transposed {
+        let column = |c: usize| rows.iter().map(move |row| row[c]);
+        let bytes: Vec<u8> = (0..COLUMNS as usize).flat_map(column).collect();
+        return vec![*blake3::hash(&bytes).as_bytes()];
+    }
+    let quarter = (COLUMNS / 4) as usize;
+    let part = |i: usize| rows.iter().flat_map(move |row| row[i * quarter..][..quarter].iter().copied());
+    (0..4).map(|i| *blake3::hash(&part(i).collect::<Vec<u8>>()).as_bytes()).collect()
+}
+
+/// Not a test: the process whose source is taken away. It reads until somebody does, and is content with the
+/// right bytes or `FS506` alone.
+#[test]
+#[ignore = "run by a_source_that_is_cut_short_at_any_instant_is_no_signal"]
+fn child_gathers() {
+    let Some(dir) = std::env::var_os("FASTSHARD_TEST_SOURCE").map(PathBuf::from) else { return };
+    let file = Arc::new(SourceFile::open(&dir.join("w")).unwrap());
+    let wanted = [expected(false), expected(true)];
+    std::fs::write(dir.join("reading"), "").unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while Instant::now() < until {
+        for transposed in [false, true] {
+            let control = Control::default();
+            let files = [Arc::clone(&file)];
+            match engine::execute(&plan(transposed), &files, &Discard, &options(2, &dir), &control) {
+                Ok(report) => {
+                    let found: Vec<_> = report.outputs.iter().map(|o| o.hash).collect();
+                    assert_eq!(found, wanted[usize::from(transposed)]);
+                    // A replaced file is read on to its end.
+                    if dir.join("replaced").exists() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    assert!(error.findings().iter().all(|f| f.code == codes::SOURCE_CHANGED), "{error}");
+                    return;
+                }
+            }
+        }
+    }
+    panic!("nobody took the source away");
+}
+
+#[test]
+fn a_source_that_is_cut_short_at_any_instant_is_no_signal() {
+    let instants = std::env::var("FASTSHARD_INSTANTS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
+    for i in 0..instants {
+        let dir = temp();
+        let path = dir.path().join("w");
+        source(&path, ROWS);
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_gathers", "--ignored", "--nocapture"])
+            .env("FASTSHARD_TEST_SOURCE", dir.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        while !dir.path().join("reading").exists() {
+            assert!(child.try_wait().unwrap().is_none());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_micros(mix(i) % 60_000));
+        let open = || std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        match i % 6 {
+            0 => open().set_len(0).unwrap(),
+            1 => open().set_len(mix(i + 1) % (ROWS * COLUMNS)).unwrap(),
+            2 => {
+                let other = dir.path().join("other");
+                source(&other, ROWS / 2);
+                std::fs::rename(other, &path).unwrap();
+                std::fs::write(dir.path().join("replaced"), "").unwrap();
+            }
+            3 => std::fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"more").unwrap(),
+            // Made anew in place, as a save that starts over does.
+            4 => source(&path, ROWS),
+            _ => {
+                open().set_len(0).unwrap();
+                open().set_len(ROWS * COLUMNS).unwrap();
+            }
+        }
+        let ended = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.signal(), None, "instant {i}: {said}");
+        assert!(ended.status.success(), "instant {i}: {said}");
+    }
+}
+
+#[test]
+fn both_plans_are_gathered_right() {
+    let dir = temp();
+    source(&dir.path().join("w"), ROWS);
+    for network in [false, true] {
+        let file = SourceFile::open(&dir.path().join("w")).unwrap();
+        let files = [Arc::new(if network { file.as_network() } else { file })];
+        for transposed in [false, true] {
+            let options = options(2, dir.path());
+            let report =
+                engine::execute(&plan(transposed), &files, &Discard, &options, &Control::default()).unwrap();
+            let found: Vec<_> = report.outputs.iter().map(|o| o.hash).collect();
+            assert_eq!(found, expected(transposed));
+        }
+    }
+}
