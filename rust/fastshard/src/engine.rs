@@ -12,6 +12,7 @@ mod shards;
 mod tile;
 
 use std::collections::BTreeMap;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -286,6 +287,18 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
 }
 
+/// A panic as an error, so that it stops the run as any other: workers, staging and all.
+fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    // What it leaves is not looked at again: the run ends.
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(Finding::new(codes::INTERNAL, format!("a worker panicked: {text}"))
+            .help("this is a defect of fastshard: please report it with what was printed")
+            .into())
+    })
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -429,7 +442,7 @@ pub fn execute_tiled(
     for file in files {
         file.unchanged()?;
     }
-    run.report(memory)
+    without_panic(|| run.report(memory))
 }
 
 fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
@@ -463,8 +476,11 @@ impl Run<'_> {
     }
 
     fn work(&self) {
-        let mut work = Workspace::new();
-        if let Err(error) = self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work)) {
+        let all = || {
+            let mut work = Workspace::new();
+            self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work))
+        };
+        if let Err(error) = without_panic(all) {
             self.fail(error);
         }
     }

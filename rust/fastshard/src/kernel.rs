@@ -12,7 +12,7 @@ mod tally;
 mod transpose;
 
 pub use convert::{convert, f8_value, from_f32, to_f32};
-pub use copy::{copy, StridedBox, MAX_RANK};
+pub use copy::{copy, StridedBox};
 pub use recount::recount;
 pub use scan::{count_non_finite, filled, is_constant, is_zero};
 pub use tally::{count_bytes, float_block, FloatBlock};

@@ -5,7 +5,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -538,5 +538,40 @@ fn widened_and_narrowed_values_are_those_of_the_kernel_at_every_position() {
         let mut want = vec![0; turned.len() / 2 * to.size()];
         kernel::convert(from, &turned, to, &mut want);
         assert!(outcome.outputs["x"].bytes == want, "{from} to {to}");
+    }
+}
+
+/// Panics at a tile, and counts those that come after.
+#[derive(Default)]
+struct Panics {
+    tiles: AtomicU64,
+    late: AtomicU64,
+}
+
+impl Sink for Panics {
+    fn write(&self, _: usize, _: u64, _: &[u8]) -> Result<(), Error> {
+        let n = self.tiles.fetch_add(1, Ordering::Relaxed);
+        assert_ne!(n, 20, "tile 20 is one too many");
+        self.late.fetch_add(u64::from(n > 20), Ordering::Relaxed);
+        // So that the others come by while the one unwinds.
+        std::thread::sleep(Duration::from_micros(100));
+        Ok(())
+    }
+}
+
+#[test]
+fn a_panic_of_a_worker_stops_all_and_is_an_error() {
+    let dir = temp();
+    let (plan, files) = planned(dir.path());
+    for threads in [1, 4] {
+        let sink = Panics::default();
+        let options = options(threads, dir.path());
+        let result = engine::execute_tiled(&plan, &files, &sink, &options, Some(1024), &Control::default());
+        let error = result.unwrap_err();
+        let finding = &error.findings()[0];
+        assert_eq!((finding.code, error.findings().len()), (codes::INTERNAL, 1));
+        assert!(finding.message.contains("tile 20 is one too many"), "{finding:?}");
+        // Printing the panic takes a while; there are thousands of tiles.
+        assert!(sink.late.into_inner() < 2000, "the others go on");
     }
 }

@@ -380,3 +380,65 @@ proptest! {
         check(&mut Dice::new(&data), &[vec![rows, cols], vec![cols / 5, 3, rows / 3]], dtype, 1024 << tile, threads, network);
     }
 }
+
+/// A reader that panics after a while.
+#[derive(Debug)]
+struct Panics;
+
+impl BlockReader for Panics {
+    fn read(&self, _: &str, _: usize, _: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        panic!("no block")
+    }
+}
+
+#[test]
+fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
+    let dir = temp();
+    let path = dir.path().join("anchor");
+    std::fs::write(&path, "x").unwrap();
+    let len = 1 << 20;
+    let files = vec![Arc::new(SourceFile::open(&path).unwrap().with_blocks(Arc::new(Panics)))];
+    let mut plan = Plan {
+        version: 1,
+        sources: vec![PlanFile {
+            path: "anchor".into(),
+            root: 0,
+            size: 1,
+            mtime_ns: 0,
+            header: String::new(),
+        }],
+        blobs: vec![PlanBlob {
+            file: 0,
+            offset: 0,
+            stored_len: len,
+            len,
+            crc32: None,
+            deflated: false,
+            encoded: true,
+            member: Some("b".into()),
+        }],
+        stored: vec![StoredTensor {
+            name: "w".into(),
+            dtype: Dtype::U8,
+            shape: vec![len],
+            pieces: Pieces::View { blob: 0, offset: 0, strides: vec![1] },
+            rank: None,
+            rule: 0,
+            index: vec![],
+            shard: None,
+            twins: vec![],
+            scale: None,
+        }],
+        rules: vec!["w".into()],
+        ..Plan::default()
+    };
+    plan.outputs = plan.identity_outputs();
+    let (tell, told) = std::sync::mpsc::channel();
+    // Not joined: a worker that waits for ever is what this is about.
+    std::thread::spawn(move || {
+        let _ = tell.send(run_with(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
+    });
+    let result = told.recv_timeout(std::time::Duration::from_secs(60)).expect("the run ends");
+    assert_eq!(result.unwrap_err().findings()[0].code, fastshard::codes::INTERNAL);
+}

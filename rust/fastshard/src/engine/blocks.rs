@@ -12,6 +12,8 @@ use crate::error::Result;
 use crate::plan::Plan;
 use crate::storage::{BlockBytes, SourceFile};
 
+use super::without_panic;
+
 /// Places in the file begin on pages, so that a range can be given back.
 const PAGE: u64 = 4096;
 /// Buffers kept for reuse at most.
@@ -150,7 +152,9 @@ impl Blocks {
             state.spare.clear();
         }
         let key = about.member.as_deref().unwrap_or("");
-        let decoded = self.make_room(state).and_then(|()| source.read_block(key, len, spare));
+        // Whoever waits for the block must not wait for ever.
+        let decoded =
+            self.make_room(state).and_then(|()| without_panic(|| source.read_block(key, len, spare)));
         let mut state = self.state();
         let result = match decoded {
             Ok(bytes) => {
@@ -190,7 +194,8 @@ impl Blocks {
                 unreachable!("found above")
             };
             drop(state);
-            let kept = self.file().and_then(|f| f.keep_at(self.places[blob as usize], bytes.bytes()));
+            let keep = || self.file()?.keep_at(self.places[blob as usize], bytes.bytes());
+            let kept = without_panic(keep);
             state = self.state();
             state.held -= len(&bytes);
             match kept {

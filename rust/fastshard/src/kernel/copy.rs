@@ -2,9 +2,6 @@
 
 use super::transpose;
 
-/// Largest number of axes of a [`StridedBox`].
-pub const MAX_RANK: usize = 16;
-
 /// One strided box of elements: extents and, per axis, source and destination strides, in elements.
 ///
 /// A source stride may be 0 (an expanded view). Destination elements must be distinct: where two axes
@@ -20,7 +17,7 @@ pub struct StridedBox<'a> {
 }
 
 /// One axis of a box that is known to lie inside both slices; strides in bytes.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Axis {
     pub(super) len: usize,
     pub(super) src: usize,
@@ -34,15 +31,14 @@ pub(super) struct Axis {
 ///
 /// # Panics
 /// Before any byte is written: if the box would leave either slice, if the three lists of `shape` differ
-/// in length or have more than [`MAX_RANK`] entries, if `item` is not one of the five sizes, or if a
-/// destination axis longer than 1 has stride 0.
+/// in length, if `item` is not one of the five sizes, or if a destination axis longer than 1 has stride 0.
 #[allow(unsafe_code)]
 pub fn copy(src: &[u8], src_base: u64, dst: &mut [u8], dst_base: u64, shape: &StridedBox, item: usize) {
     let rank = shape.extents.len();
     assert!(matches!(item, 1 | 2 | 4 | 8 | 16), "unsupported item size {item}");
     assert!(
-        rank <= MAX_RANK && shape.src_strides.len() == rank && shape.dst_strides.len() == rank,
-        "box of rank {rank} needs {rank} strides on both sides and rank at most {MAX_RANK}"
+        shape.src_strides.len() == rank && shape.dst_strides.len() == rank,
+        "box of rank {rank} needs {rank} strides on both sides"
     );
     if shape.extents.contains(&0) {
         return;
@@ -57,17 +53,15 @@ pub fn copy(src: &[u8], src_base: u64, dst: &mut [u8], dst_base: u64, shape: &St
         );
     };
 
-    let mut axes = [Axis::default(); MAX_RANK];
-    let mut count = 0;
+    let mut axes = Vec::with_capacity(rank);
     for ((&len, &s), &d) in shape.extents.iter().zip(shape.src_strides).zip(shape.dst_strides) {
         if len > 1 {
             assert!(d > 0, "a destination axis of {len} elements has stride 0");
             // No cast truncates and no product overflows: (len - 1) * stride * item is within a slice.
-            axes[count] = Axis { len: len as usize, src: s as usize * item, dst: d as usize * item };
-            count += 1;
+            axes.push(Axis { len: len as usize, src: s as usize * item, dst: d as usize * item });
         }
     }
-    let (axes, item) = coalesce(&mut axes[..count], item);
+    let (axes, item) = coalesce(&mut axes, item);
     // SAFETY: the two checks above proved that every element of the box lies inside its slice, `src` and
     // `dst` are borrowed for the whole call and cannot overlap, and coalescing keeps the element pairs.
     unsafe {
@@ -145,11 +139,9 @@ unsafe fn run<T: transpose::Item>(axes: &[Axis], src: *const u8, dst: *mut u8) {
         let dense = (0..outer.len()).filter(|&i| outer[i].src > 0).min_by_key(|&i| outer[i].src);
         match dense.filter(|&i| outer[i].src < inner.src) {
             Some(i) => {
-                let mut rest = [Axis::default(); MAX_RANK];
-                rest[..i].copy_from_slice(&outer[..i]);
-                rest[i..outer.len() - 1].copy_from_slice(&outer[i + 1..]);
-                let cols = outer[i];
-                walk(&rest[..outer.len() - 1], src, dst, &mut |s, d| {
+                let mut rest = outer.to_vec();
+                let cols = rest.remove(i);
+                walk(&rest, src, dst, &mut |s, d| {
                     transpose::transpose::<T>(*inner, cols, s, d);
                 });
             }

@@ -261,15 +261,15 @@ mod tests {
         let _alone = alone();
         let (_file, map) = mapped(1);
         let faulted = AtomicBool::new(false);
-        fn nested(map: &[u8], faulted: &AtomicBool, depth: usize) -> usize {
+        fn nested(map: &[u8], faulted: &AtomicBool) -> usize {
             let mut deeper = 0;
             let held = read(map, faulted, |bytes| {
                 assert_eq!(sum(bytes), 1 << 12);
-                deeper = nested(map, faulted, depth + 1);
+                deeper = nested(map, faulted);
             });
             usize::from(held) + deeper
         }
-        let held = nested(&map, &faulted, 0);
+        let held = nested(&map, &faulted);
         // Tests of other modules may hold a few meanwhile.
         assert!((WINDOWS - 16..=WINDOWS).contains(&held), "{held}");
     }
