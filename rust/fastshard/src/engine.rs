@@ -441,6 +441,9 @@ pub fn execute_tiled(
     }
     for file in files {
         file.unchanged()?;
+        if let Some(warning) = file.touched()? {
+            run.find(warning);
+        }
     }
     without_panic(|| run.report(memory))
 }

@@ -4,8 +4,8 @@ mod guard;
 
 use std::any::Any;
 use std::fmt::Debug;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::fs::File;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use memmap2::Mmap;
 
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{Error, Finding, Result, Severity};
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,17 +22,30 @@ pub struct Stamp {
     pub size: u64,
     /// Modification time in nanoseconds since the epoch.
     pub mtime_ns: i128,
+    /// Time of the last change of content or status, likewise. It holds while a run lasts and no longer:
+    /// a copy, a link or other permissions make it another.
+    pub ctime_ns: i128,
     /// Inode number.
     pub inode: u64,
+    /// Number of the device that the inode is on.
+    pub device: u64,
 }
 
 impl Stamp {
     fn of(meta: &std::fs::Metadata) -> Self {
+        let nanoseconds = |seconds, rest| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
         Stamp {
             size: meta.len(),
-            mtime_ns: i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec()),
+            mtime_ns: nanoseconds(meta.mtime(), meta.mtime_nsec()),
+            ctime_ns: nanoseconds(meta.ctime(), meta.ctime_nsec()),
             inode: meta.ino(),
+            device: meta.dev(),
         }
+    }
+
+    /// True unless the content is another for certain.
+    fn same_content(&self, other: &Stamp) -> bool {
+        *self == Stamp { ctime_ns: self.ctime_ns, ..*other }
     }
 }
 
@@ -97,19 +110,17 @@ pub(crate) fn is_network_filesystem(magic: u32) -> bool {
 }
 
 impl SourceFile {
-    /// Opens `path` for reading. Directories and special files are refused.
+    /// Opens `path` for reading, without waiting for anybody.
+    ///
+    /// # Errors
+    /// `FS513` for what is no regular file (a FIFO, socket, device or directory); what keeps it from being opened.
     pub fn open(path: &Path) -> Result<Self> {
-        // A FIFO that nobody writes to would be waited for, a terminal become the process's own.
-        let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY;
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(flags.bits() as i32)
-            .open(path)
-            .map_err(|e| Error::io(path, "cannot open", &e))?;
+        let cannot_open = |e: std::io::Error| Error::io(path, "cannot open", &e);
+        // Looked at first: opening a device may do something. And once more when it is open.
+        regular(path, &std::fs::metadata(path).map_err(cannot_open)?)?;
+        let file = open_at_once(path).map_err(cannot_open)?;
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
-        if !meta.is_file() {
-            return Err(Finding::new(codes::NOT_A_CHECKPOINT, "not a regular file").file(path).into());
-        }
+        regular(path, &meta)?;
         // An unknown filesystem counts as local: maps work there, only perhaps slowly.
         let network =
             rustix::fs::fstatfs(&file).map(|s| is_network_filesystem(s.f_type as u32)).unwrap_or(false);
@@ -266,22 +277,47 @@ impl SourceFile {
         }
     }
 
-    /// Errors if the file's size, time or inode is no longer what it was when opened.
+    fn now(&self) -> Result<Stamp> {
+        let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
+        Ok(Stamp::of(&meta))
+    }
+
+    /// Errors if the file's size, modification time, inode or device is no longer what it was when opened.
+    ///
+    /// # Errors
+    /// `FS506`.
     pub fn unchanged(&self) -> Result<()> {
         if self.own {
             return Ok(());
         }
-        let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
-        let now = Stamp::of(&meta);
-        if now == self.stamp {
+        let now = self.now()?;
+        if now.same_content(&self.stamp) {
             return Ok(());
         }
         let (was, is) = if now.size == self.stamp.size {
-            ("the modification time of the start".to_string(), "a newer one".to_string())
+            ("the modification time of the start".to_string(), "another one".to_string())
         } else {
             (format!("{} bytes", self.stamp.size), format!("{} bytes", now.size))
         };
         Err(self.changed(was, is))
+    }
+
+    /// A warning if the file's status alone changed since it was opened: other permissions or another name,
+    /// or content that was written before its modification time was set back.
+    ///
+    /// # Errors
+    /// What keeps it from being looked at.
+    pub fn touched(&self) -> Result<Option<Finding>> {
+        let now = self.now()?;
+        if self.own || now.ctime_ns == self.stamp.ctime_ns || !now.same_content(&self.stamp) {
+            return Ok(None);
+        }
+        let finding = Finding::new(codes::SOURCE_CHANGED, "its status was changed while it was read")
+            .severity(Severity::Warning)
+            .file(&self.path)
+            .expected("the change time of the start", "a newer one")
+            .help("permissions or links do no harm; if it was written to and its time set back, run again");
+        Ok(Some(finding))
     }
 
     fn changed(&self, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> Error {
@@ -347,6 +383,37 @@ impl SourceFile {
         // Where the filesystem cannot, the space is free at the end of the run.
         let _ = fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len);
     }
+}
+
+/// Refuses what is no regular file.
+fn regular(path: &Path, meta: &std::fs::Metadata) -> Result<()> {
+    let kind = meta.file_type();
+    let what = match kind {
+        _ if kind.is_file() => return Ok(()),
+        _ if kind.is_dir() => "a directory",
+        _ if kind.is_fifo() => "a FIFO",
+        _ if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(Finding::new(codes::NOT_A_CHECKPOINT, "not a regular file")
+        .file(path)
+        .expected("a regular file", what)
+        .help("name the checkpoint's own files")
+        .into())
+}
+
+/// Opens a file for reading, though it may have become a FIFO meanwhile that nobody writes to.
+fn open_at_once(path: &Path) -> std::io::Result<File> {
+    use rustix::fs::{fcntl_getfl, fcntl_setfl, openat, Mode, OFlags, CWD};
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let file = match openat(CWD, path, flags | OFlags::NONBLOCK, Mode::empty()) {
+        Ok(fd) => File::from(fd),
+        // Somebody holds a lease on it and lets go when asked, or it lies on a tape: that is worth a wait.
+        Err(rustix::io::Errno::AGAIN) => return Ok(File::from(openat(CWD, path, flags, Mode::empty())?)),
+        Err(e) => return Err(e.into()),
+    };
+    fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+    Ok(file)
 }
 
 /// A read-write file that no directory names.

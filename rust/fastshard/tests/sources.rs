@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use common::{mix, options, temp};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard};
+use fastshard::error::Severity;
 use fastshard::plan::{
     Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, StoredTensor,
 };
@@ -199,4 +200,65 @@ fn both_plans_are_gathered_right() {
             assert_eq!(found, expected(transposed));
         }
     }
+}
+
+#[test]
+fn other_permissions_or_another_name_meanwhile_are_a_warning() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = temp();
+    let path = dir.path().join("w");
+    source(&path, ROWS);
+    let run = |file: &Arc<SourceFile>| {
+        let (files, options) = ([Arc::clone(file)], options(2, dir.path()));
+        engine::execute(&plan(false), &files, &Discard, &options, &Control::default())
+    };
+    let changes: [&dyn Fn(); 2] =
+        [&|| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap(), &|| {
+            std::fs::hard_link(&path, dir.path().join("another")).unwrap()
+        }];
+    for change in changes {
+        let file = Arc::new(SourceFile::open(&path).unwrap());
+        assert!(run(&file).unwrap().findings.is_empty());
+        // Timestamps move on with the clock's ticks.
+        std::thread::sleep(Duration::from_millis(20));
+        change();
+        let report = run(&file).unwrap();
+        let found: Vec<_> = report.findings.iter().map(|f| (f.code, f.severity)).collect();
+        assert_eq!(found, [(codes::SOURCE_CHANGED, Severity::Warning)]);
+        assert_eq!(report.outputs.iter().map(|o| o.hash).collect::<Vec<_>>(), expected(false));
+    }
+    let file = Arc::new(SourceFile::open(&path).unwrap());
+    std::thread::sleep(Duration::from_millis(20));
+    source(&path, ROWS);
+    assert_eq!(run(&file).unwrap_err().findings()[0].code, codes::SOURCE_CHANGED);
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_at_once() {
+    let dir = temp();
+    let at = |name: &str| dir.path().join(name);
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        at("fifo"),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        0,
+    )
+    .unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+    std::fs::create_dir(at("folder")).unwrap();
+    for link in ["fifo", "socket", "folder"] {
+        std::os::unix::fs::symlink(at(link), at(&format!("link to {link}"))).unwrap();
+    }
+    let names = ["fifo", "socket", "folder", "link to fifo", "link to socket", "link to folder"];
+    let paths = names.map(at).into_iter().chain(["/dev/zero".into(), "/dev/tty".into()]);
+    for path in paths.filter(|path| path.exists()) {
+        let error = SourceFile::open(&path).unwrap_err();
+        let finding = &error.findings()[0];
+        assert_eq!(finding.code, codes::NOT_A_CHECKPOINT, "{}", path.display());
+        assert!(finding.got.is_some() && finding.file.is_some());
+    }
+    std::fs::write(at("file"), "content").unwrap();
+    std::os::unix::fs::symlink(at("file"), at("link to file")).unwrap();
+    assert_eq!(SourceFile::open(&at("link to file")).unwrap().read_vec(0, 7).unwrap(), b"content");
 }
