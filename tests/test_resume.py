@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fastshard
@@ -13,18 +15,31 @@ import pytest
 from helpers import cli, in_a_mount, read_result
 from safetensors.numpy import save_file
 
-TENSORS = 6
+TENSORS = 16
+
+
+@pytest.fixture(scope="module")
+def big() -> Iterator[Path]:
+    """256 MiB: long enough to be stopped in its midst. In memory where the system has such a place."""
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place, prefix="fastshard-test-") as folder:
+        base = np.random.default_rng(1).standard_normal((4096, 1024)).astype("f4")
+        save_file({f"w{i}": base + i for i in range(TENSORS)}, Path(folder) / "model.safetensors")
+        yield Path(folder)
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "src"
+def place(big: Path) -> Iterator[Path]:
+    """A folder beside it."""
+    with tempfile.TemporaryDirectory(dir=big.parent, prefix="fastshard-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def source(big: Path, place: Path) -> Path:
+    folder = place / "src"
     folder.mkdir()
-    rng = np.random.default_rng(1)
-    save_file(
-        {f"w{i}": rng.standard_normal((1024, 1024)).astype("f4") for i in range(TENSORS)},
-        folder / "model.safetensors",
-    )
+    os.link(big / "model.safetensors", folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "none"}')
     (folder / "tokenizer.json").write_text('{"old": "tokenizer"}')
     return folder
@@ -77,9 +92,9 @@ CHANGES: list[Callable[[Path], None]] = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=["zeros", "one byte", "shorter", "gone", "as it was"])
 def test_data_that_is_not_what_was_written_is_made_again(
-    change: Callable[[Path], None], source: Path, tmp_path: Path
+    change: Callable[[Path], None], source: Path, place: Path
 ) -> None:
-    out = tmp_path / "out"
+    out = place / "out"
     change(interrupted(source, out))
     fastshard.merge(source, out, resume=True, memory="2GiB")
     want = read_result(source)
@@ -87,9 +102,9 @@ def test_data_that_is_not_what_was_written_is_made_again(
     assert cli("verify", out).code == 0
 
 
-def test_a_file_lost_twice(source: Path, tmp_path: Path) -> None:
+def test_a_file_lost_twice(source: Path, place: Path) -> None:
     """The record of a tile must not outlive the file that it speaks of, whichever run made it anew."""
-    out = tmp_path / "out"
+    out = place / "out"
     zeros(interrupted(source, out))
     shorter(interrupted_again(source, out))
     fastshard.merge(source, out, resume=True, memory="2GiB")
@@ -107,8 +122,8 @@ def interrupted_again(source: Path, out: Path) -> Path:
     return folder / "data"
 
 
-def test_what_this_run_does_not_write_is_not_published(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_what_this_run_does_not_write_is_not_published(source: Path, place: Path) -> None:
+    out = place / "out"
     data = interrupted(source, out)
     (data / "tokenizer.json").write_text("of the interrupted run")
     (data / "model-00009-of-00009.safetensors").write_text("of another")
@@ -124,9 +139,9 @@ def test_what_this_run_does_not_write_is_not_published(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("now", ["gone", "changed", "added", "same"])
-def test_companions_are_those_of_the_command_that_publishes(now: str, source: Path, tmp_path: Path) -> None:
+def test_companions_are_those_of_the_command_that_publishes(now: str, source: Path, place: Path) -> None:
     """A run that was complete but could not publish is finished with the files that are there now."""
-    out = tmp_path / "out"
+    out = place / "out"
 
     def in_the_way(done: int, total: int) -> None:
         out.mkdir(exist_ok=True)
@@ -151,17 +166,17 @@ def test_companions_are_those_of_the_command_that_publishes(now: str, source: Pa
     texts = {p.name: p.read_text() for p in out.glob("*.json") if p.name != "fastshard.manifest.json"}
     assert texts == expected
     assert cli("verify", out).code == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
+    assert sorted(p.name for p in place.iterdir()) == ["out", "src"]
 
 
-def test_a_full_disk_keeps_what_is_written(source: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
+def test_a_full_disk_keeps_what_is_written(source: Path, place: Path) -> None:
+    disk = place / "disk"
     disk.mkdir()
     script = """
-        mount -t tmpfs -o size=12m none "$1"
+        mount -t tmpfs -o size=100m none "$1"
         "$PYTHON" -m fastshard merge "$2" "$1/out" --threads 1 --sparse && exit 99 || [ $? = 2 ]
         test ! -e "$1/out"; ls -i "$1"/.out.fastshard-*/data/model.safetensors >&2
-        mount -o remount,size=64m "$1"
+        mount -o remount,size=400m "$1"
         "$PYTHON" -m fastshard merge "$2" "$1/out" --threads 1 --sparse --resume
         ls -i "$1/out/model.safetensors" >&2
         "$PYTHON" -m fastshard verify "$1/out"; "$PYTHON" -m fastshard diff "$1/out" "$2"; ls -A "$1" >&2
@@ -178,8 +193,8 @@ def test_a_full_disk_keeps_what_is_written(source: Path, tmp_path: Path) -> None
     assert done.stderr.splitlines()[-1] == "out"
 
 
-def test_an_error_before_anything_is_written_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_an_error_before_anything_is_written_leaves_nothing(source: Path, place: Path) -> None:
+    out = place / "out"
     script = 'ulimit -f 16; exec "$0" -m fastshard merge "$1" "$2"'
     failed = subprocess.run(
         ["sh", "-c", script, sys.executable, str(source), str(out)],
@@ -189,4 +204,4 @@ def test_an_error_before_anything_is_written_leaves_nothing(source: Path, tmp_pa
         timeout=60,
     )
     assert failed.returncode == 2, failed
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+    assert sorted(p.name for p in place.iterdir()) == ["src"]

@@ -191,7 +191,7 @@ impl Error {
                 "check the owner and mode of the path, and that it is not mounted read-only",
             ),
             K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
-                (codes::NO_SPACE, "free space or choose another destination; nothing was published")
+                (codes::NO_SPACE, "free space or choose another destination")
             }
             K::AlreadyExists => (codes::OUT_EXISTS, "choose another destination or pass --overwrite"),
             _ => match error.raw_os_error() {

@@ -324,7 +324,7 @@ impl SourceFile {
         Finding::new(codes::SOURCE_CHANGED, "changed while it was read")
             .file(&self.path)
             .expected(expected, got)
-            .help("wait until the save is complete, then run again; nothing was published")
+            .help("wait until the save is complete, then run again")
             .into()
     }
 }

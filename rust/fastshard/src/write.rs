@@ -177,7 +177,7 @@ fn resumable(error: Error, folder: &Path) -> Error {
         findings.iter_mut().filter(|f| f.severity == Severity::Error && f.code != codes::PUBLISH_CONFLICT)
     {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
-            Some(help) => format!("{}; {way}", help.trim_end_matches("; nothing was published")),
+            Some(help) => format!("{help}; {way}"),
             None => way.clone(),
         });
     }
