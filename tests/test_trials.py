@@ -1,0 +1,175 @@
+"""A few trials of each series, and proof that the judge sees what it is there to see."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRIALS = Path(__file__).parent / "trials"
+sys.path.append(str(TRIALS))
+
+import trees  # noqa: E402
+from judge import Before, Trial, judge  # noqa: E402
+from runner import Ended, default_program  # noqa: E402
+from trees import Foreign  # noqa: E402
+
+OLD = {
+    "config.json": b'{"old": 1}',
+    "model.safetensors": b"older weights",
+    trees.MANIFEST: b'{"kind": "old"}',
+}
+NEW = {
+    "config.json": b'{"new": 1}',
+    "model.safetensors": b"newer weights",
+    trees.MANIFEST: b'{"kind": "new"}',
+}
+
+
+def run_series(name: str, *options: object) -> None:
+    if not default_program().is_file():
+        pytest.skip(f"{default_program()}: the program is not installed")
+    command = [sys.executable, TRIALS / f"{name}.py", "--seed", "1", *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    if name == "faults" and done.returncode == 2 and "nothing can be tried" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_kills() -> None:
+    run_series("kills", "--count", 16)
+
+
+def test_faults() -> None:
+    run_series("faults", "--count", 60, "--cases", "overwrite", "inside", "writer")
+
+
+def test_changes() -> None:
+    run_series("changes", "--count", 32, "--size", 24)
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    """A destination with the old result, which may be replaced."""
+    known = {}
+    for kind, files in (("old", OLD), ("new", NEW)):
+        put(tmp_path / kind, files)
+        known[kind] = trees.meaning(tmp_path / kind, trees.raw(tmp_path / kind) or {})
+    made = Trial(tmp_path / "area", known, overwrite=True)
+    put(made.out, OLD)
+    return made
+
+
+def ended(code: int, out: str = "", err: str = "", *argv: str) -> Ended:
+    return Ended(argv, code, out, err, 0.1)
+
+
+def kinds(trial: Trial, run: Ended, before: Before) -> set[str]:
+    judge(trial, run, before)
+    return {v.kind for v in trial.found}
+
+
+REFUSED = "error FS504: /t/out: the destination holds more than a result: notes.txt\n"
+
+
+def test_judge_is_content_with_a_replaced_result(trial: Trial) -> None:
+    before = Before(trial.look(), 0)
+    put(trial.out, NEW)
+    assert kinds(trial, ended(0, "out: done"), before) == set()
+
+
+def test_judge_is_content_with_a_kill_that_changes_nothing(trial: Trial) -> None:
+    before = Before(trial.look(), 0, sent=signal.SIGKILL, begun=True)
+    assert kinds(trial, ended(-9), before) == set()
+
+
+@pytest.mark.parametrize("lost", [b"", b"\0" * 13, b"newer weight", None])
+def test_judge_sees_a_result_that_is_not_entire(trial: Trial, lost: bytes | None) -> None:
+    before = Before(trial.look(), 0)
+    put(trial.out, NEW)
+    (trial.out / "model.safetensors").unlink()
+    if lost is not None:
+        (trial.out / "model.safetensors").write_bytes(lost)
+    assert {"a-mixed", "c-exit0"} <= kinds(trial, ended(0), before)
+
+
+def test_judge_sees_that_the_old_result_is_gone(trial: Trial) -> None:
+    before = Before(trial.look(), 0, sent=signal.SIGKILL, begun=True)
+    for file in trial.out.iterdir():
+        file.unlink()
+    assert kinds(trial, ended(-9), before) == {"a-lost"}
+
+
+def test_judge_sees_foreign_files_that_are_lost_or_hidden(trial: Trial, tmp_path: Path) -> None:
+    before = Before(trial.look(), 0)
+    trial.foreign = [
+        Foreign("notes.txt", b"precious"),
+        Foreign("config.json", b"edited"),
+        Foreign("src", None),
+    ]
+    aside = trial.area / ".out.fastshard-0/old"
+    put(aside, {**OLD, "config.json": b"edited", "notes.txt": b"precious"})
+    (aside / "src").mkdir()
+    put(trial.out, NEW)
+    named = f"warning FS508: {aside.parent}: published; what was not ours is kept in {aside}"
+    assert kinds(trial, ended(0, err=named), before) == set()
+    trial.said = ""
+    assert kinds(trial, ended(0), before) == {"b-unnamed", "e-litter"}
+    (aside / "notes.txt").unlink()
+    assert "b-lost" in kinds(trial, ended(0), before)
+
+
+def test_judge_sees_a_folder_replaced_that_held_foreign_files(trial: Trial) -> None:
+    put(trial.out, {"notes.txt": b"precious"})
+    trial.foreign = [Foreign("notes.txt", b"precious")]
+    before = Before(trial.look(), 1)
+    assert before.state.kind == "old"
+    assert kinds(trial, ended(2, err=REFUSED), before) == set()
+    assert kinds(trial, ended(2, err="error FS504: /t/out: not empty\n"), before) == {"c-list"}
+    put(trial.out, NEW)
+    assert "b-replaced" in kinds(trial, ended(0), before)
+
+
+@pytest.mark.parametrize(
+    ("published", "run", "kind"),
+    [
+        (True, ended(2, err="error FS510: stopped by the user\nnothing was published"), "c-nothing"),
+        (True, ended(2, err="error FS507: /t/out: cannot sync"), "c-silent"),
+        (False, ended(1, err="error FS519: /t/out: the result is published"), "c-published"),
+        (False, ended(0, "out: done"), "c-exit0"),
+        (False, ended(1, err="error FS506: /t/a.bin: changed"), "x-refused"),
+        (True, ended(-11), "f-code"),
+        (True, ended(0, err="Traceback (most recent call last):\n  x\nValueError"), "f-traceback"),
+        (False, ended(2, err="error FS507: Input/output error"), "f-path"),
+        (True, ended(0, "{}", "", "--json"), "c-json"),
+    ],
+)
+def test_judge_hears_words_and_codes_that_do_not_fit(
+    trial: Trial, published: bool, run: Ended, kind: str
+) -> None:
+    before = Before(trial.look(), 0)
+    if published:
+        put(trial.out, NEW)
+    assert kind in kinds(trial, run, before)
+
+
+def test_judge_knows_the_codes_of_signals(trial: Trial) -> None:
+    before = Before(trial.look(), 0, sent=signal.SIGTERM, begun=True)
+    words = "error FS510: stopped; nothing was published\n  help: --resume continues\n"
+    assert kinds(trial, ended(143, err=words), before) == set()
+    assert kinds(trial, ended(-15), before) == {"old-code"}
+    trial.found.clear()
+    before.sent = signal.SIGINT
+    assert kinds(trial, ended(2, err=words), before) == {"old-code"}
+    trial.found.clear()
+    (trial.area / ".out.fastshard-0").mkdir()
+    assert kinds(trial, ended(130, err="error FS510: stopped"), before) == {"c-resume"}
