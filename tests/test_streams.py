@@ -193,7 +193,7 @@ def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signal
     words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in COMMANDS[name]]
     for delay in (0.0, 0.005, 0.02, 0.06):
         process = subprocess.Popen(
-            [sys.executable, "-c", script, *words, *(["--overwrite"] if name in WRITING else [])],
+            [sys.executable, "-c", script, *words, *(["--overwrite", "--resume"] if name in WRITING else [])],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert process.stderr is not None and process.stderr.read(1) == "+"

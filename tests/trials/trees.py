@@ -90,18 +90,22 @@ def _manifest(path: Path, opaque: bool) -> str:
 
 
 def _stable(value: Any, opaque: bool) -> Any:
-    """A document without times and, for a store whose files have names of chance, without those files."""
+    """A document without times, what was noticed of sources meanwhile, and files with names of chance."""
     if isinstance(value, dict):
         return {
             k: _stable(v, opaque) for k, v in value.items()
             if not k.startswith(_VOLATILE) and not (opaque and by_chance(k))
         }  # fmt: skip
     if isinstance(value, list):
-        kept = [
-            v for v in value if not (opaque and isinstance(v, dict) and by_chance(str(v.get("name", ""))))
-        ]
+        kept = [v for v in value if not (isinstance(v, dict) and _is_of_the_run(v, opaque))]
         return [_stable(v, opaque) for v in kept]
     return value
+
+
+def _is_of_the_run(entry: dict[str, Any], opaque: bool) -> bool:
+    """True for an entry that another run of the same command would not have."""
+    # That a source's status changed while it was read is told as a finding.
+    return entry.get("code") == "FS506" or (opaque and by_chance(str(entry.get("name", ""))))
 
 
 def by_chance(name: str) -> bool:

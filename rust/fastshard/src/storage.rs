@@ -277,7 +277,11 @@ impl SourceFile {
         }
     }
 
-    fn now(&self) -> Result<Stamp> {
+    /// Its stamp as it is now.
+    ///
+    /// # Errors
+    /// What keeps it from being looked at.
+    pub fn now(&self) -> Result<Stamp> {
         let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
         Ok(Stamp::of(&meta))
     }

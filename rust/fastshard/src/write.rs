@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::codes;
-use crate::engine::{self, Control, Report};
+use crate::engine::{self, Control, Discard, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
 use crate::format::{dcp, torch_zip, Frame, Member};
@@ -388,6 +388,7 @@ fn fill(
     if !clean(&report) {
         return Err(report.findings.into());
     }
+    let report = read_again(plan, files, report, &engine_options, control)?;
     for (name, text) in &plan.texts {
         staging.write(name, text.as_bytes())?;
     }
@@ -428,6 +429,56 @@ fn fill(
     }
     staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
     Ok((manifest, report.findings))
+}
+
+/// Times that sources are read again because their status changed.
+const MOST_READINGS: u32 = 3;
+
+/// Reads sources again whose status alone changed while they were read. That is other permissions or a link;
+/// or they were written to and their modification time was set back: only the content tells.
+fn read_again(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    mut report: Report,
+    options: &engine::Options,
+    control: &Control,
+) -> Result<Report> {
+    let touched = |report: &Report| report.findings.iter().any(|f| f.code == codes::SOURCE_CHANGED);
+    if !touched(&report) {
+        return Ok(report);
+    }
+    let options = engine::Options { stats: Level::Nothing, encodes: 0, ..options.clone() };
+    for _ in 0..MOST_READINGS {
+        let before = files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()?;
+        let again = match engine::execute(plan, files, &Discard, &options, control) {
+            // What is held by now leaves no room for it: the warning stays.
+            Err(error) if error.findings().iter().all(|f| f.code == codes::MEMORY_BUDGET) => return Ok(report),
+            again => again?,
+        };
+        let differs = report.outputs.iter().zip(&again.outputs).position(|(a, b)| a.hash != b.hash);
+        if let Some(output) = differs {
+            let changed = report.findings.into_iter().find(|f| f.code == codes::SOURCE_CHANGED);
+            let finding = changed.unwrap_or_else(|| Finding::new(codes::SOURCE_CHANGED, ""));
+            return Err(Finding {
+                message: "changed while it was read, and its time set back".into(),
+                ..finding
+            }
+            .severity(Severity::Error)
+            .tensor(&plan.outputs[output].name)
+            .help("wait until the save is complete, then run again")
+            .into());
+        }
+        if files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()? == before {
+            for finding in report.findings.iter_mut().filter(|f| f.code == codes::SOURCE_CHANGED) {
+                finding.severity = Severity::Note;
+                finding.message =
+                    "its status was changed while it was read; read again, it holds the same".into();
+                finding.help = None;
+            }
+            return Ok(report);
+        }
+    }
+    Ok(report)
 }
 
 /// Removes what an interrupted run left and this one does not write, and voids what the journal says of
