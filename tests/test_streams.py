@@ -331,7 +331,7 @@ def test_help_tells_the_exit_codes_of_signals() -> None:
 
 @pytest.mark.parametrize("options", [
     ("--memory", "99999999999999999999999TB"), ("--threads", "99999999999999999999"), ("--threads", "1000000"),
-    ("--max-shard-size", "9223372036854775808"), ("--include", "\udcff"), ("--exclude", "\udcff"), 
+    ("--max-shard-size", "9223372036854775808"), ("--include", "\udcff"), ("--exclude", "\udcff"),
     ("--config", ""), ("--layout", "\0"), ("--expect", "/proc/self/mem"), ("--tokenizer", "\udcff"),
 ], ids=repr)  # fmt: skip
 def test_odd_arguments_are_usage_errors(options: tuple[str, str], tmp_path: Path) -> None:
