@@ -157,9 +157,10 @@ def convert(
     expected = expected_by(expect)
     options = expected.opening(options)
     checkpoint = _opened(source, **options) if options else _opened(source)
-    run = run_options(memory, threads)
     made = make_plan(checkpoint.opened, to, **planning)
     raise_errors(made.findings)
+    # The default grows with what the plan takes.
+    run = run_options(memory, threads)
     with Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)

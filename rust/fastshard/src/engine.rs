@@ -231,6 +231,7 @@ fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
 
 /// Divides the memory budget: tile sizes per output and the number of workers.
 fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
+    kernel::trim();
     let baseline = anonymous_memory();
     // The library that decodes and encodes has threads and tables of its own.
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);

@@ -1,11 +1,12 @@
 //! The loops that touch every byte: strided box copies, dtype conversion and value scans.
 //!
-//! Everything here is single-threaded and allocates nothing; callers split work into tiles. Together
-//! with `storage` these are the only modules where `unsafe` is allowed. Each public function proves its
-//! bounds once, before the first byte moves, and the loops below rely on that proof.
+//! Everything here is single-threaded; callers split work into tiles. Together with `storage` these are
+//! the only modules where `unsafe` is allowed. Each public function proves its bounds once, before the
+//! first byte moves, and the loops below rely on that proof.
 
 mod convert;
 mod copy;
+mod heap;
 mod recount;
 mod scan;
 mod tally;
@@ -13,6 +14,7 @@ mod transpose;
 
 pub use convert::{convert, f8_value, from_f32, to_f32};
 pub use copy::{copy, StridedBox};
+pub use heap::trim;
 pub use recount::recount;
 pub use scan::{count_non_finite, filled, is_constant, is_zero};
 pub use tally::{count_bytes, float_block, FloatBlock};

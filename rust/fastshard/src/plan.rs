@@ -488,13 +488,19 @@ impl Plan {
     /// composed.)
     ///
     /// # Errors
-    /// `FS205`/`FS206` naming the output.
+    /// `FS205`/`FS206` naming the output; `FS211` for one that no file can hold.
     pub fn validate(&self) -> Result<()> {
         let mut findings = Vec::new();
         for output in &self.outputs {
             let mut fail = |code, what: &str, expected: String, got: String| {
                 findings.push(Finding::new(code, what).tensor(&output.name).expected(expected, got));
             };
+            let size = element_count(&output.shape).and_then(|n| n.checked_mul(output.dtype.size() as u64));
+            if size.is_none_or(|bytes| bytes > i64::MAX as u64) {
+                let shape = format!("{:?} of {}", output.shape, output.dtype);
+                fail(codes::BAD_VALUE, "size of a tensor", "fewer than 2^63 bytes".into(), shape);
+                continue;
+            }
             let elements = output.elements();
             let mut covered = 0u64;
             for part in &output.parts {

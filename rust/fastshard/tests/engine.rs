@@ -15,10 +15,10 @@ use common::{
     RankFile, Tensor,
 };
 use fastshard::codes;
-use fastshard::engine::{self, Control, Report, Sink, TileDone};
+use fastshard::engine::{self, Control, Discard, Report, Sink, TileDone};
 use fastshard::error::{Error, Severity};
 use fastshard::kernel;
-use fastshard::plan::{Output, Plan};
+use fastshard::plan::{Fill, Output, Plan};
 use fastshard::stats::{Accumulator, Level, Seen};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
@@ -573,5 +573,18 @@ fn a_panic_of_a_worker_stops_all_and_is_an_error() {
         assert!(finding.message.contains("tile 20 is one too many"), "{finding:?}");
         // Printing the panic takes a while; there are thousands of tiles.
         assert!(sink.late.into_inner() < 2000, "the others go on");
+    }
+}
+
+#[test]
+fn an_output_that_no_file_can_hold_is_refused() {
+    let dir = temp();
+    let (plan, files) = planned(dir.path());
+    for shape in [vec![1 << 62], vec![1 << 31, 1 << 31], vec![1 << 32, 1 << 32], vec![u64::MAX, 2]] {
+        let mut plan = plan.clone();
+        plan.outputs[0] = Output { shape, parts: Vec::new(), fill: Fill::Zero, ..plan.outputs[0].clone() };
+        let options = options(1, dir.path());
+        let error = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::BAD_VALUE);
     }
 }

@@ -44,12 +44,13 @@ impl<'de> Deserialize<'de> for Header {
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Header, A::Error> {
                 let mut header = Header::default();
-                let mut seen = HashSet::new();
+                let mut metadata = false;
+                let twice = |name: &str| de::Error::custom(format!("the name {name:?} appears twice"));
                 while let Some(name) = map.next_key::<String>()? {
-                    if !seen.insert(name.clone()) {
-                        return Err(de::Error::custom(format!("the name {name:?} appears twice")));
-                    }
                     if name == "__metadata__" {
+                        if std::mem::replace(&mut metadata, true) {
+                            return Err(twice(&name));
+                        }
                         let map: serde_json::Map<String, serde_json::Value> = map.next_value()?;
                         for (k, v) in map {
                             let serde_json::Value::String(v) = v else {
@@ -64,6 +65,10 @@ impl<'de> Deserialize<'de> for Header {
                             map.next_value().map_err(|e| de::Error::custom(format!("{name}: {e}")))?;
                         header.tensors.push((name, entry));
                     }
+                }
+                let mut seen = HashSet::new();
+                if let Some((name, _)) = header.tensors.iter().find(|(name, _)| !seen.insert(name)) {
+                    return Err(twice(name));
                 }
                 Ok(header)
             }
@@ -100,6 +105,8 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
     }
     let header: Header = serde_json::from_slice(&bytes)
         .map_err(|e| unsafe_header(format!("the header cannot be read: {e}")))?;
+    let header_digest = *blake3::hash(&bytes).as_bytes();
+    drop(bytes);
 
     let mut blobs = Vec::with_capacity(header.tensors.len());
     let mut tensors = Vec::with_capacity(header.tensors.len());
@@ -190,13 +197,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
         .collect();
     let root = values.push(Value::Dict(items));
     values.set_root(root);
-    Ok(ParsedFile {
-        format: "safetensors",
-        blobs,
-        tensors,
-        values,
-        header_digest: *blake3::hash(&bytes).as_bytes(),
-    })
+    Ok(ParsedFile { format: "safetensors", blobs, tensors, values, header_digest })
 }
 
 fn truncated(file: &SourceFile, expected: String) -> Error {
