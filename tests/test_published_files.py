@@ -116,8 +116,13 @@ def test_an_inventory_covers_companions(tmp_path: Path) -> None:
     # Other steps and logs lie beside what was hashed.
     (folder / "train.log").write_text("loss")
     assert cli("verify", folder).code == 0
+    # The tracker moves on with the next step.
     (folder / "latest").write_text(f"{STEP}\n")
-    assert cli("verify", folder).having("FS308", file="latest")
+    assert cli("verify", folder).code == 0
+    inventory = copy(HF, tmp_path / "hf")
+    assert cli("manifest", inventory).code == 0
+    edit_json(inventory / "config.json", lambda c: c.update(rope_theta=5.0))
+    assert cli("verify", inventory).having("FS308", file="config.json", severity="error")
 
 
 def test_a_manifest_of_an_older_version_says_nothing_of_other_files(
@@ -156,3 +161,29 @@ def test_a_tensor_that_the_manifest_does_not_name_is_an_error(
 def test_parts_of_a_store_are_verified_apart(results: dict[str, Path]) -> None:
     for part in (1, 2, 3):
         assert cli("verify", results["orbax"], "--subset", f"{part}/3").code == 0
+
+
+def test_an_added_tokenizer_or_an_edited_config_is_no_hindrance(
+    results: dict[str, Path], tmp_path: Path
+) -> None:
+    """Known from the manifest that lies there they warn; a manifest that is given is what is expected."""
+    folder = copy(results["merge"], tmp_path / "copy")
+    (folder / "tokenizer.json").write_text("{}")
+    edit_json(folder / "config.json", lambda c: c.update(_name_or_path="mine"))
+    ran = cli("merge", folder, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert ran.having("FS108", file="tokenizer.json", severity="warning")
+    assert ran.having("FS308", file="config.json", severity="warning")
+    assert cli("verify", folder).code == 1
+    manifest = folder / "fastshard.manifest.json"
+    assert cli("merge", folder, tmp_path / "two", "--expect", manifest).code == 1
+
+
+def test_parts_of_a_result_in_several_folders(results: dict[str, Path], tmp_path: Path) -> None:
+    one, two = copy(results["dcp"], tmp_path / "one"), tmp_path / "two"
+    two.mkdir()
+    (one / ".metadata").rename(two / ".metadata")
+    assert cli("verify", one, two).code == 0
+    assert cli("merge", one, two, tmp_path / "out").code == 0
+    (two / ".metadata").unlink()
+    assert cli("verify", one, two).code != 0

@@ -148,7 +148,7 @@ def test_companions_are_those_of_the_command_that_publishes(now: str, source: Pa
         (out / "mine").write_text("mine")
 
     with pytest.raises(fastshard.FastshardError) as caught:
-        fastshard.merge(source, out, memory="2GiB", progress=in_the_way)
+        fastshard.merge(source, out, threads=1, fsync=False, memory="2GiB", progress=in_the_way)
     assert caught.value.code == "FS516"
     (out / "mine").unlink()
     out.rmdir()
@@ -205,3 +205,23 @@ def test_an_error_before_anything_is_written_leaves_nothing(source: Path, place:
     )
     assert failed.returncode == 2, failed
     assert sorted(p.name for p in place.iterdir()) == ["src"]
+
+
+def test_a_file_that_comes_during_the_run_is_not_lost(source: Path, place: Path) -> None:
+    out = place / "out"
+    fastshard.merge(source, out, fsync=False, memory="2GiB")
+    calls = []
+
+    def write(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == 1:
+            (out / "meanwhile.txt").write_text("precious")
+
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.merge(source, out, overwrite=True, threads=1, fsync=False, memory="2GiB", progress=write)
+    assert caught.value.code == "FS516" and "meanwhile.txt" in str(caught.value)
+    assert (out / "meanwhile.txt").read_text() == "precious"
+    assert cli("verify", out).having("FS108", file="meanwhile.txt", severity="warning")
+    (out / "meanwhile.txt").unlink()
+    fastshard.merge(source, out, overwrite=True, resume=True, fsync=False, memory="2GiB")
+    assert sorted(p.name for p in place.iterdir()) == ["out", "src"]

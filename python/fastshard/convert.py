@@ -161,7 +161,7 @@ def convert(
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads)
-    with Progress(progress) as bar:
+    with carrying(made.core), Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)
         copies = companions(checkpoint, made, tokenizer)
@@ -174,23 +174,34 @@ def convert(
             "stats": "full" if stats else "nothing",
             "values": made.source.values,
         })  # fmt: skip
-        with carrying(made.core):
-            arrays = array_writer.writer() if made.writes_arrays else None
-            writing = made.core.write(
-                os.fspath(out),
-                options_json,
-                bar.phase("writing"),
-                arrays,
-                (copies, checkpoint.listing.given()),
-            )
-            outcome = json.loads(writing)
-            found = [Finding.from_dict(f) for f in outcome["findings"]]
-            return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+        arrays = array_writer.writer() if made.writes_arrays else None
+        writing = made.core.write(
+            os.fspath(out),
+            options_json,
+            bar.phase("writing"),
+            arrays,
+            (copies, checkpoint.listing.given()),
+        )
+        outcome = json.loads(writing)
+        found = [Finding.from_dict(f) for f in outcome["findings"]]
+        return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+
+
+#: The plan that was written last, for :func:`told`.
+_latest: _core.Plan | None = None
+
+
+def told() -> list[Finding]:
+    """What the last write of this process came to: ``FS519`` if its result is published. For the command line,
+    which may be stopped between a call's end and its use."""
+    return [] if _latest is None else [Finding.from_dict(f) for f in json.loads(_latest.told())]
 
 
 @contextlib.contextmanager
 def carrying(core: _core.Plan) -> Iterator[None]:
     """Errors of the core as exceptions; any other takes with it what the plan's ``write`` came to."""
+    global _latest
+    _latest = core
     try:
         yield
     except _core.CoreError as error:

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,9 @@ class Expected:
         named = {file["name"] for file in tensor_files(document)}
         have = {file["path"] for file in checkpoint.files}
         about = published.compare(path, document, checkpoint)
+        if self.manifest is None:
+            # Found by itself: a tokenizer that was added or a config that was edited is the user's business.
+            about = [replace(f, severity="warning") if f.severity == "error" else f for f in about]
         try:
             tensors = {t["name"] for t in document["tensors"]}
             if named & have or not tensors:

@@ -201,7 +201,7 @@ def repair_masters(
         **run_options(memory, threads), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
     }  # fmt: skip
-    with Progress(progress) as bar, carrying(plan):
+    with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.listing.given()
         outcome = json.loads(
             plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart))

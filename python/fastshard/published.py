@@ -25,6 +25,8 @@ _LOADED = (
     "model_optim_rng.pt", "common.pt", "metadata.json", ".metadata", "*.distcp",
     "_METADATA", "manifest.ocdbt", "zarr.json", ".zarray",
 )  # fmt: skip
+#: Names of the step to be loaded, which move on while the steps stay.
+_TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 #: What readers leave behind in a folder that they load from.
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
 
@@ -55,11 +57,10 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> lis
     if index is None or listing.single:
         return []
     have = {file["path"] for file in checkpoint.files}
-    root = listing.roots[index]
+    # Parts of one result may lie in several folders.
+    roots = [os.fspath(root) for root in [listing.roots[index], *listing.roots]]
     try:
-        findings = [
-            Finding.from_dict(f) for f in json.loads(_core.manifest_files(os.fspath(path), os.fspath(root)))
-        ]
+        findings = [Finding.from_dict(f) for f in json.loads(_core.manifest_files(os.fspath(path), roots))]
     except _core.CoreError as error:
         raise from_core(error) from None
     # An inventory is of the files that were read, and the manifests of older versions list no others.
@@ -104,7 +105,8 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     folders = {"", *(file.folder for file in checkpoint.opened.files if file.root == 0)}
     entries = []
     for file in listing.files:
-        if file.root == 0 and file.folder in folders and file.path not in have and _is_loaded(file.name):
+        beside = file.root == 0 and file.folder in folders and file.path not in have
+        if beside and _is_loaded(file.name) and file.name not in _TRACKERS:
             try:
                 entries.append(json.loads(_core.manifest_entry(os.fspath(listing.roots[0]), file.path)))
             except _core.CoreError as error:

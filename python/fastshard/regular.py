@@ -58,12 +58,15 @@ def is_file(path: StrPath, code: str = "FS601") -> bool:
     """True for a regular file, or a link to one; False if there is nothing of that name.
 
     Raises:
-        FastshardError: ``code`` if something else has the name.
+        FastshardError: ``code`` if something else has the name, ``FS502`` or ``FS507`` if the system does not
+            tell what it is: a file that cannot be looked at is not absent.
     """
     try:
         kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
+    except OSError as error:
+        raise _cannot(error, os.fspath(path)) from None
     if kind is not None:
         raise error_for([unfit(path, kind, code)])
     return True
@@ -92,13 +95,19 @@ def opened(path: StrPath, *, label: str | None = None, code: str = "FS601") -> I
     except ValueError as error:
         raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
     try:
-        kind = kind or special(os.fstat(descriptor).st_mode)
+        if kind is None:
+            try:
+                kind = special(os.fstat(descriptor).st_mode)
+            except OSError as error:
+                raise _cannot(error, name) from None
         if kind is not None:
             raise error_for([unfit(name, kind, code)])
         yield descriptor
     finally:
         if descriptor >= 0:
-            os.close(descriptor)
+            # It was only read: that it cannot be closed changes nothing.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def read_bytes(

@@ -234,7 +234,6 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),
     )  # fmt: skip
-    a.published = a.out
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
@@ -356,7 +355,6 @@ def masters(a: argparse.Namespace) -> Outcome:
         a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
         fsync=a.fsync == "full", progress=_progress(a), **_opening(a),
     )  # fmt: skip
-    a.published = a.repair
     count = len(manifest.document["tensors"])
     what = (
         "the optimizer left out; load it with load_module_only=True"

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from ..convert import told
 from ..errors import FastshardError, Finding, error_for, exit_code, published
 from . import commands, render
 from .parser import UsageError, build
@@ -89,10 +90,8 @@ class _Run:
         if self._told:
             # All was done, and is said or about to be: a second document would make both unreadable.
             return self._ended(code)
-        findings: list[Finding] = getattr(error, "findings", [])
-        out = getattr(self._arguments, "published", None)
-        if not findings and out is not None:
-            findings = [Finding.of("FS519", "the result is complete here", file=os.fspath(out))]
+        # Between the end of a write and its use no exception carries what it came to.
+        findings: list[Finding] = getattr(error, "findings", []) or (told() if self._writes else [])
         if not findings:
             findings = [Finding.of("FS510", "stopped by the user", help=self._nothing_begun())]
         return self._tell(None, findings, code)

@@ -636,10 +636,10 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     to_json(&py.detach(read).map_err(raise)?)
 }
 
-/// Findings about the files below `root` that `manifest` lists and that hold no tensors, as JSON.
+/// Findings about the files below `roots` that `manifest` lists and that hold no tensors, as JSON.
 #[pyfunction]
-fn manifest_files(py: Python<'_>, manifest: PathBuf, root: PathBuf) -> PyResult<String> {
-    let compare = || verify::files(&Manifest::read(&manifest)?, &root);
+fn manifest_files(py: Python<'_>, manifest: PathBuf, roots: Vec<PathBuf>) -> PyResult<String> {
+    let compare = || verify::files(&Manifest::read(&manifest)?, &roots);
     to_json(&py.detach(compare).map_err(raise)?)
 }
 

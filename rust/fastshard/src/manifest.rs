@@ -141,13 +141,14 @@ impl Manifest {
     pub fn published_files(
         file: std::fs::File,
     ) -> std::result::Result<BTreeMap<String, ManifestFile>, String> {
-        let mut bytes = Vec::new();
-        let read = file.take(MAX_MANIFEST + 1).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-        if read as u64 > MAX_MANIFEST {
+        let size = file.metadata().map_err(|e| e.to_string())?.len();
+        if size > MAX_MANIFEST {
             return Err(format!("its manifest has more than {MAX_MANIFEST} bytes"));
         }
+        // Streamed: what it says of tensors is not looked at.
+        let reader = std::io::BufReader::new(file.take(size));
         let outline: Outline =
-            serde_json::from_slice(&bytes).map_err(|e| format!("its manifest cannot be read: {e}"))?;
+            serde_json::from_reader(reader).map_err(|e| format!("its manifest cannot be read: {e}"))?;
         if outline.format != FORMAT || outline.version != MANIFEST_VERSION {
             return Err("its manifest is not of a version that this program reads".into());
         }

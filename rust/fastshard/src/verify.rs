@@ -2,7 +2,7 @@
 
 mod published;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, CatalogFile};
@@ -112,10 +112,12 @@ fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
 /// Headers that are not what the manifest tells of: names, metadata, values. What they say of tensors and what
 /// the manifest says of their content make the file's identity, so no tensor has to be read.
 fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
-    let mut hashes: HashMap<(&str, &str), [u8; 32]> = HashMap::with_capacity(manifest.tensors.len());
+    // Joined names of two tensors can be equal: they are told apart by their order.
+    let mut hashes: HashMap<&str, HashMap<String, VecDeque<[u8; 32]>>> = HashMap::new();
     for tensor in &manifest.tensors {
         if let Ok(hash) = blake3::Hash::from_hex(&tensor.blake3) {
-            hashes.insert((tensor.file.as_str(), tensor.name.as_str()), *hash.as_bytes());
+            let of_file = hashes.entry(tensor.file.as_str()).or_default();
+            of_file.entry(tensor.name.clone()).or_default().push_back(*hash.as_bytes());
         }
     }
     let by_path: HashMap<&str, &&CatalogFile> = opened.iter().map(|f| (f.path.as_str(), f)).collect();
@@ -130,7 +132,7 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
         // A second name of a tensor has no entry of its own.
         let own = opened.parsed.tensors.iter().map(|t| t.path.join("."));
         let own: Vec<[u8; 32]> =
-            own.filter_map(|name| hashes.get(&(file.name.as_str(), name.as_str())).copied()).collect();
+            own.filter_map(|name| hashes.get_mut(file.name.as_str())?.get_mut(&name)?.pop_front()).collect();
         let got = file_identity(&opened.parsed.header_digest, own.iter());
         if got != *identity {
             findings.push(
@@ -232,12 +234,15 @@ pub fn against(
     findings.extend(headers(manifest, &opened));
 
     let mut plan = inventory_plan(catalog);
-    let mut wanted: HashMap<(&str, &str), &ManifestTensor> =
-        manifest.tensors.iter().map(|t| ((t.file.as_str(), t.name.as_str()), t)).collect();
+    let mut wanted: HashMap<(&str, &str), VecDeque<&ManifestTensor>> = HashMap::new();
+    for tensor in &manifest.tensors {
+        wanted.entry((tensor.file.as_str(), tensor.name.as_str())).or_default().push_back(tensor);
+    }
     let mut checks: Vec<(usize, &ManifestTensor)> = Vec::new();
     for (i, stored) in plan.stored.iter().enumerate() {
         let file = plan.sources[file_of(&plan, stored) as usize].path.as_str();
-        let Some(tensor) = wanted.remove(&(file, stored.name.as_str())) else { continue };
+        let named = wanted.get_mut(&(file, stored.name.as_str()));
+        let Some(tensor) = named.and_then(VecDeque::pop_front) else { continue };
         if tensor.dtype != stored.dtype || tensor.shape != stored.shape {
             findings.push(
                 Finding::new(codes::HASH, "dtype or shape differs from the manifest")
@@ -252,7 +257,7 @@ pub fn against(
             checks.push((i, tensor));
         }
     }
-    for tensor in wanted.values().filter(|t| by_path.contains_key(t.file.as_str())) {
+    for tensor in wanted.values().flatten().filter(|t| by_path.contains_key(t.file.as_str())) {
         findings.push(
             Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file")
                 .file(&tensor.file)

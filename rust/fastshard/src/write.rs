@@ -88,7 +88,8 @@ pub fn write(
     let mut findings = Vec::new();
     if staging.sealed() {
         let stale = stale_files(&staging, plan, options)?;
-        if stale.is_empty() || !staging.unseal()? {
+        let folder = staging.folder().to_path_buf();
+        if stale.is_empty() || !staging.unseal().map_err(|error| resumable(error, &folder))? {
             findings.extend(stale.iter().map(|name| stale_finding(out, name)));
             return roll_forward(staging, plan, out, findings, control);
         }
@@ -169,6 +170,9 @@ fn keeps(error: &Error, options: &Options) -> bool {
 /// Says how a run that stopped can be continued.
 fn resumable(error: Error, folder: &Path) -> Error {
     let mut findings = error.into_findings();
+    if findings.iter().any(|f| f.code == codes::PUBLISH_CONFLICT) {
+        return Error::from(findings); // It says itself where things are.
+    }
     let way = format!(
         "nothing was published; the same command with --resume continues, or remove {}",
         folder.display()
@@ -452,7 +456,9 @@ fn read_again(
         let before = files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()?;
         let again = match engine::execute(plan, files, &Discard, &options, control) {
             // What is held by now leaves no room for it: the warning stays.
-            Err(error) if error.findings().iter().all(|f| f.code == codes::MEMORY_BUDGET) => return Ok(report),
+            Err(error) if error.findings().iter().all(|f| f.code == codes::MEMORY_BUDGET) => {
+                return Ok(report)
+            }
             again => again?,
         };
         let differs = report.outputs.iter().zip(&again.outputs).position(|(a, b)| a.hash != b.hash);

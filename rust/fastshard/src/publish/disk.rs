@@ -12,8 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    fstat, mkdirat, openat, renameat, renameat_with, statat, unlinkat, Advice, AtFlags, FallocateFlags,
-    FileType, Mode, OFlags, RenameFlags, Stat, CWD,
+    fstat, mkdirat, openat, renameat, renameat_with, statat, statx, unlinkat, Advice, AtFlags,
+    FallocateFlags, FileType, Mode, OFlags, RenameFlags, Stat, StatxAttributes, StatxFlags, CWD,
 };
 use rustix::io::Errno;
 
@@ -114,6 +114,17 @@ impl Dir {
             Err(Errno::NOENT) => Ok(None),
             stat => Ok(Some(stat?)),
         }
+    }
+
+    /// True for a directory in which another filesystem, or a bind mount, begins.
+    pub(super) fn is_mount(&self, name: &OsStr) -> io::Result<bool> {
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+        if statat(&self.fd, name, flags)?.st_dev != fstat(&self.fd)?.st_dev {
+            return Ok(true);
+        }
+        // A bind mount of the same filesystem has the same device number. Old kernels do not say.
+        let attributes = statx(&self.fd, name, flags, StatxFlags::empty());
+        Ok(attributes.is_ok_and(|s| s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
     }
 
     /// True if something is called `name`.
@@ -261,6 +272,8 @@ impl Dir {
 
     fn remove_all(&self, name: &OsStr) -> io::Result<()> {
         match self.sub(name) {
+            // What is mounted there lies elsewhere.
+            Ok(_) if self.is_mount(name)? => Err(Errno::BUSY.into()),
             Ok(sub) => {
                 for entry in sub.entries()? {
                     absent_is_fine(sub.remove_all(&entry))?;

@@ -55,7 +55,7 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<(
 /// cut short.
 pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in ["journal", "plan", "plan.new", "sealed.new", "lock"] {
+    for name in ["journal", "older.json", "older.json.new", "plan", "plan.new", "sealed.new", "lock"] {
         gone(name)?;
     }
     // NFS keeps a removed file in the directory as long as it is open.
@@ -63,9 +63,14 @@ pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Res
     gone("sealed")?;
     for _ in 0..10 {
         match place.base.remove_dir(&place.folder) {
-            // Another process has taken the folder over as soon as the lock was gone, or has even left it again.
+            // Another process has taken the folder over as soon as the lock was gone, or made it anew.
             Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {
-                if folder.has("lock").unwrap_or(false) {
+                let (own, now) = (folder.meta(), place.base.sub(&place.folder));
+                let others = |now: &Dir| {
+                    now.has("lock").unwrap_or(false)
+                        || now.meta().is_ok_and(|now| own.is_ok_and(|own| own.st_ino != now.st_ino))
+                };
+                if now.is_ok_and(|now| others(&now)) {
                     return Ok(());
                 }
             }

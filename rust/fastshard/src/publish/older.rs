@@ -41,7 +41,9 @@ impl Besides {
     /// What would be lost, in words.
     pub(super) fn told(&self) -> String {
         let mut parts = Vec::new();
-        for (entries, what) in [(&self.foreign, ""), (&self.changed, " (changed since it was written)")] {
+        for (entries, what) in
+            [(&self.foreign, ""), (&self.changed, " (not as it was written: content, size or time)")]
+        {
             parts.extend(entries.iter().take(NAMED).map(|name| format!("{name}{what}")));
             if let Some(more) = entries.len().checked_sub(NAMED).filter(|n| *n > 0) {
                 parts.push(format!("{more} more{what}"));
@@ -64,7 +66,9 @@ fn is_leaving(path: &str, kind: FileType) -> bool {
 }
 
 /// The files of the result that a directory holds, by path; in words why there is none.
-fn recorded(directory: &Dir) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
+pub(super) fn recorded(
+    directory: &Dir,
+) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
     let path = directory.join(MANIFEST_NAME);
     if !directory.has(MANIFEST_NAME).at(&path, "cannot stat")? {
         return Ok(Err(format!("it has no {MANIFEST_NAME}")));
@@ -110,7 +114,7 @@ impl Walk<'_> {
             }
             let path = format!("{prefix}{}", name.to_string_lossy());
             match self.kind(directory, &name, &path)? {
-                Entry::Result | Entry::Leaving => {}
+                Entry::Result | Entry::Leaving | Entry::Gone => {}
                 Entry::Folder if depth < MAX_DEPTH => {
                     let sub = directory.sub(&name).at(&directory.join(&name), "cannot open")?;
                     self.look(&sub, &format!("{path}/"), None, depth + 1)?;
@@ -125,9 +129,12 @@ impl Walk<'_> {
     fn kind(&self, directory: &Dir, name: &OsStr, path: &str) -> Result<Entry> {
         let full = directory.join(name);
         let Some(stat) = directory.stat(name).at(&full, "cannot stat")? else {
-            return Ok(Entry::Leaving); // Gone meanwhile.
+            return Ok(Entry::Gone);
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind.is_dir() && holds_mount(directory, name, MAX_DEPTH).at(&full, "cannot look into")? {
+            return Ok(Entry::Foreign);
+        }
         if path == MANIFEST_NAME && kind.is_file() {
             return Ok(Entry::Result);
         }
@@ -152,7 +159,25 @@ impl Walk<'_> {
     }
 }
 
+/// True if something is mounted on the directory `name`, or below it. Deeper than `depth` nobody looks.
+fn holds_mount(parent: &Dir, name: &OsStr, depth: usize) -> io::Result<bool> {
+    if depth == 0 || parent.is_mount(name)? {
+        return Ok(true);
+    }
+    let directory = parent.sub(name)?;
+    for entry in directory.entries()? {
+        let stat = directory.stat(&entry)?;
+        let is_dir = stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_dir());
+        if is_dir && holds_mount(&directory, &entry, depth - 1)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 enum Entry {
+    /// Not there any more.
+    Gone,
     /// A file of the result, as it was written.
     Result,
     /// A file of the result that was changed since.
@@ -206,53 +231,61 @@ pub(super) enum Removed {
     NotAll,
 }
 
-/// Removes the older result `name` from `parent`: what its manifest accounts for, and nothing else. The
-/// manifest goes last, so that a removal that was cut short can be continued.
+/// Removes the older result `name` from `parent`, if its manifest accounts for all that lies in it; else it
+/// stays whole. Of what comes while it is removed nothing goes. The manifest goes last, so that a removal
+/// that was cut short can be continued.
 pub(super) fn remove(parent: &Dir, name: &OsStr, go_on: &dyn Fn() -> bool) -> Result<Removed> {
     let path = parent.join(name);
     let directory = match parent.sub(name) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Removed::Whole),
         directory => directory.at(&path, "cannot open")?,
     };
-    let files = match recorded(&directory)? {
-        Ok(files) => files,
-        // Emptied by a removal that was cut short, or it was an empty folder.
-        Err(_) if directory.entries().at(&path, "cannot list")?.is_empty() => BTreeMap::new(),
-        Err(_) => return Ok(Removed::NotAll),
-    };
-    let mut removal = Removal {
-        walk: Walk { folders: folders(&files), files: &files, found: Besides::default() },
-        go_on,
-        manifest: false,
-        kept: false,
-    };
-    if !removal.clear(&directory, "", 0)? {
-        return Ok(Removed::Stopped);
-    }
-    if removal.kept {
+    // Emptied by a removal that was cut short, or it was an empty folder.
+    let empty = directory.entries().at(&path, "cannot list")?.is_empty();
+    if !empty && !besides(&directory, None)?.is_nothing() {
         return Ok(Removed::NotAll);
     }
-    if removal.manifest {
-        directory.remove_file(MANIFEST_NAME).at(&directory.join(MANIFEST_NAME), "cannot remove")?;
+    let files = match recorded(&directory)? {
+        Ok(files) => files,
+        Err(_) if empty => BTreeMap::new(),
+        Err(_) => return Ok(Removed::NotAll),
+    };
+    match clear(&directory, &files, go_on)? {
+        Removed::Whole => {}
+        left => return Ok(left),
     }
+    directory.remove_file(MANIFEST_NAME).at(&directory.join(MANIFEST_NAME), "cannot remove")?;
     match parent.remove_dir(name) {
         Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(Removed::NotAll),
         done => done.at(&path, "cannot remove").map(|()| Removed::Whole),
     }
 }
 
+/// Removes what `files` accounts for from a directory, but its manifest.
+pub(super) fn clear(
+    directory: &Dir,
+    files: &BTreeMap<String, ManifestFile>,
+    go_on: &dyn Fn() -> bool,
+) -> Result<Removed> {
+    let walk = Walk { folders: folders(files), files, found: Besides::default() };
+    let mut removal = Removal { walk, go_on, kept: false };
+    Ok(match removal.below(directory, "", 0)? {
+        false => Removed::Stopped,
+        true if removal.kept => Removed::NotAll,
+        true => Removed::Whole,
+    })
+}
+
 struct Removal<'a> {
     walk: Walk<'a>,
     go_on: &'a dyn Fn() -> bool,
-    /// The manifest is there and has to go last.
-    manifest: bool,
     /// Something stays.
     kept: bool,
 }
 
 impl Removal<'_> {
     /// Removes what may go below `directory`; false if it was told to stop.
-    fn clear(&mut self, directory: &Dir, prefix: &str, depth: usize) -> Result<bool> {
+    fn below(&mut self, directory: &Dir, prefix: &str, depth: usize) -> Result<bool> {
         for name in directory.entries().at(directory.path(), "cannot list")? {
             if !(self.go_on)() {
                 return Ok(false);
@@ -260,12 +293,13 @@ impl Removal<'_> {
             let path = format!("{prefix}{}", name.to_string_lossy());
             let full = directory.join(&name);
             match self.walk.kind(directory, &name, &path)? {
-                Entry::Result if path == MANIFEST_NAME => self.manifest = true,
+                Entry::Result if path == MANIFEST_NAME => {}
+                Entry::Gone => {}
                 Entry::Result => directory.remove_file(&name).at(&full, "cannot remove")?,
                 Entry::Leaving => directory.remove_tree(&name).at(&full, "cannot remove")?,
                 Entry::Folder if depth < MAX_DEPTH => {
                     let sub = directory.sub(&name).at(&full, "cannot open")?;
-                    if !self.clear(&sub, &format!("{path}/"), depth + 1)? {
+                    if !self.below(&sub, &format!("{path}/"), depth + 1)? {
                         return Ok(false);
                     }
                     match directory.remove_dir(&name) {
@@ -278,47 +312,6 @@ impl Removal<'_> {
         }
         Ok(true)
     }
-}
-
-/// Moves the older result's files from `from` into `to`, folder by folder, where the directory itself
-/// cannot be moved (a lower layer of overlayfs). What the manifest does not account for stays. The
-/// manifest goes first: from then on nobody takes what is left for whole.
-pub(super) fn move_out(from: &Dir, to: &Dir, except: Option<&OsStr>) -> Result<()> {
-    let (source, target) = (from.join(MANIFEST_NAME), to.join(MANIFEST_NAME));
-    let manifest = OsStr::new(MANIFEST_NAME);
-    if from.has(manifest).at(&source, "cannot stat")? && !to.has(manifest).at(&target, "cannot stat")? {
-        from.rename_new(manifest, to, manifest).at(&target, "cannot move the old result aside")?;
-    }
-    let Ok(files) = recorded(to)? else { return Ok(()) };
-    let walk = Walk { folders: folders(&files), files: &files, found: Besides::default() };
-    move_folder(&walk, from, to, "", except)
-}
-
-fn move_folder(walk: &Walk, from: &Dir, to: &Dir, prefix: &str, except: Option<&OsStr>) -> Result<()> {
-    let names: Vec<OsString> = from.entries().at(from.path(), "cannot list")?;
-    for name in names.iter().filter(|name| Some(&***name) != except) {
-        let path = format!("{prefix}{}", name.to_string_lossy());
-        let target = to.join(name);
-        match walk.kind(from, name, &path)? {
-            Entry::Result => {
-                from.rename_new(name, to, name).at(&target, "cannot move the old result aside")?;
-            }
-            Entry::Leaving => from.remove_tree(name).at(&from.join(name), "cannot remove")?,
-            Entry::Folder => {
-                if !to.has(name).at(&target, "cannot stat")? {
-                    to.create_dir(name, super::disk::BY_UMASK).at(&target, "cannot create")?;
-                }
-                let (inner, outer) = (from.sub(name).at(&from.join(name), "cannot open")?, to.sub(name));
-                move_folder(walk, &inner, &outer.at(&target, "cannot open")?, &format!("{path}/"), None)?;
-                match from.remove_dir(name) {
-                    Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
-                    done => done.at(&from.join(name), "cannot remove")?,
-                }
-            }
-            Entry::Foreign | Entry::Changed => {}
-        }
-    }
-    Ok(())
 }
 
 /// True for the working directory of this process, or a directory that it lies in.

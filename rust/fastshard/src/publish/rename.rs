@@ -6,17 +6,20 @@ use std::io;
 
 use rustix::io::Errno;
 
-use super::disk::{self, At, Dir};
-use super::folder::{remove_bookkeeping, DATA};
+use super::disk::{At, Dir};
+use super::folder::{remove_bookkeeping, DATA, MAX_OWN};
 use super::older::{self, Removed};
 use super::place::{Occupied, Place};
 use super::seal::{inode, subdirectory, Seal};
 use super::Options;
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
+use crate::manifest::{Manifest, MANIFEST_NAME};
 
 /// Where an older result goes that cannot be exchanged with the new one.
 const OLD: &str = "old";
+/// The manifest of an older result that is replaced piece by piece.
+pub(super) const OLDER: &str = "older.json";
 
 fn conflict(place: &Place, got: Option<String>) -> Error {
     let mut finding =
@@ -42,6 +45,21 @@ pub(super) struct Run {
     pub(super) seal: Option<Seal>,
 }
 
+/// Adds to an error that the destination is neither the older nor the new result.
+fn in_between(place: &Place, error: Error) -> Error {
+    let mut findings = error.into_findings();
+    findings.push(
+        Finding::new(codes::PUBLISH_CONFLICT, "the destination is incomplete now").file(&place.out).help(
+            format!(
+                "do not remove {}: the new result is whole there, and what the destination held before lies \
+                 there if it is not at its place; the same command with --resume finishes",
+                place.folder_path().display()
+            ),
+        ),
+    );
+    Error::from(findings)
+}
+
 /// Seals unless done, renames unless done, cleans up.
 pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
     let Run { place, folder, options, lock, before, seal } = run;
@@ -60,7 +78,7 @@ pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Resu
         if let Err(error) = done {
             // The answer to a rename can be lost on its way from a file server.
             if !seal.is_published(&place, &folder).unwrap_or(false) {
-                return Err(error);
+                return Err(if seal.piecewise { in_between(&place, error) } else { error });
             }
         }
     }
@@ -110,8 +128,10 @@ fn replace(place: &Place, folder: &Dir, before: &Occupied, overwrite: bool, seal
             }
             folder.rename_new(data, base, name).map_err(|e| {
                 // The old result goes back; should that fail too, it is still whole in the folder.
-                let _ = folder.rename_new(old, base, name);
-                in_the_way(e)
+                match folder.rename_new(old, base, name) {
+                    Ok(()) => in_the_way(e),
+                    Err(_) => in_between(place, in_the_way(e)),
+                }
             })
         }
         _ => Err(conflict(place, None)),
@@ -141,28 +161,32 @@ fn begin_piecewise(place: &Place, folder: &Dir, seal: &mut Seal) -> Result<()> {
     replace_piecewise(place, folder, seal)
 }
 
-/// Moves the files of the older result aside and those of the new one in. Between the two the destination
-/// holds no manifest.
+/// Removes the files of the older result, its manifest first, and moves those of the new one in. The older
+/// one is not moved: to move a file of a lower layer is to copy it.
 fn replace_piecewise(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
     let Some(out) = place.open_out()? else { return Err(conflict(place, None)) };
-    let aside = OsStr::new(OLD);
-    if !folder.has(aside).at(&folder.join(aside), "cannot stat")? {
-        folder.create_dir(aside, disk::BY_UMASK).at(&folder.join(aside), "cannot create")?;
-    }
-    let old = folder.sub(aside).at(&folder.join(aside), "cannot open")?;
     let Some(data) = subdirectory(folder, DATA)? else { return Ok(()) };
-    // What is in already was moved by a run that was cut short: the older result is out then.
-    let begun = seal.names.iter().any(|name| !data.has(name).unwrap_or(true));
-    if !begun {
-        older::move_out(&out, &old, None)?;
+    // What accounts for the older result's files, kept for a run that goes on with this.
+    let path = folder.join(OLDER);
+    if !folder.has(OLDER).at(&path, "cannot stat")? {
+        let manifest = out.read_small(MANIFEST_NAME, MAX_OWN).at(&out.join(MANIFEST_NAME), "cannot read")?;
+        folder.write_whole(OLDER, &manifest.unwrap_or_default(), seal.durable)?;
     }
+    let files = folder.read_only(OLDER).at(&path, "cannot read").map(Manifest::published_files)?;
+    if let Ok(files) = files {
+        let begun = seal.names.iter().any(|name| !data.has(name).unwrap_or(true));
+        // What is in already was moved by a run that was cut short: the older result is out then.
+        if !begun {
+            out.remove_file(MANIFEST_NAME).at(&out.join(MANIFEST_NAME), "cannot remove")?;
+            older::clear(&out, &files, &|| true)?;
+        }
+    }
+    refuse_others(place, &data, &out, seal)?;
     move_names(place, &data, &out, seal)
 }
 
-/// Moves the result's entries into the destination one by one, if nothing else is there.
-fn move_in(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
-    let Some(out) = place.open_out()? else { return Err(conflict(place, None)) };
-    let Some(data) = subdirectory(folder, DATA)? else { return Ok(()) };
+/// Refuses a destination that holds anything but what was moved there from `data`.
+fn refuse_others(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()> {
     for name in out.entries().at(out.path(), "cannot list")? {
         let waits = data.has(&name).at(data.path(), "cannot stat")?;
         let moved = name.to_str().is_some_and(|n| seal.names.iter().any(|s| s == n) && !waits);
@@ -170,6 +194,14 @@ fn move_in(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
             return Err(conflict(place, Some(name.to_string_lossy().into_owned())));
         }
     }
+    Ok(())
+}
+
+/// Moves the result's entries into the destination one by one, if nothing else is there.
+fn move_in(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
+    let Some(out) = place.open_out()? else { return Err(conflict(place, None)) };
+    let Some(data) = subdirectory(folder, DATA)? else { return Ok(()) };
+    refuse_others(place, &data, &out, seal)?;
     move_names(place, &data, &out, seal).inspect_err(|_| {
         // Back again, so that a refused result leaves nothing at the destination.
         for name in seal.names.iter().rev().map(OsStr::new) {

@@ -1,19 +1,19 @@
 //! A result's files against its manifest: those that hold no tensors by their bytes, the others by size.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, ManifestFile};
 use crate::publish;
 
-/// Compares the files that `manifest` lists with those below `root`. Files that hold tensors are left to
+/// Compares the files that `manifest` lists with those below the first of `roots` that has each. Files that hold tensors are left to
 /// [`super::against`], which reads them; a store's large files are compared by size, their arrays by content.
 ///
 /// # Errors
 /// What the system says of a file that is there and cannot be read.
-pub fn files(manifest: &Manifest, root: &Path) -> Result<Vec<Finding>> {
+pub fn files(manifest: &Manifest, roots: &[PathBuf]) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     for file in manifest.files.iter().filter(|f| !f.holds_tensors()) {
         if !publish::is_plain(&file.name) {
@@ -24,17 +24,24 @@ pub fn files(manifest: &Manifest, root: &Path) -> Result<Vec<Finding>> {
             .file(&file.name)
             .into());
         }
-        let path = root.join(&file.name);
-        let size = match std::fs::metadata(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                findings.push(
-                    Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
-                        .file(&file.name)
-                        .help("copy it from where the manifest was made"),
-                );
-                continue;
+        let mut found = None;
+        for path in roots.iter().map(|root| root.join(&file.name)) {
+            match std::fs::metadata(&path) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                meta => {
+                    let size = meta.map_err(|e| Error::io(&path, "cannot stat", &e))?.len();
+                    found = Some((path, size));
+                    break;
+                }
             }
-            meta => meta.map_err(|e| Error::io(&path, "cannot stat", &e))?.len(),
+        }
+        let Some((path, size)) = found else {
+            findings.push(
+                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                    .file(&file.name)
+                    .help("copy it from where the manifest was made"),
+            );
+            continue;
         };
         findings.extend(difference(file, &path, size)?);
     }

@@ -210,3 +210,28 @@ fn an_older_result_in_a_lower_layer_of_overlayfs() {
         assert_eq!(tree(&out), Some(result()));
     });
 }
+
+/// What is mounted inside an older result is not its own, be it where readers leave things.
+#[test]
+fn mounts_inside_an_older_result() {
+    let mounts = "mkdir -p \"$1/precious\"; echo mine > \"$1/precious/file\"";
+    mounted("mounts_inside_an_older_result", mounts, "", |s| {
+        for place in [".cache/huggingface", ".cache/huggingface/hub/deep", "__pycache__"] {
+            put(&s.out(), &old());
+            let at = s.out().join(place);
+            fs::create_dir_all(&at).unwrap();
+            for mount in [vec!["--bind", s.root.join("precious").to_str().unwrap()], vec!["-t", "tmpfs", "t"]]
+            {
+                assert!(Command::new("mount").args(&mount).arg(&at).status().unwrap().success());
+                fs::write(at.join("more"), "mine").unwrap();
+                assert_eq!(refusal(run(&s.out(), &s.source(), &OVERWRITE)), [codes::OUT_EXISTS], "{place}");
+                assert_eq!(fs::read(at.join("more")).unwrap(), b"mine");
+                assert!(Command::new("umount").arg(&at).status().unwrap().success());
+            }
+            assert_eq!(fs::read(s.root.join("precious/file")).unwrap(), b"mine\n");
+            assert_eq!(run(&s.out(), &s.source(), &OVERWRITE).unwrap(), []);
+            assert_eq!(tree(&s.out()), Some(result()));
+            fs::remove_dir_all(s.out()).unwrap();
+        }
+    });
+}

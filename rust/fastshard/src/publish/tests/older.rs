@@ -66,8 +66,8 @@ const FOREIGN: &[Foreign] = &[
     }),
     (".nfs-data", |out| fs::write(out.join(".nfs-data"), "mine").unwrap()),
     ("__pycache__", |out| fs::write(out.join("__pycache__"), "a file of this name").unwrap()),
-    ("latest (changed", |out| fs::write(out.join("latest"), "global_step9").unwrap()),
-    ("global_step4/layer_00.pt (changed", |out| {
+    ("latest (not as it was written", |out| fs::write(out.join("latest"), "global_step9").unwrap()),
+    ("global_step4/layer_00.pt (not as it was written", |out| {
         fs::write(out.join("global_step4/layer_00.pt"), painted(9, 90)).unwrap();
     }),
     ("latest", |out| {
@@ -142,7 +142,7 @@ fn large_files_are_known_by_their_time() {
     let edited = fs::OpenOptions::new().write(true).open(s.out().join("model.safetensors")).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&edited, b"edit", 9).unwrap();
     let error = preflight(&s.out(), &[], RUN, &NEEDS, &OVERWRITE).unwrap_err();
-    assert!(error.to_string().contains("model.safetensors (changed"), "{error}");
+    assert!(error.to_string().contains("model.safetensors (not as it was written"), "{error}");
 }
 
 #[test]
