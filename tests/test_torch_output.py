@@ -93,7 +93,7 @@ def write(folder: Path, value: Any, made: dict[str, torch.Tensor]) -> Path:
     plan = catalog.plan(json.dumps(request))
     errors = [f for f in json.loads(plan.findings()) if f["severity"] == "error"]
     assert not errors, errors
-    plan.write(str(folder / "out"), json.dumps({**OPTIONS, "apart": []}), None)
+    plan.write(str(folder / "out"), json.dumps(OPTIONS), None, None, ([], []))
     return folder / "out/a/b/file.pt"
 
 

@@ -16,8 +16,8 @@ use crate::write::INDEX_NAME;
 
 /// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
 const HEADER_ROOM: usize = 64 << 10;
-/// Bytes taken over at a time.
-const PIECE: usize = 1 << 20;
+/// Bytes taken over at a time: they stay in a core's cache until they are hashed and written.
+const PIECE: usize = 256 << 10;
 
 /// A file that tensors are added to.
 #[derive(Debug)]
