@@ -23,11 +23,10 @@ _WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; without ``argv`` the process ends with it."""
     prepare()
-    run = _Run(sys.argv[1:] if argv is None else argv)
     with Stopping(last=argv is None) as stopping:
+        run = _Run(sys.argv[1:] if argv is None else argv, stopping)
         try:
             code = run.command()
-            stopping.done()
         except KeyboardInterrupt as stopped:
             code = run.stopped(stopped)
     return code
@@ -55,10 +54,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class _Run:
     """One run of a command: what is known of it, and how it is told."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], stopping: Stopping) -> None:
         self._argv = argv
+        self._stopping = stopping
         self._streams = Streams()
-        self._told = False
         self._arguments = argparse.Namespace(command=None, json="--json" in argv)
 
     def command(self) -> int:
@@ -87,9 +86,6 @@ class _Run:
     def stopped(self, error: KeyboardInterrupt) -> int:
         """Says what is left of a run that a signal stopped; its exit code."""
         code = 128 + getattr(error, "number", signal.SIGINT)
-        if self._told:
-            # All was done, and is said or about to be: a second document would make both unreadable.
-            return self._ended(code)
         # Between the end of a write and its use no exception carries what it came to.
         findings: list[Finding] = getattr(error, "findings", []) or (told() if self._writes else [])
         if not findings:
@@ -142,8 +138,9 @@ class _Run:
 
     def _tell(self, result: commands.Result | None, findings: list[Finding], code: int) -> int:
         """Prints the result on stdout and findings on stderr; the exit code, with what could not be printed."""
+        # All is done: a signal while it is told would cut it in half, or tell it twice.
+        self._stopping.done()
         a = self._arguments
-        self._told = True
         out = published(findings)
         if result is not None and self._writes:
             out = os.fspath(a.repair if a.command == "masters" else a.out)

@@ -122,10 +122,26 @@ impl Place {
         self.inside.then_some(&*self.folder)
     }
 
-    /// The finding for a destination that may not be replaced, if it is one.
+    /// The finding for a destination that may not be replaced, if it is one. An interrupted run that waits for
+    /// it is named.
     ///
     /// Errors: what the system says of files that have to be looked at.
     pub(super) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
+        let refused = self.not_to_be_replaced(occupied, overwrite)?;
+        let waits = !self.inside && self.base.has(&self.folder).unwrap_or(false);
+        Ok(refused.map(|mut finding| {
+            if waits {
+                let folder = self.folder_path();
+                let waiting =
+                    format!("an interrupted run of this is kept in {}, for --resume", folder.display());
+                finding.help =
+                    Some(finding.help.map_or(waiting.clone(), |help| format!("{help}; {waiting}")));
+            }
+            finding
+        }))
+    }
+
+    fn not_to_be_replaced(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
         let Occupied::Full { entry, .. } = occupied else { return Ok(None) };
         let held = format!("it holds {}", entry.to_string_lossy());
         let finding = Finding::new(codes::OUT_EXISTS, "the destination exists and is not empty")
