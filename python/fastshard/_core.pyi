@@ -23,6 +23,8 @@ __all__ = [
     "exit_code",
     "format_finding",
     "histogram_edges",
+    "manifest_entry",
+    "manifest_files",
 ]
 
 __version__: str
@@ -164,8 +166,20 @@ def exit_code(findings: str) -> int:
 def format_finding(finding: str) -> str:
     """One line for a finding given as JSON, control characters escaped."""
 
-def manifest_entry(root: str, name: str) -> str: ...
-def manifest_files(manifest: str, roots: list[str]) -> str: ...
+def manifest_entry(root: str, name: str) -> str:
+    """The entry of a file without tensors in a manifest, as JSON: name, size in bytes, BLAKE3.
+
+    Raises:
+        CoreError: if it cannot be read.
+    """
+
+def manifest_files(manifest: str, roots: list[str]) -> str:
+    """Findings, as JSON, about the files without tensors that a manifest lists: looked for in each root in turn.
+
+    Raises:
+        CoreError: if the manifest or a file that is there cannot be read.
+    """
+
 def check_layout(text: str) -> tuple[str, str]:
     """(name, family) of a layout table; raises CoreError if it is not valid."""
 
