@@ -30,8 +30,8 @@
 //! Where the filesystem cannot exchange (NFS), the old tree is moved into the staging folder and the
 //! new one to OUT: a crash between the two leaves OUT absent and both trees whole in the folder;
 //! `begin` with `resume` and `publish` finish it. Where the directory cannot be moved at all (it belongs to
-//! a lower layer of overlayfs), the older result's files are moved into the folder, its manifest first, then
-//! the new ones to OUT, their pointers last; the seal says so, and a crash on the way is finished likewise.
+//! a lower layer of overlayfs), the older result's files are removed from OUT, its manifest first, and the new
+//! ones moved in, their pointers last; the seal says so, and a crash on the way is finished likewise.
 //!
 //! The staging folder is its owner's alone (mode 0700) and is reached through held descriptors, no link in
 //! it followed; one that somebody else could have written to is refused.

@@ -11,6 +11,8 @@ use crate::error::{Finding, Result};
 
 /// The folder's entry whose content becomes the result.
 pub(super) const DATA: &str = "data";
+/// The manifest of an older result that is replaced piece by piece.
+pub(super) const OLDER: &str = "older.json";
 /// Largest of the folder's own small files, in bytes.
 pub(super) const MAX_OWN: u64 = 64 << 20;
 
@@ -55,7 +57,7 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<(
 /// cut short.
 pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in ["journal", "older.json", "older.json.new", "plan", "plan.new", "sealed.new", "lock"] {
+    for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "lock"] {
         gone(name)?;
     }
     // NFS keeps a removed file in the directory as long as it is open.

@@ -66,9 +66,7 @@ fn is_leaving(path: &str, kind: FileType) -> bool {
 }
 
 /// The files of the result that a directory holds, by path; in words why there is none.
-pub(super) fn recorded(
-    directory: &Dir,
-) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
+fn recorded(directory: &Dir) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
     let path = directory.join(MANIFEST_NAME);
     if !directory.has(MANIFEST_NAME).at(&path, "cannot stat")? {
         return Ok(Err(format!("it has no {MANIFEST_NAME}")));
@@ -132,13 +130,20 @@ impl Walk<'_> {
             return Ok(Entry::Gone);
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if kind.is_dir() && holds_mount(directory, name, MAX_DEPTH).at(&full, "cannot look into")? {
+        // A folder of the result is walked, and so looked at level by level; a leaving is not.
+        let leaving = is_leaving(path, kind);
+        let mounted = match (kind.is_dir(), leaving) {
+            (false, _) => false,
+            (true, true) => holds_mount(directory, name, MAX_DEPTH).at(&full, "cannot look into")?,
+            (true, false) => directory.is_mount(name).at(&full, "cannot stat")?,
+        };
+        if mounted {
             return Ok(Entry::Foreign);
         }
         if path == MANIFEST_NAME && kind.is_file() {
             return Ok(Entry::Result);
         }
-        if is_leaving(path, kind) {
+        if leaving {
             return Ok(Entry::Leaving);
         }
         if kind.is_dir() {

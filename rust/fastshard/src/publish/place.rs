@@ -3,10 +3,9 @@
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, FileType, StatxAttributes, StatxFlags, CWD};
+use rustix::fs::{Access, FileType};
 
 use super::disk::{At, Dir};
 use super::older;
@@ -68,7 +67,7 @@ impl Place {
         };
         // A working directory that is replaced is gone for whoever works there.
         let inside = parent == target
-            || is_mount_root(&target, &parent)?
+            || is_mount_root(&target, &parent, &name)?
             || writable(&parent).is_err()
             || older::holds_working_directory(&target);
         if !inside {
@@ -208,18 +207,12 @@ fn not_a_directory(path: &Path) -> crate::error::Error {
 }
 
 /// True if `path` is where a filesystem or a bind mount begins.
-fn is_mount_root(path: &Path, parent: &Path) -> Result<bool> {
+fn is_mount_root(path: &Path, parent: &Path, name: &OsStr) -> Result<bool> {
     #[cfg(test)]
     if super::fault::lacking("replacing").is_err() {
         return Ok(true);
     }
-    let device = |p: &Path| std::fs::metadata(p).map(|m| m.dev()).at(p, "cannot stat");
-    if device(path)? != device(parent)? {
-        return Ok(true);
-    }
-    // A bind mount of the same filesystem has the same device number. Old kernels do not say.
-    let attributes = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::empty());
-    Ok(attributes.is_ok_and(|s| s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
+    Dir::open(parent).and_then(|parent| parent.is_mount(name)).at(path, "cannot stat")
 }
 
 /// Checks that entries of a directory may be created and removed.

@@ -7,7 +7,7 @@ use std::io;
 use rustix::io::Errno;
 
 use super::disk::{At, Dir};
-use super::folder::{remove_bookkeeping, DATA, MAX_OWN};
+use super::folder::{remove_bookkeeping, DATA, MAX_OWN, OLDER};
 use super::older::{self, Removed};
 use super::place::{Occupied, Place};
 use super::seal::{inode, subdirectory, Seal};
@@ -18,8 +18,6 @@ use crate::manifest::{Manifest, MANIFEST_NAME};
 
 /// Where an older result goes that cannot be exchanged with the new one.
 const OLD: &str = "old";
-/// The manifest of an older result that is replaced piece by piece.
-pub(super) const OLDER: &str = "older.json";
 
 fn conflict(place: &Place, got: Option<String>) -> Error {
     let mut finding =
