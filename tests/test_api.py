@@ -11,7 +11,7 @@ import fastshard
 import jsonschema
 import pytest
 import torch
-from fastshard.planning import parse_size
+from fastshard.sizes import parse_size
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import fastshard
 import pytest
 
+COUNT, LENGTH = 6000, 5000
+#: Of the process: prints what it held at most beyond what it began with, in MiB.
+MEASURED = """
+import json, sys, threading, time
+from fastshard.cli import main
+
+def held():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+begun, most, done = held(), 0.0, False
+def look():
+    global most
+    while not done:
+        most = max(most, held())
+        time.sleep(0.0005)
+watch = threading.Thread(target=look, daemon=True)
+watch.start()
+code = main(sys.argv[1:])
+done = True
+watch.join()
+print(json.dumps([code, most - begun]), file=sys.stderr)
+"""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 MB of names."""
-    names = [f"{i:05d}" + "x" * 4995 for i in range(6000)]
+    names = [f"{i:05d}" + "x" * (LENGTH - 5) for i in range(COUNT)]
     entries = {
         n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)
     }
@@ -21,18 +47,78 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("names")
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.write(struct.pack("<6000f", *range(6000)))
+        file.write(struct.pack(f"<{COUNT}f", *range(COUNT)))
     return folder
 
 
 def test_default_budget_grows_with_what_the_plan_takes(source: Path, tmp_path: Path) -> None:
     merged = fastshard.merge(source, tmp_path / "out", fsync=False)
-    assert len(merged.document["tensors"]) == 6000
+    assert len(merged.document["tensors"]) == COUNT
 
 
-def test_budget_that_the_names_alone_exceed_is_refused(source: Path, tmp_path: Path) -> None:
+COMMANDS = {
+    "merge": ["merge", "CKPT", "OUT"],
+    "convert": ["convert", "CKPT", "OUT", "--to", "dcp"],
+    "plan": ["plan", "CKPT"],
+    "verify": ["verify", "CKPT"],
+    "manifest": ["manifest", "CKPT", "-o", "OUT"],
+    "diff": ["diff", "CKPT", "CKPT"],
+    "stats": ["stats", "CKPT"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_budget_that_the_names_exceed_is_refused_before_it_is_used(
+    command: str, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    argv = [{"CKPT": str(source), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, *argv, "--memory", "64MiB"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    assert code == 2 and "FS512" in run.stdout + run.stderr and "at least" in run.stdout + run.stderr
+    assert "raise --memory" in run.stdout + run.stderr
+    # Nothing of the names was read yet.
+    assert beyond < 16
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("memory", [72, 100, 160, 240, 400])
+def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
+    memory: int, source: Path, tmp_path: Path
+) -> None:
+    argv = ["merge", str(source), str(tmp_path / "out"), "--memory", f"{memory}MiB"]
+    run = subprocess.run([sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=120)
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    refused = code == 2 and "FS512" in run.stdout + run.stderr
+    assert refused or code == 0
+    assert refused != (tmp_path / "out").exists()
+    assert beyond < memory * 1.25
+
+
+def test_an_open_checkpoint_is_planned_within_the_budget_of_the_call(source: Path, tmp_path: Path) -> None:
+    opened = fastshard.open(source)
     with pytest.raises(fastshard.FastshardError, match="FS512") as raised:
-        fastshard.merge(source, tmp_path / "out", memory="64MiB", fsync=False)
-    # What is in use: what planning has freed is given back first.
+        fastshard.merge(opened, tmp_path / "out", memory="64MiB", fsync=False)
     assert "at least" in str(raised.value.expected)
     assert not (tmp_path / "out").exists()
+    # It held for that call alone.
+    assert len(fastshard.plan(opened).outputs) == COUNT
+
+
+def test_a_text_beyond_the_budget_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64) + bytes(4)
+    )
+    index = {"weight_map": {"a": "model.safetensors"}, "metadata": {"note": "x" * (40 << 20)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    argv = ["plan", str(tmp_path), "--memory", "64MiB"]
+    run = subprocess.run([sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=120)
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    assert code == 2 and "FS512" in run.stdout + run.stderr
+    assert "model.safetensors.index.json" in run.stdout + run.stderr
+    assert beyond < 16

@@ -49,7 +49,9 @@ class Catalog:
             int, tuple[list[tuple[str, str, list[int]]], str, Callable[[str, memoryview], str | None]]
         ]
         | None = None,
-    ) -> Catalog: ...
+        memory: int | None = None,
+    ) -> Catalog:
+        """Raises CoreError if the headers take more than `memory` bytes, what the process holds included."""
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""
     def files(self) -> str:
@@ -68,6 +70,8 @@ class Catalog:
         ``{"values", "tensors"}``; nothing is unpickled. None if nothing is there or in it. Raises CoreError
         for one that is malformed or larger than 16 MiB.
         """
+    def within(self, memory: int | None) -> None:
+        """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
     def plan(self, request: str) -> Plan:
         """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
     def compare(self, request: str) -> Plan:
@@ -131,6 +135,8 @@ class Plan:
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """
+    def forecast(self, out: str | PathLike[str]) -> str | None:
+        """JSON of a finding if an older result at `out` cannot be replaced in one step."""
     def told(self) -> str:
         """What the last `write` came to, whatever it raised: a JSON array of findings.
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _core, adapters, regular
+from . import _core, adapters, budget, regular
 from .adapters.base import MAX_DEGREE, Contents, Options, Source
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
-from .errors import FastshardError, Finding
+from .errors import FastshardError, Finding, from_core
 from .planning import Opened, Plan, make_plan, thread_count
 from .tensor import Tensor
 
@@ -60,13 +60,17 @@ def open(
     )
     listing = list_roots(paths)
     found = adapters.detect(listing, options)
-    catalog = _core.Catalog(
-        [os.fspath(root) for root in listing.roots],
-        [(file.root, file.path) for file in found.files],
-        thread_count(threads),
-        found.records,
-        {index: blocks.listed() for index, blocks in found.blocks.items()},
-    )
+    try:
+        catalog = _core.Catalog(
+            [os.fspath(root) for root in listing.roots],
+            [(file.root, file.path) for file in found.files],
+            thread_count(threads),
+            found.records,
+            {index: blocks.listed() for index, blocks in found.blocks.items()},
+            budget.stated(),
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
     unread = [Finding.from_dict(f) for f in json.loads(catalog.findings())]
     prefixes = [os.fspath(root) + os.sep for root in listing.roots]
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _core, regular
+from . import _core, budget, regular
 from .adapters.hf_target import COMPANIONS
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -102,6 +102,7 @@ def plan(
     )  # fmt: skip
 
 
+@budget.kept
 def convert(
     source: Source,
     out: StrPath,
@@ -174,6 +175,7 @@ def convert(
             "stats": "full" if stats else "nothing",
             "values": made.source.values,
         })  # fmt: skip
+        foretell(made.core, out, overwrite, bar)
         arrays = array_writer.writer() if made.writes_arrays else None
         writing = made.core.write(
             os.fspath(out),
@@ -209,6 +211,12 @@ def carrying(core: _core.Plan) -> Iterator[None]:
     except BaseException as error:
         carry(error, [Finding.from_dict(f) for f in json.loads(core.told())])
         raise
+
+
+def foretell(core: _core.Plan, out: StrPath, overwrite: bool, bar: Progress) -> None:
+    """Says before the work what its end will be like, where an older result cannot be replaced in one step."""
+    if overwrite and (forecast := core.forecast(os.fspath(out))) is not None:
+        bar.tell(Finding.from_dict(json.loads(forecast)))
 
 
 def merge(source: Source, out: StrPath, **options: Any) -> Manifest:

@@ -16,7 +16,8 @@ from . import _core, published, regular
 from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
-from .planning import parse_size, thread_count
+from .planning import thread_count
+from .sizes import parse_size
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint

@@ -7,10 +7,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _core
+from . import _core, budget
 from .adapters.base import Source as Declaration
 from .checkpoint import Checkpoint
-from .convert import Source, _opened, carrying
+from .convert import Source, _opened, carrying, foretell
 from .discover import File, StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
@@ -50,6 +50,7 @@ class MastersReport:
         return not any(f.severity == "error" for f in self.findings)
 
 
+@budget.kept
 def masters(
     source: Source,
     *,
@@ -128,12 +129,14 @@ def _request(declared: Declaration) -> str:
 
 def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
     try:
+        checkpoint.opened.catalog.within(budget.stated())
         plan: _core.Plan = make()
     except _core.CoreError as error:
         raise from_core(error) from None
     return plan
 
 
+@budget.kept
 def repair_masters(
     source: Source,
     out: StrPath,
@@ -202,6 +205,7 @@ def repair_masters(
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
+        foretell(plan, out, overwrite, bar)
         apart = checkpoint.listing.given()
         outcome = json.loads(
             plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart))

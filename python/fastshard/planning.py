@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from . import _core, layouts
+from . import _core, budget, layouts
 from .adapters import hf_config
 from .adapters.base import Bound, Source
 from .adapters.targets import KEEPING, Wanted, check, target_of
 from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
+from .sizes import parse_size
 
 #: Threads at most; no machine has as many cores.
 _MAX_THREADS = 1 << 14
 _DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -45,26 +42,6 @@ def thread_count(threads: int | None) -> int:
             "FS515", "threads", expected=f"a whole number from 1 to {_MAX_THREADS}", got=repr(threads)
         )
     return threads
-
-
-def parse_size(text: str | int, name: str = "size") -> int:
-    """Bytes of a size like ``5GB`` or ``256MiB``.
-
-    Raises:
-        FastshardError: ``FS515`` if it is not one.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        size: int | Fraction = text
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-        unit = match and _UNITS.get(match[2].upper())
-        if not match or unit is None:
-            raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
-        size = Fraction(match[1]) * unit
-    if size < 1 or size >= 1 << 63:
-        expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"
-        raise FastshardError.of("FS515", f"{name}", expected=expected, got=repr(text))
-    return int(size)
 
 
 @dataclass(frozen=True)
@@ -361,6 +338,7 @@ def _whole_shapes(catalog: _core.Catalog, request: dict[str, Any]) -> dict[str, 
 
 def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:
     try:
+        catalog.within(budget.stated())
         return catalog.plan(json.dumps(request))
     except _core.CoreError as error:
         raise from_core(error) from None

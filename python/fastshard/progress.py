@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .errors import Finding
+
 #: Called with (bytes done, bytes in all).
 Callback = Callable[[int, int], object]
 #: How progress is shown; see :class:`Progress`.
@@ -56,6 +58,14 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def tell(self, finding: Finding) -> None:
+        """Shows a finding before the work that it is about."""
+        if self._bar is not None:
+            self._bar.console.print(str(finding), markup=False, highlight=False)
+        elif self._mode == "plain":
+            with contextlib.suppress(OSError, ValueError):
+                print(finding, file=sys.stderr, flush=True)
 
     def phase(self, title: str) -> Callback | None:
         """A callback for one phase, or None where nothing is drawn."""

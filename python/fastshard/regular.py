@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from . import budget
 from .errors import FastshardError, Finding, error_for
 
 #: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
@@ -121,6 +122,7 @@ def read_bytes(
     parts: list[bytes] = []
     left = limit + whole
     with opened(path, label=label, code=code) as descriptor:
+        budget.ask(min(left, os.fstat(descriptor).st_size), label or os.fspath(path))
         while left > 0:
             try:
                 part = os.read(descriptor, min(left, _PIECE))

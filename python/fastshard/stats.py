@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from . import _core
+from . import _core, budget
 from .convert import Source, _opened
 from .errors import Finding, from_core, raise_errors
 from .manifests import ProgressCallback, run_options
@@ -135,6 +135,7 @@ def _without(
     return tuple(left)
 
 
+@budget.kept
 def stats(
     source: Source,
     *,
@@ -164,6 +165,7 @@ def stats(
     )[0]
 
 
+@budget.kept
 def with_findings(
     source: Source,
     *,

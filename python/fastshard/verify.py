@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _core, published, regular
+from . import _core, budget, published, regular
 from .checkpoint import Checkpoint
 from .convert import Source, _opened
 from .discover import StrPath
@@ -34,6 +34,7 @@ from .tensor import Tensor
 __all__ = ["Difference", "diff", "manifest", "verify"]
 
 
+@budget.kept
 def verify(
     source: Source,
     *,
@@ -110,6 +111,7 @@ def _unique(findings: list[Finding]) -> list[Finding]:
     return sorted(seen, key=lambda f: order.get(f.severity, 3))
 
 
+@budget.kept
 def manifest(
     source: Source,
     out: StrPath | None = None,
@@ -221,6 +223,7 @@ def _figure(x: float | None) -> str:
     return "-" if x is None else f"{x:.6g}"
 
 
+@budget.kept
 def diff(
     a: Source,
     b: Source,

@@ -16,7 +16,7 @@ from .discover import StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import Manifest
 from .maps import Bytes
-from .planning import parse_size
+from .sizes import parse_size
 from .tensor import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
 
 __all__ = ["Writer"]

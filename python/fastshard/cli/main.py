@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from .. import budget
 from ..convert import told
 from ..errors import FastshardError, Finding, error_for, exit_code, published
 from . import commands, render
@@ -70,7 +71,8 @@ class _Run:
             if not self._streams.write(self._parse):
                 return self._ended(0)
             a = self._arguments
-            result, findings = commands.COMMANDS[a.command](a)
+            with budget.of(getattr(a, "memory", None)):
+                result, findings = commands.COMMANDS[a.command](a)
         except SystemExit as ended:
             # --help and --version.
             return self._ended(ended.code if isinstance(ended.code, int) else 0)

@@ -159,7 +159,7 @@ impl Catalog {
 #[pymethods]
 impl Catalog {
     #[new]
-    #[pyo3(signature = (roots, files, threads, records=None, blocks=None))]
+    #[pyo3(signature = (roots, files, threads, records=None, blocks=None, memory=None))]
     fn new(
         py: Python<'_>,
         roots: Vec<PathBuf>,
@@ -167,6 +167,7 @@ impl Catalog {
         threads: usize,
         records: Option<HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
         blocks: Option<HashMap<usize, stores::Listed>>,
+        memory: Option<u64>,
     ) -> PyResult<Self> {
         let (mut records, mut blocks) = (records.unwrap_or_default(), blocks.unwrap_or_default());
         let mut parts = Vec::with_capacity(files.len());
@@ -178,7 +179,7 @@ impl Catalog {
             };
             parts.push((root, path, wanted));
         }
-        let inner = py.detach(|| CoreCatalog::open_parts(roots, &parts, threads));
+        let inner = py.detach(|| CoreCatalog::open_parts(roots, &parts, threads, memory)).map_err(raise)?;
         Ok(Catalog { inner: Arc::new(inner) })
     }
 
@@ -252,6 +253,10 @@ impl Catalog {
     fn names(&self, file: usize) -> Vec<String> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
         file.map_or_else(Vec::new, |f| f.parsed.tensors.iter().map(|t| t.path.join(".")).collect())
+    }
+
+    fn within(&self, memory: Option<u64>) -> PyResult<()> {
+        self.inner.within(memory).map_err(raise)
     }
 
     fn plan(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
@@ -503,6 +508,14 @@ impl Plan {
         to_json(&json!({"manifest": manifest, "findings": findings}))
     }
 
+    /// A finding, as JSON, if an older result at `out` cannot be replaced in one step.
+    fn forecast(&self, py: Python<'_>, out: PathBuf) -> PyResult<Option<String>> {
+        let plan = Arc::clone(&self.plan);
+        py.detach(move || publish::forecast(&out, &plan.digest()))
+            .map(|finding| to_json(&finding))
+            .transpose()
+    }
+
     /// What the last `write` came to, as a JSON array of findings: `FS519` if the result is published.
     fn told(&self) -> PyResult<String> {
         to_json(&*self.told.lock().unwrap_or_else(PoisonError::into_inner))
@@ -665,7 +678,7 @@ fn histogram_edges() -> Vec<f64> {
 /// Anonymous resident memory of this process, in bytes.
 #[pyfunction]
 fn anonymous_memory() -> u64 {
-    fastshard::engine::anonymous_memory()
+    fastshard::memory::anonymous_memory()
 }
 
 #[pymodule(gil_used = false)]

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fastshard::engine::{self, anonymous_memory, Control, Discard, Options};
+use fastshard::engine::{self, Control, Discard, Options};
+use fastshard::memory::anonymous_memory;
 use fastshard::plan::{
     Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, StoredTensor,
 };

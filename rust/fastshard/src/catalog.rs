@@ -1,13 +1,14 @@
 //! A checkpoint's files, opened and parsed: what is there, before any layout is put on it.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 use crate::format::{self, ParsedFile};
 use crate::hash;
+use crate::memory::Room;
 use crate::plan::PlanFile;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
@@ -63,6 +64,8 @@ pub struct Catalog {
     pub files: Vec<Option<CatalogFile>>,
     /// Files that could not be read.
     pub findings: Vec<Finding>,
+    /// What planning may take, if that is stated.
+    room: Mutex<Option<Room>>,
 }
 
 impl Catalog {
@@ -77,13 +80,23 @@ impl Catalog {
     /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
         let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), Wanted::Whole)).collect();
-        Self::open_parts(roots, &files, threads)
+        Self::open_parts(roots, &files, threads, None).expect("any amount of memory may be used")
     }
 
     /// Opens files, given by root, relative path and what is wanted of them, and reads their headers on
     /// `threads` threads.
     /// No payload byte is read. A file that cannot be read becomes a finding.
-    pub fn open_parts(roots: Vec<PathBuf>, files: &[FilePart], threads: usize) -> Catalog {
+    ///
+    /// # Errors
+    /// `FS512` if the headers take more than `memory` bytes, where it is given.
+    pub fn open_parts(
+        roots: Vec<PathBuf>,
+        files: &[FilePart],
+        threads: usize,
+        memory: Option<u64>,
+    ) -> Result<Catalog> {
+        let room = memory.map(|limit| Arc::new(Room::up_to(limit)));
+        let full = AtomicBool::new(false);
         raise_open_files(files.len() as u64);
         let next = AtomicUsize::new(0);
         let slots: Vec<Mutex<Option<Result<CatalogFile>>>> = files.iter().map(|_| Mutex::new(None)).collect();
@@ -92,28 +105,57 @@ impl Catalog {
                 scope.spawn(|| loop {
                     let i = next.fetch_add(1, Ordering::Relaxed);
                     let Some((root, path, wanted)) = files.get(i) else { break };
-                    let opened = open_one(&roots, *root, path, wanted);
+                    if full.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let opened = open_one(&roots, *root, path, wanted, room.as_ref());
+                    let refused = opened.as_ref().err().is_some_and(beyond_memory);
+                    full.fetch_or(refused, Ordering::Relaxed);
                     *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
                 });
             }
         });
         let mut findings = Vec::new();
-        let files = slots
-            .into_iter()
-            .map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        let mut opened = Vec::with_capacity(slots.len());
+        for slot in slots {
+            opened.push(match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 Some(Ok(file)) => Some(file),
+                // Nothing is wrong with the file.
+                Some(Err(error)) if beyond_memory(&error) => return Err(error),
                 Some(Err(error)) => {
                     findings.extend(error.into_findings());
                     None
                 }
                 None => None,
-            })
-            .collect();
-        Catalog { roots, files, findings }
+            });
+        }
+        Ok(Catalog { roots, files: opened, findings, room: Mutex::new(None) })
     }
 }
 
+fn beyond_memory(error: &Error) -> bool {
+    error.findings().iter().any(|f| f.code == codes::MEMORY_BUDGET)
+}
+
 impl Catalog {
+    /// States that plans of this catalog are to be made within `limit` bytes of anonymous memory.
+    ///
+    /// # Errors
+    /// `FS512` if the names of its tensors alone take more.
+    pub fn within(&self, limit: Option<u64>) -> Result<()> {
+        let mut stated = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        *stated = limit.map(Room::up_to);
+        let Some(room) = &*stated else { return Ok(()) };
+        let tensors = || self.files.iter().flatten().flat_map(|file| &file.parsed.tensors);
+        let names = tensors().flat_map(|t| &t.path).map(|key| key.len() as u64).sum();
+        room.plan(tensors().count() as u64, names)
+    }
+
+    /// Refuses to go on planning where more memory is in use than was stated.
+    pub(crate) fn look(&self) -> Result<()> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(Ok(()), Room::look)
+    }
+
     /// Bytes of a small tensor (a step counter, a buffer), in C order.
     ///
     /// # Errors
@@ -143,9 +185,15 @@ impl Catalog {
     }
 }
 
-fn open_one(roots: &[PathBuf], root: u32, path: &str, wanted: &Wanted) -> Result<CatalogFile> {
+fn open_one(
+    roots: &[PathBuf],
+    root: u32,
+    path: &str,
+    wanted: &Wanted,
+    room: Option<&Arc<Room>>,
+) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
-    let mut source = SourceFile::open(&full)?;
+    let mut source = SourceFile::open(&full)?.within(room.cloned());
     let parsed = match wanted {
         Wanted::Whole => format::parse(&source)?,
         Wanted::Records(records) => format::dcp::records(&source, records)?,
@@ -154,7 +202,7 @@ fn open_one(roots: &[PathBuf], root: u32, path: &str, wanted: &Wanted) -> Result
             format::blocks::parse(store)?
         }
     };
-    Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source), parsed })
+    Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source.within(None)), parsed })
 }
 
 /// Raises the soft limit on open files towards the hard one, where more are needed.

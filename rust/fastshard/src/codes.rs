@@ -146,6 +146,7 @@ codes! {
     518 BAD_MANIFEST Error CouldNotRun "The manifest cannot be read or describes something else."
     519 PUBLISHED Note CouldNotRun "The result is complete at its destination. Whatever else is reported came after that: removing what was there before, the last sync, a signal, the output of this program."
     520 INTERNAL Error CouldNotRun "A defect of fastshard itself stopped the run. Please report it with the message that was printed."
+    521 IN_STEPS Warning CouldNotRun "The destination cannot be exchanged with the new result (a directory of a lower layer of overlayfs, as in a container's image): the older result is removed file by file, its manifest first, and the new one moved in, its manifest last. Whoever reads there meanwhile finds it incomplete; a run that is stopped there goes on with --resume. A new destination appears in one step."
     601 UNSAFE_HEADER Error Problem "A header is malformed or made to mislead (sizes, overlaps, holes, duplicate names)."
     602 UNSAFE_PICKLE Error Problem "A pickle stream is malformed or exceeds the limits on depth, size or memo. Nothing of it was executed."
     603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory."

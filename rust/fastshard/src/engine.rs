@@ -21,6 +21,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
+use crate::memory::anonymous_memory;
 use crate::plan::{Combine, Op, Output, Part, Plan, StoredTensor};
 use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
@@ -47,6 +48,8 @@ const READ_BLOCKS: u64 = 64 << 20;
 const DECODING: u64 = 2;
 /// Memory that such a library takes besides.
 const LIBRARY: u64 = 24 << 20;
+/// Bytes of memory per byte of a name of an output, for what is written of it: headers, a manifest and its text.
+const PER_NAME_BYTE: u64 = 4;
 /// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
 const ENCODING: u64 = 4;
 /// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
@@ -195,16 +198,6 @@ pub struct MemoryUse {
     pub bound: u64,
 }
 
-/// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.
-pub fn anonymous_memory() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let kib = status
-        .lines()
-        .find_map(|l| l.strip_prefix("RssAnon:"))
-        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
-}
-
 /// The tile size an output would like: long source runs for transposed reads, else cache-sized.
 fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
     let item = output.dtype.size() as u64;
@@ -229,6 +222,14 @@ fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
     shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
 }
 
+/// Checks that the memory budget holds what the plan needs, before anything is made for it.
+///
+/// # Errors
+/// `FS512` with the least that is needed.
+pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
+    budget(plan, options).map(|_| ())
+}
+
 /// Divides the memory budget: tile sizes per output and the number of workers.
 fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     kernel::trim();
@@ -236,7 +237,8 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     // The library that decodes and encodes has threads and tables of its own.
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
     let scales = Scales::memory(plan);
-    let own = scales.kept + if coded { LIBRARY } else { 0 };
+    let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
+    let own = scales.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);

@@ -14,6 +14,7 @@ pub mod hash;
 pub mod kernel;
 pub mod layout;
 pub mod manifest;
+pub mod memory;
 pub mod plan;
 pub mod publish;
 pub mod repair;

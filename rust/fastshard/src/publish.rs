@@ -25,13 +25,14 @@
 //!
 //! `overwrite` replaces an older result and nothing else: its manifest must account for all that is there,
 //! unedited ([`older`]). That is asked before anything is written, again before the exchange, and of each
-//! file that is removed afterwards; what came meanwhile is kept, and named.
+//! file that is removed afterwards; what came meanwhile is kept, and named ([`kept`]).
 //!
 //! Where the filesystem cannot exchange (NFS), the old tree is moved into the staging folder and the
 //! new one to OUT: a crash between the two leaves OUT absent and both trees whole in the folder;
 //! `begin` with `resume` and `publish` finish it. Where the directory cannot be moved at all (it belongs to
 //! a lower layer of overlayfs), the older result's files are removed from OUT, its manifest first, and the new
-//! ones moved in, their pointers last; the seal says so, and a crash on the way is finished likewise.
+//! ones moved in, their pointers last; the seal says so, and a crash on the way is finished likewise. [`forecast`]
+//! tells of it before the work.
 //!
 //! The staging folder is its owner's alone (mode 0700) and is reached through held descriptors, no link in
 //! it followed; one that somebody else could have written to is refused.
@@ -47,6 +48,7 @@ mod fault;
 mod file;
 mod folder;
 mod journal;
+mod kept;
 mod lock;
 mod older;
 mod place;
@@ -60,7 +62,7 @@ mod tests;
 pub use content::{hash_of_file, is_plain};
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use preflight::{preflight, Needs};
+pub use preflight::{forecast, preflight, Needs};
 pub use staging::Staging;
 
 /// How a result is published.

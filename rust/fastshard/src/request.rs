@@ -247,6 +247,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
 
     let Gathered { sources, blobs, mut stored, units, passes, mut findings, .. } =
         Gathered::new(catalog, &request.source);
+    catalog.look()?;
     let known_names: std::collections::HashMap<&str, &[u64]> =
         passes[0].seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
     for (name, divided) in &request.source.generic {
@@ -272,8 +273,11 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
     let mut made = Made::default();
-    for pass in &passes {
-        let mut table = table.clone();
+    let mut table = Some(table);
+    for (i, pass) in passes.iter().enumerate() {
+        // The last one's is not needed again.
+        let taken = if i + 1 == passes.len() { table.take() } else { table.clone() };
+        let Some(mut table) = taken else { break };
         let slotted = |name: &str| wanted(&slot_name(name, pass));
         if pass.slot.is_some() {
             // Each rank's moments belong to the gradient of the whole, which all ranks see: copies, not
@@ -292,7 +296,8 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         };
         let with =
             Resolving { table: &mut table, units: &units, outside: &outside, unknown, target: &target };
-        made.pass(with, pass, &mut stored);
+        made.pass(with, pass, &mut stored, catalog)?;
+        catalog.look()?;
     }
     findings.extend(made.findings);
     let (rules, axes) = (made.rules, made.axes);
@@ -359,10 +364,17 @@ struct Made {
 }
 
 impl Made {
-    fn pass(&mut self, with: Resolving, pass: &Pass, stored: &mut [StoredTensor]) {
+    fn pass(
+        &mut self,
+        with: Resolving,
+        pass: &Pass,
+        stored: &mut [StoredTensor],
+        catalog: &Catalog,
+    ) -> Result<()> {
         let Resolving { table, units, outside, unknown, target } = with;
         let mut registry = Registry::default();
         let resolved = resolve::resolve(table, &mut registry, &pass.seen, units, outside, unknown);
+        catalog.look()?;
         let first_rule = self.rules.len() as u32;
         for instance in &resolved.instances {
             let tensor = &mut stored[pass.tensors[instance.tensor as usize] as usize];
@@ -390,6 +402,7 @@ impl Made {
             let extents = resolved.extents.iter().filter(|(k, _)| !k.contains('#'));
             self.axes = extents.map(|(k, v)| (k.clone(), *v)).collect();
         }
+        Ok(())
     }
 }
 

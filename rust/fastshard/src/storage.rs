@@ -14,6 +14,7 @@ use memmap2::Mmap;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
+use crate::memory::Room;
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +89,8 @@ pub struct SourceFile {
     /// True once a page of the map was not there.
     faulted: AtomicBool,
     blocks: Option<Arc<dyn BlockReader>>,
+    /// What headers may take, while they are read.
+    room: Option<Arc<Room>>,
 }
 
 /// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
@@ -133,7 +136,24 @@ impl SourceFile {
             map: OnceLock::new(),
             faulted: AtomicBool::new(false),
             blocks: None,
+            room: None,
         })
+    }
+
+    /// The same file, of which [`Self::read_vec`] reads no more than there is room for; without, as much as is asked for.
+    #[must_use]
+    pub fn within(mut self, room: Option<Arc<Room>>) -> Self {
+        self.room = room;
+        self
+    }
+
+    /// Asks for room for `bytes` of a header.
+    ///
+    /// # Errors
+    /// `FS512`, naming the file.
+    pub(crate) fn room_for(&self, bytes: u64) -> Result<()> {
+        let Some(room) = &self.room else { return Ok(()) };
+        room.header(&self.path, bytes)
     }
 
     /// The same file, as the one that stands for a store whose blocks `reader` decodes.
@@ -220,6 +240,7 @@ impl SourceFile {
 
     /// Reads `len` bytes from `offset` into a fresh buffer. The caller has bounded `len`.
     pub fn read_vec(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        self.room_for(len as u64)?;
         let mut buffer = vec![0; len];
         self.read_at(offset, &mut buffer)?;
         Ok(buffer)
@@ -361,6 +382,7 @@ impl SourceFile {
             map: OnceLock::new(),
             faulted: AtomicBool::new(false),
             blocks: None,
+            room: None,
         })
     }
 

@@ -79,6 +79,8 @@ pub fn write(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let run = plan.digest();
+    // Before anything is made for it, on disk or in memory.
+    engine::admit(plan, &engine_options(plan, options, out))?;
     publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
     let document = serde_json::json!({
         "plan": run, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
@@ -143,7 +145,9 @@ fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
         false => 0,
     };
     let named = plan.files.len() as u64 + blocks + options.copies.len() as u64;
-    let manifest = 4096 + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
+    let names: u64 = plan.outputs.iter().map(|o| 2 * o.name.len() as u64).sum();
+    let manifest =
+        4096 + names + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
     let bytes = match options.sparse {
         true => 0,
         false => plan.bytes() + copied + manifest + aside(plan, options),
@@ -330,6 +334,17 @@ fn underlay(source: &SourceFile, outputs: &[&Output], out: &OutFile, control: &C
     Ok(())
 }
 
+fn engine_options(plan: &Plan, options: &Options, scratch: &Path) -> engine::Options {
+    engine::Options {
+        threads: options.threads,
+        memory: options.memory,
+        scratch_dir: scratch.to_path_buf(),
+        held: None,
+        encodes: largest_block(plan),
+        stats: if options.stats { Level::Full } else { Level::Nothing },
+    }
+}
+
 fn fill(
     plan: &Plan,
     files: &[Arc<SourceFile>],
@@ -360,14 +375,7 @@ fn fill(
         }
     }
     let sink = StagedSink::new(plan, staging, &frames, outs, arrays, options)?;
-    let engine_options = engine::Options {
-        threads: options.threads,
-        memory: options.memory,
-        scratch_dir: staging.folder().to_path_buf(),
-        held: None,
-        encodes: largest_block(plan),
-        stats: if options.stats { Level::Full } else { Level::Nothing },
-    };
+    let engine_options = engine_options(plan, options, staging.folder());
     let done = engine::execute(plan, files, &sink, &engine_options, control)
         .and_then(|report| sink.finish(&frames, control).map(|()| report));
     // Only what may be published is completed.

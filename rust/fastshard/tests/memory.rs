@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes;
-use fastshard::engine::{self, anonymous_memory, Control, Discard, Report};
+use fastshard::engine::{self, Control, Discard, Report};
+use fastshard::memory::anonymous_memory;
 use fastshard::plan::{Pieces, Plan, PlanBlob, PlanFile, RangePiece, StoredTensor};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
@@ -133,7 +134,7 @@ fn a_budget_too_small_is_refused_with_both_numbers() {
     });
     let plan = make_plan(&catalog, request).unwrap().plan;
     let files = sources(&catalog, &plan);
-    for memory in [0, 1 << 20, engine::anonymous_memory()] {
+    for memory in [0, 1 << 20, anonymous_memory()] {
         let options = engine::Options { memory, ..options(2, dir.path()) };
         let error = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap_err();
         let finding = &error.findings()[0];
@@ -141,7 +142,7 @@ fn a_budget_too_small_is_refused_with_both_numbers() {
         assert!(finding.expected.is_some() && finding.got.is_some());
     }
     for more in [6u64 << 20, 9 << 20, 40 << 20] {
-        let options = engine::Options { memory: engine::anonymous_memory() + more, ..options(8, dir.path()) };
+        let options = engine::Options { memory: anonymous_memory() + more, ..options(8, dir.path()) };
         let report = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap();
         assert!(report.memory.bound <= options.memory, "{:?} within {}", report.memory, options.memory);
     }

@@ -121,6 +121,7 @@ fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> 
     }
     let blob = member.blob();
     if blob.deflated {
+        file.room_for(member.len)?;
         let mut content = Vec::new();
         inflate(file, &blob, &mut |bytes| {
             content.extend_from_slice(bytes);

@@ -62,7 +62,7 @@ impl Local {
                 for axis in axes {
                     if let Some(extent) = local.get_mut(axis) {
                         if *extent % degree != 0 {
-                            findings.push(not_divisible(axis, *extent, dimension, degree));
+                            findings.push(not_divisible(table, axis, *extent, dimension, degree));
                         }
                         *extent /= degree;
                     }
@@ -223,7 +223,10 @@ pub fn check_shape(
     }
     let wanted: Vec<String> =
         want.iter().map(|w| w.map_or_else(|| "?".to_string(), |w| w.to_string())).collect();
-    let wanted = format!("[{}] = {expression}", wanted.join(", "));
+    let wanted = match entry.generic {
+        true => format!("[{}]", wanted.join(", ")),
+        false => format!("[{}] = {expression}", wanted.join(", ")),
+    };
     let code = if known.extents.is_empty() { codes::AXIS_CONFLICT } else { codes::SHAPE };
     let finding = Finding::new(code, "shape").expected(wanted, format!("{shape:?}"));
     for (d, (want, &got)) in want.iter().zip(shape).enumerate() {
@@ -267,10 +270,14 @@ pub fn check_shape(
 }
 
 /// A finding that names the degrees that would work.
-pub fn not_divisible(axis: &str, extent: u64, dimension: &str, degree: u64) -> Finding {
+pub fn not_divisible(table: &Table, axis: &str, extent: u64, dimension: &str, degree: u64) -> Finding {
     let fits: Vec<String> =
         (1..=extent.min(1024)).filter(|d| extent.is_multiple_of(*d)).map(|d| d.to_string()).collect();
-    Finding::new(codes::NOT_DIVISIBLE, format!("axis {axis} of extent {extent} over {dimension} {degree}"))
+    let what = match table.generic_axis(axis) {
+        Some((tensor, d)) => format!("dimension {d} of {tensor}"),
+        None => format!("axis {axis}"),
+    };
+    Finding::new(codes::NOT_DIVISIBLE, format!("{what} of extent {extent} over {dimension} {degree}"))
         .expected(format!("a degree among {}", fits.join(", ")), degree)
         .help(format!("choose --{dimension} among these, or a checkpoint saved with one of them"))
 }

@@ -27,6 +27,7 @@ enum Segment {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pattern {
     text: String,
+    /// None for a name that is taken literally.
     segments: Vec<Segment>,
 }
 
@@ -79,7 +80,7 @@ impl Pattern {
 
     /// A pattern that is one name, taken literally.
     pub fn literal(name: &str) -> Pattern {
-        Pattern { text: name.to_string(), segments: vec![Segment::Text(name.to_string())] }
+        Pattern { text: name.to_string(), segments: Vec::new() }
     }
 
     /// The pattern as written.
@@ -99,6 +100,7 @@ impl Pattern {
     pub fn literal_prefix(&self) -> &str {
         match self.segments.first() {
             Some(Segment::Text(t)) => t,
+            None => &self.text,
             _ => "",
         }
     }
@@ -106,6 +108,9 @@ impl Pattern {
     /// Matches a whole name. `bases` is added to positions (stage-local layer numbers).
     pub fn matches(&self, name: &str, bases: &BTreeMap<String, u64>) -> Option<Match> {
         let mut found = Match::default();
+        if self.segments.is_empty() {
+            return (name == self.text).then_some(found);
+        }
         self.step(&self.segments, name, bases, &mut found).then_some(found)
     }
 
@@ -160,6 +165,9 @@ impl Pattern {
         extents: &BTreeMap<String, u64>,
         choices: &[usize],
     ) -> Option<String> {
+        if self.segments.is_empty() {
+            return Some(self.text.clone());
+        }
         let mut name = String::new();
         let mut choice = choices.iter();
         for segment in &self.segments {

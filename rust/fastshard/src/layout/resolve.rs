@@ -259,16 +259,18 @@ impl<'t> Lowering<'t> {
 /// A rule for a tensor that no rule names: every dimension an axis of its own.
 /// `divided` is the dimension split over `tp`, if any.
 pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Option<usize>) {
+    let at = table.entries.len();
     let dims =
-        (0..shape.len()).map(|d| vec![Factor::Axis { name: format!("{name}#{d}"), padded: None }]).collect();
+        (0..shape.len()).map(|d| vec![Factor::Axis { name: generic_axis(at, d), padded: None }]).collect();
     if let Some(d) = divided {
         let default = table.shards.entry(String::new()).or_default();
-        default.entry("tp".into()).or_default().push(format!("{name}#{d}"));
+        default.entry("tp".into()).or_default().push(generic_axis(at, d));
     }
     table.entries.push(Entry {
         name: Pattern::literal(name),
         shape: Some(Shape { dims }),
-        canonical: name.to_string(),
+        // No rule's tensor has this name, and no other generic one's.
+        canonical: format!("{at}#"),
         when: Default::default(),
         optional: false,
         partial: None,
@@ -279,6 +281,11 @@ pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Opti
         class: String::new(),
         generic: true,
     });
+}
+
+/// Axis `d` of a generic rule, by the rule's place in its table: a tensor's name would be held many times over.
+fn generic_axis(entry: usize, d: usize) -> String {
+    format!("{entry}#{d}")
 }
 
 enum Matched {
@@ -396,7 +403,7 @@ pub fn resolve(
                 }
                 if table.entries[entry].generic {
                     for (d, &n) in tensor.shape.iter().enumerate() {
-                        let axis = format!("{}#{d}", tensor.name);
+                        let axis = generic_axis(entry, d);
                         let degree = table.divided_by("", &axis).map_or(1, |dim| outside.known.degree(dim));
                         generic.entry(axis).or_insert(n * degree);
                     }
@@ -414,10 +421,9 @@ pub fn resolve(
             Matched::Nothing if unknown == Unknown::Pass => {
                 generic_entry(table, &tensor.name, &tensor.shape, None);
                 literals.insert(tensor.name.clone(), table.entries.len() - 1);
-                for (d, &n) in tensor.shape.iter().enumerate() {
-                    generic.insert(format!("{}#{d}", tensor.name), n);
-                }
-                Some((table.entries.len() - 1, Match::default(), Placement::Parts))
+                let entry = table.entries.len() - 1;
+                generic.extend(tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n)));
+                Some((entry, Match::default(), Placement::Parts))
             }
             Matched::Nothing => {
                 let finding = Finding::new(

@@ -398,6 +398,13 @@ impl Table {
         }
     }
 
+    /// An axis of a tensor that only a generic rule names (`resolve::generic_entry`): the tensor, and the dimension.
+    pub fn generic_axis(&self, axis: &str) -> Option<(&str, usize)> {
+        let (entry, d) = axis.split_once('#')?;
+        let entry = self.entries.get(entry.parse::<usize>().ok()?)?;
+        Some((entry.name.text(), d.parse().ok()?))
+    }
+
     /// Degree by which the stored extent of `axis` is divided in entries of `class`, with the
     /// parallel dimension that divides it.
     pub fn divided_by(&self, class: &str, axis: &str) -> Option<&str> {

@@ -127,6 +127,20 @@ impl Dir {
         Ok(attributes.is_ok_and(|s| s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
     }
 
+    /// True for a directory that overlayfs will neither move nor exchange, because a lower layer has it; `fresh` is
+    /// one of the same filesystem that was just made. False where that cannot be told.
+    pub(super) fn is_layered(&self, fresh: &Dir) -> io::Result<bool> {
+        const OVERLAYFS: u32 = 0x794c_7630;
+        if rustix::fs::fstatfs(&self.fd)?.f_type as u32 != OVERLAYFS {
+            return Ok(false);
+        }
+        // One of the lower layer alone looks like any other, until the upper layer has it too.
+        let meta = self.meta()?;
+        let _ = self.set_mode(meta.st_mode);
+        // Of both layers: it shows one link, which other directories do on few filesystems.
+        Ok(self.meta()?.st_nlink == 1 && fresh.meta()?.st_nlink != 1)
+    }
+
     /// True if something is called `name`.
     pub(super) fn has(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
         Ok(self.stat(name.as_ref())?.is_some())

@@ -13,6 +13,8 @@ use crate::error::{Finding, Result};
 pub(super) const DATA: &str = "data";
 /// The manifest of an older result that is replaced piece by piece.
 pub(super) const OLDER: &str = "older.json";
+/// Names of what was moved out of an older result's way because it is not this program's to remove.
+pub(super) const KEPT: &str = "kept";
 /// Largest of the folder's own small files, in bytes.
 pub(super) const MAX_OWN: u64 = 64 << 20;
 
@@ -57,12 +59,14 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<(
 /// cut short.
 pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "lock"] {
+    for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "kept.new", "lock"] {
         gone(name)?;
     }
     // NFS keeps a removed file in the directory as long as it is open.
     drop(lock);
     gone("sealed")?;
+    // As long as anything of the run is there it can be told what was kept.
+    gone(KEPT)?;
     for _ in 0..10 {
         match place.base.remove_dir(&place.folder) {
             // Another process has taken the folder over as soon as the lock was gone, or made it anew.

@@ -8,8 +8,10 @@ use rustix::io::Errno;
 
 use super::disk::{At, Dir};
 use super::folder::{remove_bookkeeping, DATA, MAX_OWN, OLDER};
+use super::kept;
 use super::older::{self, Removed};
 use super::place::{Occupied, Place};
+use super::preflight::in_steps;
 use super::seal::{inode, subdirectory, Seal};
 use super::Options;
 use crate::codes;
@@ -85,7 +87,9 @@ pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Resu
         let synced = place.base.sync().at(place.base.path(), "cannot bring the directory to disk");
         synced.map_err(|error| error.after_publishing(&place.out))?;
     }
-    Ok(clean_up(&place, &folder, lock, go_on))
+    let steps = seal.piecewise.then(|| in_steps(&place));
+    let left = clean_up(&place, &folder, lock, options.fsync, go_on);
+    Ok(steps.into_iter().chain(left).collect())
 }
 
 /// Puts the data directory at the destination, if that is still what it was.
@@ -231,7 +235,13 @@ fn move_names(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()> {
 }
 
 /// Removes the older result and the folder; what stays behind is a warning, not an error.
-fn clean_up(place: &Place, folder: &Dir, lock: File, go_on: &dyn Fn() -> bool) -> Vec<Finding> {
+fn clean_up(
+    place: &Place,
+    folder: &Dir,
+    lock: File,
+    durable: bool,
+    go_on: &dyn Fn() -> bool,
+) -> Vec<Finding> {
     let left = |what: String, at: &dyn AsRef<std::path::Path>, help: &str| {
         Finding::new(codes::LEFTOVER_RUN, what).severity(Severity::Warning).file(at.as_ref()).help(help)
     };
@@ -254,34 +264,27 @@ fn clean_up(place: &Place, folder: &Dir, lock: File, go_on: &dyn Fn() -> bool) -
                     "the same command with --resume goes on with it; or remove the folder",
                 )]
             }
-            Ok(Removed::NotAll) => match keep(place, folder, name) {
-                Ok(kept) => warnings.push(left(
-                    "published; something that was not there before came into the older result, which is kept"
-                        .into(),
-                    &kept,
-                    "look what is in it before you remove it",
-                )),
-                Err(error) => return vec![failed(error)],
-            },
+            Ok(Removed::NotAll) => {
+                if let Err(error) = kept::keep(place, folder, name, durable) {
+                    return vec![failed(error)];
+                }
+            }
             Err(error) => return vec![failed(error)],
         }
+    }
+    match kept::all(place, folder) {
+        Ok(all) => warnings.extend(all.iter().map(|kept| {
+            left(
+                "published; something that was not there before came into the older result, which is kept"
+                    .into(),
+                kept,
+                "look what is in it before you remove it",
+            )
+        })),
+        Err(error) => return vec![failed(error)],
     }
     if let Err(error) = remove_bookkeeping(place, folder, lock) {
         warnings.push(failed(error));
     }
     warnings
-}
-
-/// Moves what is left of an older result out of the staging folder, to where it can be seen.
-fn keep(place: &Place, folder: &Dir, name: &str) -> Result<std::path::PathBuf> {
-    let base = if place.inside { place.out.as_os_str() } else { &place.name };
-    let base = std::path::Path::new(base).file_name().unwrap_or_default().to_string_lossy().into_owned();
-    for number in 1..1000 {
-        let kept = format!("{base}.kept-{number}");
-        match folder.rename_new(OsStr::new(name), &place.base, OsStr::new(&kept)) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            done => return done.at(&folder.join(name), "cannot move aside").map(|()| place.base.join(kept)),
-        }
-    }
-    Err(Finding::new(codes::OUT_EXISTS, "no name is free").file(place.base.join(base)).into())
 }

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use super::super::{preflight, Needs};
+use super::super::{forecast, preflight, Needs};
 use super::*;
 
 const CHILD: &str = "FASTSHARD_TEST_MOUNTED";
@@ -198,16 +198,27 @@ fn an_older_result_in_a_lower_layer_of_overlayfs() {
             Some(rustix::io::Errno::XDEV.raw_os_error()),
             "else this shows nothing"
         );
-        assert_eq!(run(&out, &s.source(), &OVERWRITE).unwrap(), []);
+        let warned = |findings: &[Finding]| matches!(findings, [f] if f.code == codes::IN_STEPS);
+        assert!(forecast(&out, RUN).is_some_and(|f| warned(&[f])), "known before");
+        assert!(warned(&run(&out, &s.source(), &OVERWRITE).unwrap()));
         assert_eq!(tree(&out), Some(result()));
         assert_eq!(tree(&low), Some(old()), "the layer below is as it was");
         assert_eq!(fs::read_dir(s.root.join("merged")).unwrap().count(), 1);
         // Now a directory of both layers, with a foreign file.
         fs::write(out.join("mine"), "mine").unwrap();
         assert_eq!(refusal(run(&out, &s.source(), &OVERWRITE)), [codes::OUT_EXISTS]);
+        assert_eq!(forecast(&out, RUN), None, "that is refused");
         fs::remove_file(out.join("mine")).unwrap();
-        assert_eq!(run(&out, &s.source(), &OVERWRITE).unwrap(), []);
+        assert!(forecast(&out, RUN).is_some_and(|f| warned(&[f])), "known before");
+        assert!(warned(&run(&out, &s.source(), &OVERWRITE).unwrap()));
         assert_eq!(tree(&out), Some(result()));
+        // One of the upper layer alone is exchanged.
+        let new = s.root.join("merged/new");
+        put(&new, &old());
+        assert_eq!(forecast(&new, RUN), None);
+        assert_eq!(run(&new, &s.source(), &OVERWRITE).unwrap(), []);
+        assert_eq!(tree(&new), Some(result()));
+        assert_eq!(fs::read_dir(s.root.join("merged")).unwrap().count(), 2);
     });
 }
 

@@ -160,7 +160,8 @@ fn what_comes_during_the_run_is_a_conflict() {
         assert!(error.to_string().contains("global_step4/mine.pt"), "{error}");
         assert_eq!(all(&s.out()), before);
         fs::remove_file(s.out().join("global_step4/mine.pt")).unwrap();
-        assert_eq!(run(&s.out(), &s.source(), &RESUME).unwrap(), []);
+        let told: Vec<_> = run(&s.out(), &s.source(), &RESUME).unwrap().iter().map(|f| f.code).collect();
+        assert_eq!(told, if lacking == ["moving"] { vec![codes::IN_STEPS] } else { vec![] });
         fault::lack(&[]);
         assert_eq!(tree(&s.out()), Some(result()));
         assert_eq!(s.folders(), [] as [PathBuf; 0]);
@@ -195,6 +196,47 @@ fn what_came_into_the_older_result_is_kept_and_named() {
     assert_eq!(left["latest"], b"edited");
     assert_eq!(tree(&out), Some(result()));
     assert_eq!(s.folders(), [] as [PathBuf; 0]);
+}
+
+/// Whoever dies while it is moved aside or after: the run that goes on names it.
+#[test]
+fn what_is_kept_is_named_by_the_run_that_goes_on() {
+    let mut named = 0;
+    for at in 0.. {
+        let s = Setting::new();
+        put_deep(&s.out(), &nested());
+        let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
+        fill(&staging, &s.source()).unwrap();
+        let folder = staging.folder().to_path_buf();
+        let late = std::cell::Cell::new(true);
+        let go_on = || {
+            if folder.join("data/latest").exists() && late.replace(false) {
+                fs::write(folder.join("data/global_step4/late.pt"), "mine").unwrap();
+                fault::arm(at, fault::Fault::Gone);
+            }
+            true
+        };
+        let told = staging.publish(&LAST, &go_on).unwrap_or_else(Error::into_findings);
+        let calls = fault::disarm().len();
+        let kept = s.root.canonicalize().unwrap().join("out.kept-1");
+        let names = |findings: &[Finding]| {
+            findings.iter().any(|f| f.file.as_deref() == Some(&*kept.display().to_string()))
+        };
+        assert_eq!(tree(&s.out()), Some(result()), "{at}");
+        if calls <= at {
+            assert!(names(&told), "{at}: {told:?}");
+            break;
+        }
+        // The last call of all removes the empty folder: nothing tells of the run before it any more.
+        let over = s.folders().iter().all(|folder| fs::read_dir(folder).unwrap().next().is_none());
+        let warnings = run(&s.out(), &s.source(), &RESUME).unwrap();
+        assert!(over || names(&warnings), "{at}: {warnings:?}");
+        named += usize::from(!over);
+        assert_eq!(all(&kept)["global_step4/late.pt"], b"mine", "{at}");
+        assert!(!s.root.join("out.kept-2").exists(), "{at}");
+        assert_eq!(tree(&s.out()), Some(result()), "{at}");
+    }
+    assert!(named > 15, "{named}");
 }
 
 #[test]
@@ -292,6 +334,8 @@ fn links_in_a_staging_folder_are_not_followed() {
         "data",
         "sealed",
         "sealed.new",
+        "kept",
+        "kept.new",
         "data/model-1.safetensors",
         "data/tokenizer.json",
     ] {

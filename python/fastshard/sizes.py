@@ -1,0 +1,31 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from .errors import FastshardError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def parse_size(text: str | int, name: str = "size") -> int:
+    """Bytes of a size like ``5GB`` or ``256MiB``.
+
+    Raises:
+        FastshardError: ``FS515`` if it is not one.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        size: int | Fraction = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+        unit = match and _UNITS.get(match[2].upper())
+        if not match or unit is None:
+            raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
+        size = Fraction(match[1]) * unit
+    if size < 1 or size >= 1 << 63:
+        expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"
+        raise FastshardError.of("FS515", f"{name}", expected=expected, got=repr(text))
+    return int(size)

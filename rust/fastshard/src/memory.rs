@@ -1,0 +1,96 @@
+//! Memory of this process, and what of it may be used before there is a plan.
+//!
+//! The engine divides a budget among tiles and workers. Headers and names are there before it: what they take is
+//! reckoned from their bytes and refused before it is taken.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::kernel;
+
+/// Bytes that a header takes per byte of it at least: itself and what it says, for a moment both.
+const PER_HEADER_BYTE: u64 = 2;
+/// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused.
+const PER_NAME_BYTE: u64 = 4;
+/// Bytes that a plan takes at least per tensor besides: 1.5 to 5 KiB were measured.
+const PER_TENSOR: u64 = 1200;
+
+/// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.
+pub fn anonymous_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|l| l.strip_prefix("RssAnon:"))
+        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+/// What may be taken until a limit of anonymous memory is reached.
+#[derive(Debug)]
+pub struct Room {
+    limit: u64,
+    baseline: u64,
+    asked: AtomicU64,
+}
+
+impl Room {
+    /// Room up to `limit` bytes, what the process holds already included.
+    pub fn up_to(limit: u64) -> Room {
+        kernel::trim();
+        Room { limit, baseline: anonymous_memory(), asked: AtomicU64::new(0) }
+    }
+
+    /// Asks for what reading and parsing `bytes` of the header of `file` takes, once more for each header.
+    ///
+    /// # Errors
+    /// `FS512` if all headers asked for so far are beyond the limit.
+    pub fn header(&self, file: &Path, bytes: u64) -> Result<()> {
+        let all = self.asked.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        self.holds(all.saturating_mul(PER_HEADER_BYTE), "the headers of the files", Some(file))
+    }
+
+    /// Asks for what planning takes for `tensors` tensors with names of `names` bytes.
+    ///
+    /// # Errors
+    /// `FS512` if it is beyond the limit.
+    pub fn plan(&self, tensors: u64, names: u64) -> Result<()> {
+        let need = names.saturating_mul(PER_NAME_BYTE).saturating_add(tensors.saturating_mul(PER_TENSOR));
+        self.holds(need, "the names of the tensors", None)
+    }
+
+    /// Refuses to go on where more is in use already.
+    ///
+    /// # Errors
+    /// `FS512` if the process holds more than the limit.
+    pub fn look(&self) -> Result<()> {
+        let used = anonymous_memory();
+        if used <= self.limit {
+            return Ok(());
+        }
+        // What was freed meanwhile does not count.
+        kernel::trim();
+        let used = anonymous_memory().saturating_sub(self.baseline);
+        self.holds(used, "planning", None)
+    }
+
+    fn holds(&self, need: u64, what: &str, file: Option<&Path>) -> Result<()> {
+        let all = self.baseline.saturating_add(need);
+        if all <= self.limit {
+            return Ok(());
+        }
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let finding =
+            Finding::new(codes::MEMORY_BUDGET, format!("the memory budget is too small for {what}"))
+                .expected(
+                    format!("at least {} MiB (baseline {} MiB)", mib(all), mib(self.baseline)),
+                    format!("{} MiB", self.limit >> 20),
+                )
+                .help("raise --memory");
+        Err(match file {
+            Some(file) => finding.file(file).into(),
+            None => finding.into(),
+        })
+    }
+}
