@@ -19,15 +19,6 @@ KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded",
 #: does not any more.
 NOT_YET = {
     "test_deepspeed.py::test_universal_is_merged_with_its_moments[zero3_bf16_dp2]": "universal ZeRO-3 is read flat",
-    **{
-        f"test_orbax_fixtures.py::{test}[mp2_local_BROKEN_063_noocdbt_zarr2]": "a host with chunk files alone"
-        for test in (
-            "test_whole_or_repaired_every_tensor_has_its_hash",
-            "test_the_order_of_the_hosts_does_not_matter",
-            "test_what_is_opened_has_the_hashes",
-            "test_one_host_s_directory_alone_is_refused",
-        )
-    },
 }
 
 

@@ -127,6 +127,37 @@ def test_what_orbax_writes_is_read(ocdbt: bool, zarr3: bool, tmp_path: Path) -> 
     assert jax.tree.structure(again) == jax.tree.structure(before)
 
 
+@pytest.mark.parametrize("zarr3", [True, False], ids=["zarr3", "zarr2"])
+def test_replicas_in_folders_of_their_own_are_read(zarr3: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+
+    def placed(array: np.ndarray, *spec: str | None) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(array, sharding)
+
+    tree = {
+        "divided": placed(rng.standard_normal((8, 6), dtype=np.float32), "x"),
+        "replicated": placed(rng.standard_normal((64, 32), dtype=np.float32)),
+        "step": placed(np.int32(9)),
+    }
+    handler = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=True, enable_replica_parallel_separate_folder=True
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    pytree = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=zarr3, type_handler_registry=registry)
+    ocp.Checkpointer(pytree).save(tmp_path / "3" / "items", tree)
+    stores = {p.name for p in (tmp_path / "3" / "items").glob("ocdbt.*")}
+    assert "ocdbt.process_replica_0" in stores
+    for given in (tmp_path, tmp_path / "3", tmp_path / "3" / "items"):
+        source = fastshard.open(given)
+        got = {
+            name: (list(t.shape), hashlib.sha256(t.numpy().tobytes()).hexdigest())
+            for name, t in source.items()
+        }
+        assert got == hashes(jax.tree.map(np.asarray, tree))
+
+
 def test_numbers_and_texts_come_back_as_what_they_were(tmp_path: Path) -> None:
     tree = {"w": np.arange(6.0), "count": 7, "rate": 2.5, "text": "hello"}
     ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)

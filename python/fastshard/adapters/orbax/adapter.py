@@ -15,7 +15,7 @@ from ..base import Assembled, Blocks, Contents, Found, Options, Source, TreeInfo
 from ..maxtext_yml import FILE as MODEL_FILE
 from . import completeness, stores
 from .completeness import Evidence
-from .places import Place, choose, find
+from .places import Place, choose, chunk_without_metadata, find
 from .tree import Sharding, Tree, parse_shardings, parse_tree
 
 #: Arrays named in findings at most.
@@ -35,6 +35,7 @@ class Orbax:
         if not everywhere:
             started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
             if started is None:
+                _refuse_chunks_alone(listing)
                 return None
             raise FastshardError.of(
                 "FS104",
@@ -76,7 +77,7 @@ class Orbax:
         findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
         elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
         reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
-        anchor = _anchor(listing, places[0])
+        anchor = _anchor(listing, places)
         blocks = Blocks(tensors, reader, _identity(listing, places))
         notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
         paxml = not places[0].ocdbt and tree is None
@@ -127,6 +128,19 @@ class Orbax:
         return source
 
 
+def _refuse_chunks_alone(listing: Listing) -> None:
+    file = chunk_without_metadata(listing)
+    if file is None:
+        return
+    raise FastshardError.of(
+        "FS104",
+        "chunks of arrays, and nothing that describes the arrays: a process other than the first writes these, and the "
+        "first one wrote to another disk",
+        file=file.path,
+        help="name the directory of process 0 as a further CKPT",
+    )
+
+
 def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
     """One committed directory vouches for the temporary ones of the same step; none needs to be accepted."""
     loose = [p for p in places if not p.committed]
@@ -166,13 +180,16 @@ def _at(listing: Listing, place: Place, folder: str, name: str) -> File | None:
     return next((f for f in listing.files if f.root == place.root and f.path == path), None)
 
 
-def _anchor(listing: Listing, place: Place) -> File:
+def _anchor(listing: Listing, places: list[Place]) -> File:
     """A file that changes with the store."""
-    names = ["manifest.ocdbt", "_METADATA", *(f"ocdbt.process_{n}/manifest.ocdbt" for n in place.processes)]
-    for name in names:
-        if file := _file(listing, place, name):
-            return file
-    return place.plain[0]
+    for place in places:
+        stores = (f"{process.folder}/manifest.ocdbt" for process in place.processes)
+        for name in ("manifest.ocdbt", "_METADATA", *stores):
+            if file := _file(listing, place, name):
+                return file
+        if place.plain:
+            return place.plain[0]
+    raise AssertionError("places are found by such files")
 
 
 def _identity(listing: Listing, places: list[Place]) -> str:

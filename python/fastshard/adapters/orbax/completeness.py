@@ -29,8 +29,9 @@ class Evidence:
     #: True if chunks equal to the fill value are stored too.
     stores_fill: bool | None
     shardings: Mapping[str, Sharding]
-    #: Numbers of the processes whose stores (``ocdbt.process_N``) are there and hold something of these arrays.
-    present: Set[int]
+    #: Numbers of the processes whose stores (``ocdbt.process_N``) are there and hold something of these arrays; texts
+    #: where the run gave them other ids.
+    present: Set[int | str]
     #: True if the format keeps a directory per process; plain files of all processes lie together.
     per_process: bool = True
     #: True if a save was committed: what its processes had to write was written by then.
@@ -53,13 +54,22 @@ class Evidence:
         if self.expected is None:
             return told
         # Fewer than the files tell of: the number given is wrong.
-        return max(self.expected, told or 0, 1 + max(self.present, default=-1))
+        numbers = [n for n in self.present if isinstance(n, int)]
+        return max(self.expected, told or 0, 1 + max(numbers, default=-1), len(self.present))
+
+    def numbered(self) -> bool:
+        """True if the directories of processes bear their numbers, not ids that the run gave them."""
+        return all(isinstance(n, int) for n in self.present)
 
     def absent(self) -> list[int]:
-        """Processes that took part and whose directories are not there."""
-        if not self.per_process:
+        """Processes that took part and whose directories are not there, where they are known by number."""
+        if not self.per_process or not self.numbered():
             return []
         return sorted(set(range(self.implied() or 0)) - set(self.present))
+
+    def lacking(self) -> bool:
+        """True if the directory of a process that took part is not there."""
+        return bool(self.absent()) or (self.per_process and len(self.present) < (self.implied() or 0))
 
 
 @dataclass
@@ -118,8 +128,8 @@ def judge(
             certain = certain or any(f"{name}/{array.key(i)}" in evidence.lost for i in absent)
     if not verdict.missing:
         return verdict
-    lacking, implied = evidence.absent(), evidence.implied()
-    if certain or lacking:
+    implied = evidence.implied()
+    if certain or evidence.lacking():
         verdict.verdict = INCOMPLETE
     elif implied is None or not evidence.per_process or not evidence.committed:
         verdict.verdict = AMBIGUOUS
@@ -163,10 +173,12 @@ def _findings(
             )
         ]
     absent = evidence.absent()
+    lacking = set(absent)
     findings = []
     for name, chunks in list(verdict.missing.items())[:_NAMED]:
         array = arrays[name]
         owners = sorted(_owners(array, chunks, evidence) or absent)
+        lacking.update(owners)
         lost = sum(math.prod(array.extent(i)[1]) for i in chunks)
         keys = ", ".join(array.key(i) for i in chunks[:_KEYS])
         more = f" and {len(chunks) - _KEYS} more" if len(chunks) > _KEYS else ""
@@ -191,14 +203,14 @@ def _findings(
         findings.append(
             Finding.of("FS111", f"and {len(verdict.missing) - _NAMED} more arrays", file=evidence.where)
         )
-    rank = ", ".join(f"process {p}" for p in absent) or None
+    rank = ", ".join(f"process {p}" for p in sorted(lacking)) or None
     findings.append(
         Finding.of(
             "FS111",
             summary,
             file=evidence.where,
             rank=rank,
-            got=f"directories of processes {sorted(evidence.present)}" if evidence.present else None,
+            got=f"directories of processes {sorted(evidence.present, key=str)}" if evidence.present else None,
         )
     )
     return findings

@@ -13,7 +13,7 @@ from typing import Any
 from ...discover import Listing
 from ...errors import FastshardError, error_for
 from ...external import tensorstore
-from .places import Place
+from .places import Place, Process
 from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
 #: Keys of chunks, of either version and with either separator.
@@ -44,14 +44,14 @@ class Union:
     #: Names of arrays that have chunks and no metadata.
     undescribed: list[str] = field(default_factory=list)
     #: Keys of each process' own store that was opened.
-    of_process: dict[int, set[str]] = field(default_factory=dict)
+    of_process: dict[int | str, set[str]] = field(default_factory=dict)
 
     def add(self, held: Held) -> None:
         """Takes a further store."""
         self.held.append(held)
         self.keys |= held.keys
 
-    def wrote(self) -> set[int]:
+    def wrote(self) -> set[int | str]:
         """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows nothing."""
         if not self.of_process:
             return set()
@@ -78,9 +78,9 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     union = Union([])
     for place in places:
         if place.ocdbt and not place.merged:
-            for n in sorted(place.processes):
-                part = _process(listing, place, n)
-                union.of_process.setdefault(n, set()).update(part.keys)
+            for process in sorted(place.processes, key=lambda p: p.key):
+                part = _process(listing, place, process)
+                union.of_process.setdefault(process.id, set()).update(part.keys)
                 union.add(part)
         else:
             store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
@@ -90,11 +90,11 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         # What a process wrote is not reached from the merged store if its directory came to stand there later.
         before = set(union.keys)
         for place in places:
-            for n in sorted(place.processes) if place.merged else ():
+            for process in sorted(place.processes, key=lambda p: p.key) if place.merged else ():
                 # One that cannot be read has nothing to add; what the merged store lacks is missing then.
                 with contextlib.suppress(FastshardError):
-                    part = _process(listing, place, n)
-                    union.of_process.setdefault(n, set()).update(part.keys)
+                    part = _process(listing, place, process)
+                    union.of_process.setdefault(process.id, set()).update(part.keys)
                     part.keys -= before
                     union.add(part)
         union.unmerged = len(union.keys) - len(before)
@@ -113,9 +113,9 @@ def _held(listing: Listing, place: Place, store: tensorstore.Store, below: str =
     return Held(place, store.label, store, set(keys), lost)
 
 
-def _process(listing: Listing, place: Place, number: int) -> Held:
+def _process(listing: Listing, place: Place, process: Process) -> Held:
     """The store of one process."""
-    name = f"ocdbt.process_{number}"
+    name = process.folder
     store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=f"{place.label(listing)}/{name}")
     return _held(listing, place, store, name)
 
