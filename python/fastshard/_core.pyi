@@ -70,6 +70,8 @@ class Catalog:
         ``{"values", "tensors"}``; nothing is unpickled. None if nothing is there or in it. Raises CoreError
         for one that is malformed or larger than 16 MiB.
         """
+    def named(self) -> tuple[int, int]:
+        """Number of tensors, and bytes of their names."""
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
     def plan(self, request: str) -> Plan:

@@ -161,7 +161,7 @@ def convert(
     made = make_plan(checkpoint.opened, to, **planning)
     raise_errors(made.findings)
     # The default grows with what the plan takes.
-    run = run_options(memory, threads)
+    run = run_options(memory, threads, checkpoint.opened.catalog)
     with carrying(made.core), Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)

@@ -91,7 +91,12 @@ def masters(
         findings.append(Finding.of("FS402", "not checkable: no master could be compared", severity="error"))
     try:
         with Progress(progress) as bar:
-            checked = json.loads(plan.check(json.dumps(run_options(memory, threads)), bar.phase("comparing")))
+            checked = json.loads(
+                plan.check(
+                    json.dumps(run_options(memory, threads, checkpoint.opened.catalog)),
+                    bar.phase("comparing"),
+                )
+            )
     except _core.CoreError as error:
         raise from_core(error) from None
     findings += [Finding.from_dict(f) for f in checked["findings"]]
@@ -201,7 +206,7 @@ def repair_masters(
     findings = [Finding.from_dict(f) for f in json.loads(plan.findings())]
     raise_errors(findings)
     options = {
-        **run_options(memory, threads), "resume": resume, "overwrite": overwrite, "fsync": fsync,
+        **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:

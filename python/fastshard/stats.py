@@ -181,7 +181,9 @@ def with_findings(
     plan = make_plan(checkpoint.opened, include=include, exclude=exclude)
     raise_errors(plan.findings)
     with Progress(progress) as bar:
-        gathered, findings = gather(plan, run_options(memory, threads), bar.phase("reading"))
+        gathered, findings = gather(
+            plan, run_options(memory, threads, checkpoint.opened.catalog), bar.phase("reading")
+        )
     raise_errors(findings)
     return gathered, [*plan.findings, *findings]
 

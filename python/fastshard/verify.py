@@ -73,7 +73,7 @@ def verify(
     checkpoint = _opened(source, **expected.opening(opening))
     plan = make_plan(checkpoint.opened)
     findings = list(plan.findings)
-    run = {**run_options(memory, threads), "subset": subset}
+    run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     path = expected.manifest or beside(checkpoint)
     if path is not None:
         # The manifest states what must exist.
@@ -150,7 +150,7 @@ def manifest(
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
-            run = run_options(memory, threads)
+            run = run_options(memory, threads, checkpoint.opened.catalog)
             checked = json.loads(plan.core.check(json.dumps(run), bar.phase("verifying")))
             raise_errors([Finding.from_dict(f) for f in checked["findings"]])
             run["stats"] = "full" if stats else "nothing"
@@ -250,7 +250,7 @@ def diff(
         raise_errors(plan.findings)
     hashes: list[dict[str, str]] = []
     sides: list[dict[str, TensorStats]] = []
-    run = run_options(memory, threads)
+    run = run_options(memory, threads, one.opened.catalog, two.opened.catalog)
     try:
         with Progress(progress) as bar:
             for plan, title in zip(plans, "ab", strict=True):

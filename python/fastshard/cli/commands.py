@@ -168,7 +168,7 @@ def plan(a: argparse.Namespace) -> Outcome:
     checkpoint = _open(a)
     made = make_plan(checkpoint.opened, a.to, **_degrees(a), **_shape(a))
     summary = made.summary
-    memory = run_options(a.memory, a.threads)["memory"]
+    memory = run_options(a.memory, a.threads, checkpoint.opened.catalog)["memory"]
     try:
         free = shutil.disk_usage(os.curdir).free
     except OSError as error:

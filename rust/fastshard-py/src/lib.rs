@@ -255,6 +255,10 @@ impl Catalog {
         file.map_or_else(Vec::new, |f| f.parsed.tensors.iter().map(|t| t.path.join(".")).collect())
     }
 
+    fn named(&self) -> (u64, u64) {
+        self.inner.named()
+    }
+
     fn within(&self, memory: Option<u64>) -> PyResult<()> {
         self.inner.within(memory).map_err(raise)
     }

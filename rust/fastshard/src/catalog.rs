@@ -146,9 +146,15 @@ impl Catalog {
         let mut stated = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         *stated = limit.map(Room::up_to);
         let Some(room) = &*stated else { return Ok(()) };
+        let (tensors, names) = self.named();
+        room.plan(tensors, names)
+    }
+
+    /// Number of tensors, and bytes of their names.
+    pub fn named(&self) -> (u64, u64) {
         let tensors = || self.files.iter().flatten().flat_map(|file| &file.parsed.tensors);
         let names = tensors().flat_map(|t| &t.path).map(|key| key.len() as u64).sum();
-        room.plan(tensors().count() as u64, names)
+        (tensors().count() as u64, names)
     }
 
     /// Refuses to go on planning where more memory is in use than was stated.
