@@ -129,16 +129,16 @@ class Plan:
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
         paths: tuple[list[tuple[str, str]], list[str]] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> str:
-        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some.
+        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some;
+        `tell` is called with the JSON of a finding that is to be said before the work.
 
         `paths` are the files that go along, (name there, path), and what `out` must lie apart from; none, and
         the roots, if not given.
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """
-    def forecast(self, out: str | PathLike[str]) -> str | None:
-        """JSON of a finding if an older result at `out` cannot be replaced in one step."""
     def told(self) -> str:
         """What the last `write` came to, whatever it raised: a JSON array of findings.
 

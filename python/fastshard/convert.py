@@ -175,7 +175,6 @@ def convert(
             "stats": "full" if stats else "nothing",
             "values": made.source.values,
         })  # fmt: skip
-        foretell(made.core, out, overwrite, bar)
         arrays = array_writer.writer() if made.writes_arrays else None
         writing = made.core.write(
             os.fspath(out),
@@ -183,6 +182,7 @@ def convert(
             bar.phase("writing"),
             arrays,
             (copies, checkpoint.listing.given()),
+            bar.tell,
         )
         outcome = json.loads(writing)
         found = [Finding.from_dict(f) for f in outcome["findings"]]
@@ -211,12 +211,6 @@ def carrying(core: _core.Plan) -> Iterator[None]:
     except BaseException as error:
         carry(error, [Finding.from_dict(f) for f in json.loads(core.told())])
         raise
-
-
-def foretell(core: _core.Plan, out: StrPath, overwrite: bool, bar: Progress) -> None:
-    """Says before the work what its end will be like, where an older result cannot be replaced in one step."""
-    if overwrite and (forecast := core.forecast(os.fspath(out))) is not None:
-        bar.tell(Finding.from_dict(json.loads(forecast)))
 
 
 def merge(source: Source, out: StrPath, **options: Any) -> Manifest:

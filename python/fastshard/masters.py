@@ -10,7 +10,7 @@ from typing import Any
 from . import _core, budget
 from .adapters.base import Source as Declaration
 from .checkpoint import Checkpoint
-from .convert import Source, _opened, carrying, foretell
+from .convert import Source, _opened, carrying
 from .discover import File, StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
@@ -210,10 +210,11 @@ def repair_masters(
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
-        foretell(plan, out, overwrite, bar)
         apart = checkpoint.listing.given()
         outcome = json.loads(
-            plan.write(os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart))
+            plan.write(
+                os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart), bar.tell
+            )
         )
         found = [Finding.from_dict(f) for f in outcome["findings"]]
         if not drop_optimizer:

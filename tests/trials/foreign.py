@@ -41,7 +41,7 @@ def disturb(out: Path, foreign: list[Foreign], kind: str, rng: random.Random) ->
 def _change(out: Path, kind: str, rng: random.Random) -> Foreign:
     """Changes OUT, which is made if it is not there; files appear by a rename, as editors write them."""
     mark = rng.randbytes(8).hex()
-    files = sorted((p for p in out.rglob("*") if _kept(p, out)), key=_size)
+    files = sorted((p for p in _below(out) if _kept(p, out)), key=_size)
     if kind == "folder":
         out.mkdir(exist_ok=True)
         (out / "empty-folder").mkdir(exist_ok=True)
@@ -62,6 +62,14 @@ def _change(out: Path, kind: str, rng: random.Random) -> Foreign:
     return _put(
         out, "src/train.py" if kind == "below" else f"notes-{mark[:4]}.txt", f"precious {mark}\n".encode()
     )
+
+
+def _below(out: Path) -> list[Path]:
+    """What is in OUT, of which a run that is going on may take away folders meanwhile."""
+    found = []
+    for folder, _, names in os.walk(out):
+        found += [Path(folder) / name for name in names]
+    return found
 
 
 def _kept(path: Path, out: Path) -> bool:

@@ -40,6 +40,16 @@ pub(crate) fn run<T: Send + 'static>(
     progress: Option<Py<PyAny>>,
     work: impl FnOnce(&Control) -> Result<T> + Send + 'static,
 ) -> Ended<T> {
+    run_telling(py, progress, None, work)
+}
+
+/// The same; `tell` is called with the JSON of each finding that is to be said before the end.
+pub(crate) fn run_telling<T: Send + 'static>(
+    py: Python<'_>,
+    progress: Option<Py<PyAny>>,
+    tell: Option<Py<PyAny>>,
+    work: impl FnOnce(&Control) -> Result<T> + Send + 'static,
+) -> Ended<T> {
     let control = Arc::new(Control::default());
     let slot: Arc<(Mutex<Option<Result<T>>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
     let thread = std::thread::spawn({
@@ -70,7 +80,11 @@ pub(crate) fn run<T: Send + 'static>(
             },
             _ => Ok(()),
         };
-        if let Err(error) = signals.and(drawn) {
+        let told = match (&tell, &stopped) {
+            (Some(tell), None) => told(py, tell, &control),
+            _ => Ok(()),
+        };
+        if let Err(error) = signals.and(drawn).and(told) {
             control.cancel.store(true, Ordering::Relaxed);
             stopped.get_or_insert(error);
         }
@@ -85,6 +99,12 @@ pub(crate) fn run<T: Send + 'static>(
         stopped = callback.call1(py, (total, total)).err();
     }
     Ended { result, stopped }
+}
+
+/// Hands on what is to be said by now.
+fn told(py: Python<'_>, tell: &Py<PyAny>, control: &Control) -> PyResult<()> {
+    let notices = std::mem::take(&mut *control.notices.lock().unwrap_or_else(PoisonError::into_inner));
+    notices.iter().try_for_each(|finding| tell.call1(py, (crate::to_json(finding)?,)).map(|_| ()))
 }
 
 impl<T> Ended<T> {

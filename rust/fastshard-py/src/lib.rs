@@ -28,7 +28,7 @@ use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 use serde_json::json;
 
-use calls::run;
+use calls::{run, run_telling};
 
 create_exception!(_core, CoreError, PyException, "Findings that stopped an operation, as a JSON array.");
 
@@ -473,7 +473,8 @@ impl Plan {
     /// Writes and publishes; returns `{"manifest", "findings"}`.
     /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
     /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
-    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None))]
+    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None))]
+    #[allow(clippy::too_many_arguments)] // as Python passes them
     fn write(
         &self,
         py: Python<'_>,
@@ -482,6 +483,7 @@ impl Plan {
         progress: Option<Py<PyAny>>,
         arrays: Option<Py<PyAny>>,
         paths: Option<Paths>,
+        tell: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         self.refuse_errors()?;
         let options = RunOptions::parse(options)?;
@@ -502,7 +504,7 @@ impl Plan {
             stats: options.stats == Statistics::Full,
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
-        let ended = run(py, progress, {
+        let ended = run_telling(py, progress, tell, {
             let out = out.clone();
             move |control| write::write(&plan, &files, &roots, &out, &write_options, control)
         });
@@ -510,14 +512,6 @@ impl Plan {
             ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
         let (manifest, findings) = ended.settle(Some(&out))?;
         to_json(&json!({"manifest": manifest, "findings": findings}))
-    }
-
-    /// A finding, as JSON, if an older result at `out` cannot be replaced in one step.
-    fn forecast(&self, py: Python<'_>, out: PathBuf) -> PyResult<Option<String>> {
-        let plan = Arc::clone(&self.plan);
-        py.detach(move || publish::forecast(&out, &plan.digest()))
-            .map(|finding| to_json(&finding))
-            .transpose()
     }
 
     /// What the last `write` came to, as a JSON array of findings: `FS519` if the result is published.

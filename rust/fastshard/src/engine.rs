@@ -136,6 +136,8 @@ pub struct Control {
     pub total: AtomicU64,
     /// Set to stop at the next tile.
     pub cancel: AtomicBool,
+    /// What is to be said before the end, for whoever watches.
+    pub notices: Mutex<Vec<Finding>>,
 }
 
 /// How to run.

@@ -31,7 +31,7 @@
 //! new one to OUT: a crash between the two leaves OUT absent and both trees whole in the folder;
 //! `begin` with `resume` and `publish` finish it. Where the directory cannot be moved at all (it belongs to
 //! a lower layer of overlayfs), the older result's files are removed from OUT, its manifest first, and the new
-//! ones moved in, their pointers last; the seal says so, and a crash on the way is finished likewise. [`forecast`]
+//! ones moved in, their pointers last; the seal says so, and a crash on the way is finished likewise. [`Staging::forecast`]
 //! tells of it before the work.
 //!
 //! The staging folder is its owner's alone (mode 0700) and is reached through held descriptors, no link in
@@ -62,7 +62,7 @@ mod tests;
 pub use content::{hash_of_file, is_plain};
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use preflight::{forecast, preflight, Needs};
+pub use preflight::{preflight, Needs};
 pub use staging::Staging;
 
 /// How a result is published.

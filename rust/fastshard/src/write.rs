@@ -6,7 +6,7 @@ mod sink;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use crate::codes;
 use crate::engine::{self, Control, Discard, Report};
@@ -96,6 +96,7 @@ pub fn write(
             return roll_forward(staging, plan, out, findings, control);
         }
     }
+    control.notices.lock().unwrap_or_else(PoisonError::into_inner).extend(staging.forecast());
     let folder = staging.folder().to_path_buf();
     let done = fill(plan, files, &staging, &run, options, control).and_then(|filled| {
         // The last look at the sources: what was read is what is there.

@@ -1,12 +1,11 @@
 //! What can be known to fail before the first byte is written.
 
-use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
-use super::disk::{self, At};
+use super::disk::At;
 use super::place::{self, Place};
 use super::{staging, Options};
 use crate::codes;
@@ -68,20 +67,6 @@ pub fn preflight(
     } else {
         Err(findings.into())
     }
-}
-
-/// What can be told of the way an older result at `out` will be replaced, before the work: a warning if that cannot
-/// be one step. What keeps it from being looked at is for the run itself to say.
-pub fn forecast(out: &Path, run_id: &str) -> Option<Finding> {
-    let place = Place::find(out, run_id).ok().filter(|place| !place.inside)?;
-    // What is refused is left alone.
-    let replaced = matches!(place.occupied().and_then(|o| place.refused(&o, true)), Ok(None));
-    let older = place.open_out().ok()?.filter(|_| replaced)?;
-    let probe = OsString::from(format!(".fastshard-probe-{}", std::process::id()));
-    place.base.create_dir(&probe, disk::PRIVATE).ok()?;
-    let layered = place.base.sub(&probe).and_then(|fresh| older.is_layered(&fresh));
-    let _ = place.base.remove_dir(&probe);
-    layered.unwrap_or(false).then(|| in_steps(&place))
 }
 
 /// The warning that the destination is not replaced in one step.

@@ -13,7 +13,8 @@ use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
 use super::folder::{check_owner, remove_folder, DATA, MAX_OWN};
 use super::journal::Journal;
-use super::place::Place;
+use super::place::{Occupied, Place};
+use super::preflight::in_steps;
 use super::rename::{self, Run};
 use super::seal::Seal;
 use super::{content, lock, Options};
@@ -184,6 +185,15 @@ impl Staging {
         }
         self.run.seal = None;
         Ok(true)
+    }
+
+    /// What can be told before the work of the way the older result will be replaced: a warning if that cannot be one
+    /// step. What keeps it from being looked at is for the end to say.
+    pub fn forecast(&self) -> Option<Finding> {
+        let run = &self.run;
+        let replaces = matches!(run.before, Occupied::Full { .. }) && !run.place.inside;
+        let older = run.place.open_out().ok()?.filter(|_| replaces)?;
+        older.is_layered(&run.folder).unwrap_or(false).then(|| in_steps(&run.place))
     }
 
     /// What is done so far, and what the earlier runs recorded.
