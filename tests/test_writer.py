@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from fastshard import _core
 from helpers import HF, cli, read_result
 from safetensors import safe_open
 
@@ -191,3 +192,36 @@ def test_use_after_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fastshard.FastshardError):
         writer["b"] = np.zeros(3)
     assert set(read_result(tmp_path / "out")) == {"a"}
+
+
+def test_what_cannot_be_removed_does_not_hide_why_it_should_be(tmp_path: Path) -> None:
+    """The storage fails at the end, and fails again when what was written is to be removed."""
+
+    class Failing:
+        """A core whose calls fail as they do where every system call gives EIO."""
+
+        def _fail(self, what: str) -> None:
+            finding = {"code": "FS507", "severity": "error", "message": f"cannot {what}", "file": "data"}
+            raise _core.CoreError(json.dumps([finding]))
+
+        def add(self, *arguments: object) -> None:
+            pass
+
+        def finish(self, *arguments: object) -> None:
+            self._fail("write")
+
+        def abort(self) -> None:
+            self._fail("remove")
+
+    writer = fastshard.Writer(tmp_path / "out")
+    with pytest.raises(fastshard.FastshardError) as raised, writer:
+        writer._core.abort()
+        writer._core = Failing()  # type: ignore[assignment]
+        writer["a"] = np.zeros(3)
+    assert [f.message for f in raised.value.findings] == ["cannot write", "cannot remove"]
+    mine = KeyError("mine")
+    with pytest.raises(KeyError) as user, fastshard.Writer(tmp_path / "out") as writer:
+        writer._core.abort()
+        writer._core = Failing()  # type: ignore[assignment]
+        raise mine
+    assert user.value is mine and [f.message for f in mine.findings] == ["cannot remove"]  # type: ignore[attr-defined]

@@ -122,7 +122,11 @@ def read_bytes(
     parts: list[bytes] = []
     left = limit + whole
     with opened(path, label=label, code=code) as descriptor:
-        budget.ask(min(left, os.fstat(descriptor).st_size), label or os.fspath(path))
+        try:
+            size = os.fstat(descriptor).st_size
+        except OSError as error:
+            raise _cannot(error, label or os.fspath(path)) from None
+        budget.ask(min(left, size), label or os.fspath(path))
         while left > 0:
             try:
                 part = os.read(descriptor, min(left, _PIECE))

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _core
 from .discover import StrPath
-from .errors import FastshardError, Finding, from_core, raise_errors
+from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
 from .maps import Bytes
 from .sizes import parse_size
@@ -103,8 +103,9 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._core.abort()
+        if error is not None:
+            if left := self._abandon():
+                carry(error, left)
             return
         try:
             if not self._written:
@@ -118,12 +119,20 @@ class Writer:
             texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}
             outcome = json.loads(self._core.finish(texts, "null"))
         except _core.CoreError as core_error:
-            self._core.abort()
-            raise from_core(core_error) from None
-        except BaseException:
-            self._core.abort()
+            raise error_for([*from_core(core_error).findings, *self._abandon()]) from None
+        except BaseException as stopped:
+            if left := self._abandon():
+                carry(stopped, left)
             raise
         self.manifest = Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+
+    def _abandon(self) -> list[Finding]:
+        """Removes what was written; what keeps it from being removed must not hide why it should be."""
+        try:
+            self._core.abort()
+        except _core.CoreError as error:
+            return from_core(error).findings
+        return []
 
 
 def _wanted(expected: Any, name: str) -> tuple[str | None, tuple[int, ...] | None]:
