@@ -163,12 +163,15 @@ def test_leaked_rotary_buffers_are_left_out(tmp_path: Path) -> None:
     same(tmp_path / "out", whole())
 
 
-def test_two_steps_are_not_one_checkpoint(tmp_path: Path) -> None:
+def test_the_newer_of_two_steps_is_taken(tmp_path: Path) -> None:
     for step in (10, 20):
         (tmp_path / f"run/epoch-0_step-{step}").mkdir(parents=True)
         shutil.copytree(REAL, tmp_path / f"run/epoch-0_step-{step}/modeling")
+    for options, taken in ((("--step", "10"), 10), ((), 20)):
+        ran = cli("inspect", tmp_path / "run", *options)
+        assert ran.doc["step"] == f"epoch-0_step-{taken}"
+    (tmp_path / "run/epoch-0_step-20").rename(tmp_path / "run/best")
     assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3)
-    assert cli("merge", tmp_path / "run", tmp_path / "out", "--step", "20").code == 0
 
 
 SLICED = [(EMBED, 0), (HEAD, 0), ("model.layers.1.self_attn.k_proj.weight", 0), ("model.layers.2.mlp.down_proj.weight", 1),

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from fastshard.adapters.base import Options
 from fastshard.adapters.orbax.completeness import AMBIGUOUS, COMPLETE, INCOMPLETE, Evidence, judge
 from fastshard.adapters.orbax.places import choose, find
 from fastshard.adapters.orbax.tree import Sharding, processes_of
@@ -126,7 +127,7 @@ def touch(root: Path, *files: str) -> Path:
 
 def chosen(root: Path, step: str | None = None) -> list[tuple[str | None, str, bool]]:
     listing = list_roots([root])
-    return [(p.step, p.item, p.committed) for p in choose(listing, find(listing), step)]
+    return [(p.step, p.item, p.committed) for p in choose(listing, find(listing), Options(step=step))[0]]
 
 
 @pytest.mark.parametrize(

@@ -221,12 +221,12 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-def test_steps_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
+def test_models_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
     for step in (100, 1100):
-        copy(HF, tmp_path / f"run/checkpoint-{step}")
-    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="checkpoint-100, checkpoint-1100")
+        copy(HF, tmp_path / f"run/model-{step}")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="model-100, model-1100")
     assert_refused(tmp_path / "run", tmp_path / "out", "FS501", exit=2, options=("--step", "10"))
-    for step in ("100", "checkpoint-1100"):
+    for step in ("100", "model-1100"):
         ran = cli("merge", tmp_path / "run", tmp_path / step, "--step", step)
         assert ran.code == 0, ran.out
 

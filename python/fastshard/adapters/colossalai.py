@@ -20,6 +20,7 @@ from . import colossalai_optim, hf_config
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
 from .colossalai_index import PARTIAL, join, read_indexes
 from .hf import config_of, read_json
+from .steps import Chosen, Step, by_folder, choose, is_step, matching
 
 _SHARD = re.compile(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-(\d{5})\.(safetensors|bin)$"
@@ -39,10 +40,11 @@ class ColossalAI:
 
     def detect(self, listing: Listing, options: Options) -> Found | None:
         """Looks for numbered shards that do not tell how many there are."""
-        folder = None if listing.single else _folder(listing, options)
-        if folder is None:
+        held = None if listing.single else _folder(listing, options)
+        if held is None:
             return None
-        findings: list[Finding] = []
+        folder, chosen = held
+        findings: list[Finding] = [] if chosen is None else list(chosen.findings)
         copies: dict[str, list[File]] = {}
         for file in listing.within(folder):
             copies.setdefault(file.name, []).append(file)
@@ -107,13 +109,16 @@ class ColossalAI:
             "index": indexes[0] if len(indexes) == 1 else None, "whole": set(whole),
         }  # fmt: skip
         notes["optim"] = colossalai_optim.detect(listing, folder, files)
-        return Found(self, "ColossalAI", files, findings, notes=notes)
+        step = chosen.name if chosen is not None and is_step(chosen.name) else None
+        return Found(self, "ColossalAI", files, findings, step=step, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         notes = found.notes
         config, path = config_of(listing, notes["folder"], options)
-        source = Source(found.framework, units=[], pass_unknown=True, hf_names=True, config=config)
+        source = Source(
+            found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True, config=config
+        )
         source.vocab_size = options.vocab_size
         layout = hf_config.layout_of(config) if config else None
         if config and layout:
@@ -228,7 +233,7 @@ class ColossalAI:
         return set(slices)
 
 
-def _folder(listing: Listing, options: Options) -> str | None:
+def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
     """Folder of the model's shards."""
     folders = []
     for folder in listing.folders():
@@ -237,17 +242,28 @@ def _folder(listing: Listing, options: Options) -> str | None:
         if partial or any(_SHARD.match(f.name) for f in listing.within(folder)):
             folders.append(parent if partial else folder)
     folders = list(dict.fromkeys(folders))
-    if options.step is not None:
-        step = re.compile(rf"(^|[^0-9]){re.escape(options.step)}($|/)")
-        folders = [f for f in folders if step.search(f)]
-        if not folders:
-            return None
-    if len(folders) > 1:
-        raise FastshardError.of(
-            "FS106", "several models", got=", ".join(folders[:8]),
-            help="point at the directory of one of them, or choose a step with --step",
-        )  # fmt: skip
-    return folders[0] if folders else None
+    if not folders:
+        return None
+    if folders == [""]:
+        return "", None
+    places = sorted({(f.root, folder) for folder in folders for f in listing.files if _in(f.folder, folder)})
+    found = by_folder(places)
+    if found is None:
+        steps: dict[str, Step] = {}
+        for root, folder in places:
+            steps.setdefault(folder, Step()).folders.append((root, folder))
+        if options.step is None or not matching(steps, options.step):
+            raise FastshardError.of(
+                "FS106", "several models", got=", ".join(folders[:8]),
+                help="point at the directory of one of them, or choose a step with --step",
+            )  # fmt: skip
+        found = steps, {name: name for name in steps}
+    chosen = choose(listing, found[0], options)
+    return found[1][chosen.name], chosen
+
+
+def _in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
 
 
 def _unfinished(folder: str, partial: list[File], options: Options) -> Finding:

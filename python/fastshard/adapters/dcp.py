@@ -19,9 +19,9 @@ from ..errors import FastshardError, Finding, from_core
 from . import hf_config, megatron_config, megatron_optim
 from .base import Assembled, Contents, Found, Options, Source, missing
 from .hf import config_of, safe_relative
+from .steps import Chosen, by_folder, choose, matching
 
 _METADATA = ".metadata"
-_NUMBER = re.compile(r"([0-9]{1,18})$")
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
@@ -32,11 +32,6 @@ _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 def chunk_name(name: str, at: Iterable[int]) -> str:
     """What messages and manifests call one of several chunks of a tensor, by its first index."""
     return f"{name}[{','.join(map(str, at))}]"
-
-
-def _number(name: str) -> int:
-    match = _NUMBER.search(name)
-    return int(match[1]) if match else -1
 
 
 def _ambiguous(folders: list[str]) -> FastshardError:
@@ -113,14 +108,15 @@ class Dcp:
                     help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
                 )
             return None
-        folder, step, others = self._step(listing, metadata, options)
+        chosen, folder, others = self._step(listing, metadata, options)
         tracker = one_of(listing, [f for f in metadata if f.folder == folder])
         path = listing.roots[tracker.root] / tracker.path
         try:
             described: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(path)))
         except _core.CoreError as error:
             raise from_core(error) from None
-        found = self._found(listing, folder, step, described)
+        found = self._found(listing, folder, chosen.name or None, described)
+        found.findings[:0] = chosen.findings
         for other in others:
             found.findings.append(
                 Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{_METADATA}")
@@ -128,64 +124,32 @@ class Dcp:
         return found
 
     @staticmethod
-    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[str, str | None, list[str]]:
-        """Folder of the step wanted, its name, and folders below it that hold checkpoints of their own."""
+    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[Chosen, str, list[str]]:
+        """The step wanted, its folder, and folders below it that hold checkpoints of their own."""
         folders = sorted({f.folder for f in metadata})
-
-        def matching(step: str) -> list[tuple[str, str]]:
-            number = _number(step)
-            return [
-                (folder, part)
-                for folder in folders
-                if (
-                    part := next(
-                        (p for p in folder.split("/") if p == step or (number >= 0 and _number(p) == number)),
-                        None,
-                    )
-                )
-                is not None
-            ]
-
-        def one(found: list[tuple[str, str]]) -> tuple[str, str | None, list[str]]:
-            if len(found) > 1:
-                raise _ambiguous([folder for folder, _ in found])
-            return *found[0], []
-
-        have = ", ".join(folder or "." for folder in folders)
-        if options.step is not None:
-            if found := matching(options.step):
-                return one(found)
-            raise FastshardError.of(
-                "FS501",
-                f"there is no step {options.step}",
-                expected=f"one of {have}",
-                help="choose one of these with --step",
-            )
-        for file in listing.files:
-            if file.name in _TRACKERS:
-                named = listing.read_text(file, limit=4096).strip()
-                if found := matching(named):
-                    return one(found)
-                raise FastshardError.of(
-                    "FS105",
-                    "the tracker file names a step that is not there",
-                    file=file.path,
-                    expected=f"one of {have}",
-                    got=repr(named),
-                    help=f"copy step {named} from where it was saved, or choose one that is there with --step",
-                )
         first = min(folders, key=lambda f: (f.count("/") if f else -1, f))
-        if all(f == first or first == "" or f.startswith(first + "/") for f in folders):
-            return first, first.rpartition("/")[2] or None, [f for f in folders if f != first]
-        parts = [f.split("/") for f in folders]
-        differing = [d for d in range(min(map(len, parts))) if len({p[d] for p in parts}) > 1]
-        if len({len(p) for p in parts}) > 1 or len(differing) != 1:
+        within = [f for f in folders if f != first and (first == "" or f.startswith(first + "/"))]
+        if len(within) == len(folders) - 1 and (options.step is None or not within):
+            # What lies below one is a part of it.
+            places = {(f.root, f.folder) for f in metadata if f.folder == first}
+        else:
+            places, within = {(f.root, f.folder) for f in metadata}, []
+        found = by_folder(sorted(places))
+        if found is None and options.step is not None:
+            # Nothing orders them; the one asked for may still be one of them.
+            named = {
+                (part, root, folder)
+                for root, folder in places
+                for part in folder.split("/")
+                if matching([part], options.step)
+            }
+            if len({folder for _, _, folder in named}) == 1:
+                found = by_folder(sorted((root, folder) for _, root, folder in named))
+        if found is None:
             raise _ambiguous(folders)
-        at = differing[0]
-        if any(_number(p[at]) < 0 for p in parts):
-            raise _ambiguous(folders)
-        newest = max(parts, key=lambda p: (_number(p[at]), p[at]))
-        return "/".join(newest), newest[at], []
+        steps, held = found
+        chosen = choose(listing, steps, options, _TRACKERS)
+        return chosen, held[chosen.name], within
 
     def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
         findings: list[Finding] = []

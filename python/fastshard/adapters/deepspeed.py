@@ -16,6 +16,7 @@ from . import hf_config, zero
 from .base import Contents, Found, Options, Source, Unit, missing
 from .gpt_neox import GptNeox
 from .hf import config_of
+from .steps import Step, choose
 from .zero.model import name_list, tensor_index
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
@@ -23,66 +24,20 @@ _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_STEP = re.compile(r"^(?:global_step)?(\d+)$")
 _MOE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_")
 
-#: Step name -> the (root, folder) pairs that hold files of it; node-local parts may lie at any depth.
-Steps = dict[str, list[tuple[int, str]]]
 
-
-def steps_of(listing: Listing) -> Steps:
-    """Folders that hold model files or partitions, by the step they are named for."""
+def steps_of(listing: Listing) -> dict[str, Step]:
+    """Folders that hold model files or partitions, by the step they are named for; node-local parts may lie at any depth."""
     places: dict[tuple[int, str], None] = {}
     for file in listing.files:
         if any(pattern.match(file.name) for pattern in (_LAYER, _RANK, _ZERO3, _OPTIM)):
             places[file.root, file.folder] = None
-    steps: Steps = {}
+    steps: dict[str, Step] = {}
     for root, folder in places:
         name = folder.rsplit("/", 1)[-1] or listing.roots[root].resolve().name
-        steps.setdefault(name, []).append((root, folder))
+        steps.setdefault(name, Step()).folders.append((root, folder))
     return steps
-
-
-def number_of(step: str) -> int:
-    """The number in a step's name; -1 if there is none."""
-    match = _STEP.match(step)
-    return int(match[1]) if match else -1
-
-
-def choose_step(
-    listing: Listing, steps: Steps, wanted: str | None, tracker_names: tuple[str, ...] = ("latest",)
-) -> str:
-    """The step asked for, else the one that the tracker file names, else the newest.
-
-    Raises:
-        FastshardError: ``FS105`` if the tracker names a step that is not there, ``FS501`` if the
-            step asked for is not there.
-    """
-    have = ", ".join(sorted(steps, key=lambda n: (number_of(n), n))) or "none"
-    if wanted is not None:
-        for name in steps:
-            if name == wanted or (number_of(name) == number_of(wanted) and number_of(name) >= 0):
-                return name
-        raise FastshardError.of(
-            "FS501",
-            f"there is no step {wanted}",
-            expected=f"one of {have}",
-            help="choose one of these with --step",
-        )
-    trackers = (f for f in listing.files if f.name in tracker_names)
-    for tracker in sorted(trackers, key=lambda f: f.path.count("/")):
-        named = listing.read_text(tracker, limit=4096).strip()
-        if named in steps:
-            return named
-        raise FastshardError.of(
-            "FS105",
-            "the tracker file names a step that is not there",
-            file=tracker.path,
-            expected=f"one of {have}",
-            got=repr(named),
-            help=f"copy {named} from where it was saved, or choose a step that is there with --step",
-        )
-    return max(steps, key=lambda name: (number_of(name), name))
 
 
 @dataclass
@@ -138,8 +93,8 @@ class DeepSpeed:
         steps = steps_of(listing)
         if not steps and not any(f.name == "latest" for f in listing.files):
             return None
-        step = choose_step(listing, steps, options.step)
-        places = steps[step]
+        chosen = choose(listing, steps, options, ("latest",))
+        places = chosen.step.folders
         files = Files.of([f for f in listing.files if (f.root, f.folder) in places])
         # ZeRO-3 has a model file per data-parallel rank: the first one of each model-parallel rank says
         # what the others say too, and holds the buffers.
@@ -161,7 +116,7 @@ class DeepSpeed:
             "sliced": [(dp, mp, index[id(file)]) for dp, mp, file in files.sliced],
             "optim": [(dp, mp, index[id(file)]) for dp, mp, file in files.optim],
         }
-        return Found(self, "DeepSpeed", order, step=step, notes=notes)
+        return Found(self, "DeepSpeed", order, list(chosen.findings), step=chosen.name, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""

@@ -12,6 +12,7 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
 from .base import Contents, Found, Options, Source, Unit, missing
+from .steps import Chosen, Step, by_folder, choose, is_step
 
 #: (index, single file): safetensors first, as transformers prefers it.
 _FORMS = [
@@ -72,11 +73,15 @@ class HuggingFace:
         if listing.single:
             files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
             return Found(self, "Hugging Face", files[:1], notes={"folder": files[0].folder})
-        folder = self._folder(listing, options)
-        if folder is None:
+        held = self._folder(listing, options)
+        if held is None:
             return None
+        folder, chosen = held
         inside = {f.name: f for f in reversed(listing.within(folder))}
         found = self._found(listing, folder, inside)
+        if chosen is not None:
+            found.findings[:0] = chosen.findings
+            found.step = chosen.name if is_step(chosen.name) else None
         for file in found.files:
             copies = [f for f in listing.within(file.folder) if f.name == file.name]
             if len(copies) > 1:
@@ -91,8 +96,8 @@ class HuggingFace:
         return found
 
     @staticmethod
-    def _folder(listing: Listing, options: Options) -> str | None:
-        """The folder that holds a model; ``--step`` chooses among several side by side.
+    def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
+        """The folder that holds a model: ``checkpoint-N`` by the rule of steps, models side by side by ``--step``.
 
         Raises:
             FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.
@@ -108,19 +113,20 @@ class HuggingFace:
             return None
         depth = holding[0].count("/") if holding[0] else -1
         beside = [f for f in holding if (f.count("/") if f else -1) == depth]
-        named = {folder.rpartition("/")[2]: folder for folder in beside}
-        have = ", ".join(sorted(named))
-        if options.step is not None and holding[0]:
-            for name, folder in named.items():
-                if name == options.step or re.search(r"\d*$", name)[0] == options.step:  # type: ignore[index]
-                    return folder
-            raise FastshardError.of(
-                "FS501",
-                f"there is no step {options.step}",
-                expected=f"one of {have}",
-                help="choose one of these with --step",
-            )
-        if len(beside) > 1:
+        if beside == [""]:
+            # The directory given is the model itself.
+            return "", None
+        places = sorted({(f.root, f.folder) for f in listing.files if f.folder in set(beside)})
+        found = by_folder(places)
+        if found is None and options.step is not None:
+            steps: dict[str, Step] = {}
+            for root, folder in places:
+                steps.setdefault(folder.rpartition("/")[2], Step()).folders.append((root, folder))
+            chosen = choose(listing, steps, options)
+            folders = {folder for _, folder in chosen.step.folders}
+            if len(folders) == 1:
+                return folders.pop(), chosen
+        if found is None:
             raise FastshardError.of(
                 "FS106",
                 "several folders hold a model",
@@ -128,7 +134,8 @@ class HuggingFace:
                 got=", ".join(sorted(beside)),
                 help="name the folder that is meant as CKPT, or choose it with --step",
             )
-        return holding[0]
+        chosen = choose(listing, found[0], options)
+        return found[1][chosen.name], chosen
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
         for index, single in _FORMS:
@@ -236,6 +243,7 @@ class HuggingFace:
         config, path = config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,
+            step=found.step,
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
             hf_names=True,

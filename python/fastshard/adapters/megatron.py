@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import megatron_config
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
+from .steps import Step, choose
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -31,16 +31,6 @@ _MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
 #: Missing files that are named one by one.
 _NAMED = 100
 _MODEL = re.compile(r"^model(\d*)$")
-
-
-def _number(step: str) -> int:
-    digits = step.removeprefix("iter_")
-    return int(digits) if _is_number(digits) else -1
-
-
-def _is_number(text: str) -> bool:
-    """True for digits that are a number of steps: neither raised ones nor thousands of them."""
-    return text.isdecimal() and len(text) <= 18
 
 
 @dataclass
@@ -135,43 +125,26 @@ class Megatron:
             folder = match[1] or ""
             step = folder.rpartition("/")[2] or listing.roots[file.root].resolve().name
             steps.setdefault(step, []).append((file, match))
-        step = self._step(listing, list(steps), options)
+        taken = choose(
+            listing,
+            {
+                name: Step(list(dict.fromkeys((f.root, m[1] or "") for f, m in files)))
+                for name, files in steps.items()
+            },
+            options,
+            (_TRACKER,),
+        )
+        folders = set(taken.step.folders)
         chosen = sorted(
-            steps[step], key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root)
+            (t for t in steps[taken.name] if (t[0].root, t[1][1] or "") in folders),
+            key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root),
         )
         notes = {
             "folder": chosen[0][1][1] or "",
             "suffixes": [tuple(int(n) for n in m.group(2, 3, 4) if n) for _, m in chosen],
         }
-        return Found(self, "Megatron-LM", [f for f, _ in chosen], step=step, notes=notes)
-
-    @staticmethod
-    def _step(listing: Listing, steps: list[str], options: Options) -> str:
-        have = ", ".join(sorted(steps, key=lambda s: (_number(s), s)))
-        if options.step is not None:
-            for step in steps:
-                if step == options.step or (_is_number(options.step) and _number(step) == int(options.step)):
-                    return step
-            raise FastshardError.of(
-                "FS501",
-                f"there is no step {options.step[:80]}",
-                expected=f"one of {have}",
-                help="choose one of these with --step",
-            )
-        for tracker in (f for f in listing.files if f.name == _TRACKER):
-            named = listing.read_text(tracker, limit=4096).strip()
-            for step in steps:
-                if step == named or (_is_number(named) and _number(step) == int(named)):
-                    return step
-            raise FastshardError.of(
-                "FS105",
-                "the tracker file names a step that is not there",
-                file=tracker.path,
-                expected=f"one of {have}",
-                got=shown(named),
-                help=f"copy step {named[:80]} from where it was saved, or choose one that is there with --step",
-            )
-        return max(steps, key=lambda s: (_number(s), s))
+        files = [f for f, _ in chosen]
+        return Found(self, "Megatron-LM", files, list(taken.findings), step=taken.name, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""

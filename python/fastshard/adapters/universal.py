@@ -13,7 +13,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import Finding
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
-from .deepspeed import choose_step
+from .steps import Step, choose
 from .zero.model import is_shape, scalar, tensor_index
 
 _PARAMETER = re.compile(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
@@ -32,19 +32,19 @@ class Universal:
         """Looks for ``zero/<parameter>/fp32.pt``."""
         if listing.single:
             return None
-        folders: dict[str, list[tuple[int, str]]] = {}
+        folders: dict[str, Step] = {}
         for file in listing.files:
             match = _PARAMETER.match(file.path)
             if match and match[3] == _VALUES:
                 folder = match[1] or ""
                 step = folder.rsplit("/", 1)[-1] or listing.roots[file.root].resolve().name
-                places = folders.setdefault(step, [])
+                places = folders.setdefault(step, Step()).folders
                 if (file.root, folder) not in places:
                     places.append((file.root, folder))
         if not folders:
             return None
-        step = choose_step(listing, folders, options.step, ("latest_universal",))
-        places = folders[step]
+        chosen = choose(listing, folders, options, ("latest_universal",))
+        places = chosen.step.folders
         parts: dict[tuple[str, str], File] = {}
         models: list[File] = []
         for file in sorted(listing.files, key=lambda f: (f.path, f.root)):
@@ -55,7 +55,8 @@ class Universal:
                 models.append(file)
         files = [*models, *parts.values()]
         notes = {"folder": places[0][1], "models": len(models), "parts": list(parts)}
-        return Found(self, "DeepSpeed universal", files, step=step, notes=notes)
+        findings = list(chosen.findings)
+        return Found(self, "DeepSpeed universal", files, findings, step=chosen.name, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole fp32 tensors; the model files beside them say which there must be."""

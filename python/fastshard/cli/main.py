@@ -156,7 +156,9 @@ class _Run:
             document["findings"] = [f.to_dict() for f in findings]
             self._streams.write(lambda: render.print_json(document))
         elif result and result.text:
-            lines = [render.printable(result.text, keep="\n")]
+            # Which of several steps it is comes before all that is said of it.
+            lines = [render.printable(f.message) for f in findings if f.code == "FS112"]
+            lines.append(render.printable(result.text, keep="\n"))
             if a.command != "explain":
                 lines.append(f"not proven: {not_proven(findings, a.command)}")
             self._streams.write(lambda: print("\n".join(lines)))

@@ -43,8 +43,8 @@ class Orbax:
                 file=started.path,
                 help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
             )
-        places = choose(listing, everywhere, options.step)
-        findings = _committed(listing, places, options)
+        places, findings = choose(listing, everywhere, options)
+        findings = [*findings, *_committed(listing, places, options)]
         tree = _tree(listing, places)
         union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
         shardings: dict[str, Sharding] = {}

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...discover import File, Listing
-from ...errors import FastshardError
+from ...errors import FastshardError, Finding
+from .. import steps
+from ..base import Options
 from .zarr import METADATA
 
 #: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
@@ -211,39 +213,58 @@ def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
     return list(found.values())
 
 
-def number(step: str | None) -> int:
-    """The step's number; -1 without one."""
-    match = _STEP.match(step or "")
-    return int(match[1]) if match else -1
+def _steps(listing: Listing, places: list[Place]) -> dict[str, steps.Step]:
+    """The steps that places are of. One whose arrays are in no committed directory is not finished: that it has its
+    final name all the same makes it one that cannot be used."""
+    found: dict[str, steps.Step] = {}
+    names: dict[int, str] = {}
+    for place in places:
+        # The folders of one step may have several names: 4000 and checkpoint_4000 on two hosts.
+        name = names.setdefault(steps.number(place.step or ""), place.step or "")
+        known = name in found
+        step = found.setdefault(name, steps.Step(usable=False, temporary=True))
+        step.usable = step.usable or place.committed
+        if not place.committed and not known and not _marked(listing, place):
+            step.temporary = False
+        folder = place.folder
+        while folder and steps.plain(folder.rpartition("/")[2]) != place.step:
+            folder = folder.rpartition("/")[0]
+        step.folders.append((place.root, folder))
+    return found
 
 
-def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> list[Place]:
-    """The directories of one item of one step, at most one for each root, committed ones first.
+def _marked(listing: Listing, place: Place) -> bool:
+    """True if a folder on the way to a place is named as one that is being written."""
+    return _named(listing.roots[place.root], place.folder)[2]
+
+
+def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple[list[Place], list[Finding]]:
+    """The directories of one item of one step, at most one for each root, committed ones first; and what is to be
+    said of other steps.
 
     Raises:
-        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant.
+        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant, ``FS104`` for a newer
+            one that cannot be used.
     """
     everywhere = list(places)
     places = _once(listing, everywhere)
-    steps = {number(p.step): p.step for p in places}
-    have = ", ".join(str(s) for _, s in sorted(steps.items()) if s is not None) or "none"
-    if wanted is not None:
-        chosen = [
-            p
-            for p in places
-            if p.step == wanted or (number(wanted) >= 0 and number(p.step) == number(wanted))
-        ]
-        if not chosen:
-            raise FastshardError.of(
-                "FS501",
-                f"there is no step {wanted}",
-                expected=f"one of {have}",
-                help="choose one of these with --step",
-            )
+    of_steps = _steps(listing, places)
+    stepped = {name: step for name, step in of_steps.items() if name}
+    findings: list[Finding] = []
+    if stepped:
+        taken_step = steps.choose(listing, stepped, options)
+        findings = taken_step.findings
+        newest = steps.number(taken_step.name)
+        chosen = [p for p in places if p.step is not None and steps.number(p.step) == newest]
+    elif options.step is not None:
+        raise FastshardError.of(
+            "FS501",
+            f"there is no step {options.step}",
+            expected="none is named here",
+            help="leave out --step",
+        )
     else:
-        committed = [p for p in places if p.committed]
-        newest = max(number(p.step) for p in committed or places)
-        chosen = [p for p in places if number(p.step) == newest]
+        chosen = places
     taken = {p.path(listing).resolve() for p in chosen}
     for root in range(len(listing.roots)):
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
@@ -291,4 +312,4 @@ def choose(listing: Listing, places: Iterable[Place], wanted: str | None) -> lis
     # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
     first = [(p, {process.id for process in p.processes}) for p in chosen]
     first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
-    return [place for place, _ in first]
+    return [place for place, _ in first], findings

@@ -1,0 +1,227 @@
+"""Which of a run's steps is taken: one rule for every framework that has steps."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fastshard.adapters.steps import is_step, matching, newer, number, plain
+from helpers import FIXTURES, HF, assert_refused, cli
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A good checkpoint, and how its framework names steps."""
+
+    source: Path
+    #: Name of a step's folder.
+    name: str
+    #: Where in it the checkpoint lies.
+    inside: str = ""
+    tracker: str | None = None
+    #: What the tracker holds.
+    tracked: str = "{name}"
+    temporary: str = "{name}.tmp"
+
+
+FRAMEWORKS = {
+    "hf": Framework(HF, "checkpoint-{n}", temporary="tmp-{name}"),
+    "deepspeed": Framework(
+        FIXTURES / "deepspeed/zero1_bf16_dp2/global_step4", "global_step{n}", tracker="latest"
+    ),
+    "universal": Framework(
+        FIXTURES / "universal/zero1_bf16_dp2/global_step4", "global_step{n}", tracker="latest_universal"
+    ),
+    "megatron": Framework(
+        FIXTURES / "sharded/megatron_legacy_tp2_pp2/iter_0000010",
+        "iter_{n:07d}",
+        tracker="latest_checkpointed_iteration.txt",
+        tracked="{n}",
+    ),
+    "torch_dist": Framework(
+        FIXTURES / "sharded/megatron_torch_dist_tp2_pp2/iter_0000010",
+        "iter_{n:07d}",
+        tracker="latest_checkpointed_iteration.txt",
+        tracked="{n}",
+    ),
+    "dcp": Framework(FIXTURES / "sharded/dcp_fsdp2", "step-{n}"),
+    "colossalai": Framework(
+        FIXTURES / "sharded/colossalai_049_tp2_pp2", "epoch-0_step-{n}", temporary="{name}-tmp"
+    ),
+    "orbax": Framework(
+        FIXTURES / "orbax/gpt3_micro_scan_bf16_zarr2/ckpt",
+        "{n}",
+        inside="items",
+        temporary="{name}.orbax-checkpoint-tmp-0",
+    ),
+    "paxml": Framework(
+        FIXTURES / "orbax/paxml_gpt3_micro_weights", "checkpoint_{n:08d}", temporary="{name}.tmp_1"
+    ),
+}
+
+
+def source_of(framework: Framework) -> Path:
+    """Paxml's fixture has the step's folder in it."""
+    held = framework.source
+    while not any(
+        p.is_file() for p in held.iterdir() if p.suffix != ".json" or len(list(held.iterdir())) > 3
+    ):
+        inner = [p for p in held.iterdir() if p.is_dir()]
+        if len(inner) != 1 or inner[0].name == "state":
+            break
+        held = inner[0]
+    return held
+
+
+def run_of(framework: Framework, root: Path, *numbers: int, tracked: int | None = None) -> Path:
+    for n in numbers:
+        folder = root / framework.name.format(n=n) / framework.inside
+        shutil.copytree(source_of(framework), folder)
+        (folder / "expected.json").unlink(missing_ok=True)
+    if tracked is not None:
+        assert framework.tracker
+        (root / framework.tracker).write_text(tracked_text(framework, tracked))
+    return root
+
+
+def tracked_text(framework: Framework, n: int) -> str:
+    return framework.tracked.format(n=n, name=framework.name.format(n=n))
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> Framework:
+    return FRAMEWORKS[request.param]
+
+
+def taken(ran: object) -> str:
+    assert ran.code == 0, ran.findings  # type: ignore[attr-defined]
+    return str(ran.doc["step"])  # type: ignore[attr-defined]
+
+
+def test_the_newest_by_number_is_taken_and_said_first(framework: Framework, tmp_path: Path) -> None:
+    run = run_of(framework, tmp_path / "run", 9, 10, 2)
+    name = framework.name.format(n=10)
+    ran = cli("inspect", run)
+    assert taken(ran) == name and ran.doc["complete"], ran.findings
+    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is taken, the newest by number; 2 more")
+    first = cli("inspect", run, json_output=False).out.splitlines()[0]
+    assert first.startswith(f"step {name} is taken")
+    ran = cli("merge", run, tmp_path / "out", json_output=False)
+    assert ran.code == 0 and ran.out.splitlines()[0].startswith(f"step {name} is taken")
+    for wanted in ("9", framework.name.format(n=9)):
+        ran = cli("inspect", run, "--step", wanted)
+        assert taken(ran) == framework.name.format(n=9) and not ran.having("FS112")
+    assert_refused(run, tmp_path / "other", "FS501", exit=2, options=("--step", "11"))
+
+
+@pytest.mark.parametrize("held", ["empty", "texts"])
+def test_a_newer_one_that_cannot_be_used_is_not_passed_over(
+    held: str, framework: Framework, tmp_path: Path
+) -> None:
+    run = run_of(framework, tmp_path / "run", 9, 10)
+    later = run / framework.name.format(n=30)
+    later.mkdir()
+    if held == "texts":
+        (later / "notes.md").write_text("nothing else was written")
+    name = framework.name.format(n=10)
+    assert_refused(run, tmp_path / "out", "FS104", exit=3, file=later.name)
+    ran = cli("merge", run, tmp_path / "accepted", "--accept", "older-step")
+    assert ran.code == 0 and ran.having("FS104")[0]["severity"] == "warning", ran.findings
+    ran = cli("merge", run, tmp_path / "asked", "--step", name)
+    assert ran.code == 0 and not ran.having("FS104"), ran.findings
+    # An older one that is broken is nobody's business.
+    later.rename(run / framework.name.format(n=1))
+    ran = cli("inspect", run)
+    assert taken(ran) == name and not ran.having("FS104")
+
+
+def test_a_newer_one_that_is_being_written_is_a_warning(framework: Framework, tmp_path: Path) -> None:
+    run = run_of(framework, tmp_path / "run", 9, 10)
+    name = framework.name.format(n=10)
+    later = run / framework.temporary.format(name=framework.name.format(n=30))
+    later.mkdir()
+    for content in (False, True):
+        if content:
+            (later / "notes.md").write_text("begun")
+        ran = cli("inspect", run)
+        assert taken(ran) == name
+        (told,) = ran.having("FS104")
+        assert told["severity"] == "warning" and told["file"] == later.name
+
+
+TRACKED = {key: f for key, f in FRAMEWORKS.items() if f.tracker}
+
+
+@pytest.mark.parametrize("key", TRACKED)
+def test_the_tracker_is_followed_and_what_is_newer_is_named(key: str, tmp_path: Path) -> None:
+    framework = TRACKED[key]
+    run = run_of(framework, tmp_path / "run", 2, 9, tracked=2)
+    name = framework.name.format(n=2)
+    (run / framework.name.format(n=30)).mkdir()
+    ran = cli("merge", run, tmp_path / "out")
+    assert ran.code == 0, ran.findings
+    assert ran.having("FS112")[0]["message"].startswith(f"step {name} is taken, {framework.tracker} names it")
+    told = {f["file"]: f["severity"] for f in ran.having("FS104")}
+    assert told == {framework.name.format(n=n): "warning" for n in (9, 30)}
+
+
+@pytest.mark.parametrize("key", TRACKED)
+@pytest.mark.parametrize(("there", "code"), [(False, "FS105"), (True, "FS104")])
+def test_a_tracker_that_names_what_cannot_be_used(there: bool, code: str, key: str, tmp_path: Path) -> None:
+    framework = TRACKED[key]
+    run = run_of(framework, tmp_path / "run", 2, 9, tracked=12)
+    if there:
+        (run / framework.name.format(n=12)).mkdir()
+    assert_refused(run, tmp_path / "out", code, exit=3)
+    ran = cli("merge", run, tmp_path / "out", "--accept", "older-step")
+    assert ran.code == 0 and ran.having(code)[0]["severity"] == "warning", ran.findings
+    assert framework.name.format(n=9) in ran.having("FS112")[0]["message"]
+
+
+def test_trackers_of_hosts_that_name_different_steps(tmp_path: Path) -> None:
+    framework = FRAMEWORKS["deepspeed"]
+    one = run_of(framework, tmp_path / "one", 2, 9, tracked=2)
+    two = run_of(framework, tmp_path / "two", 2, 9, tracked=9)
+    assert_refused([one, two], tmp_path / "out", "FS107")
+
+
+def test_steps_of_a_framework_in_those_of_the_trainer(tmp_path: Path) -> None:
+    framework = FRAMEWORKS["deepspeed"]
+    for n in (500, 1000):
+        run_of(framework, tmp_path / f"run/checkpoint-{n}", n, tracked=n)
+    for options, n in (((), 1000), (("--step", "500"), 500), (("--step", "checkpoint-500"), 500)):
+        assert taken(cli("inspect", tmp_path / "run", *options)) == f"global_step{n}"
+    (tmp_path / "run/checkpoint-1500").mkdir()
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS104", exit=3, file="checkpoint-1500")
+
+
+def test_numbered_folders_that_are_no_steps_say_nothing(tmp_path: Path) -> None:
+    shutil.copytree(HF, tmp_path / "run/llama-7")
+    (tmp_path / "run/llama-70").mkdir()
+    (tmp_path / "run/checkpoint-9").mkdir()
+    assert cli("merge", tmp_path / "run", tmp_path / "out").code == 0
+
+
+names = st.sampled_from(["{}", "checkpoint-{}", "global_step{}", "iter_{:07d}", "ckpt_{}", "epoch1-step{}"])
+
+
+@given(names, st.integers(0, 10**9), st.integers(0, 10**9))
+def test_names_are_ordered_by_their_numbers(name: str, a: int, b: int) -> None:
+    one, two = name.format(a), name.format(b)
+    assert newer(one, two) == (a > b)
+    assert is_step(one) and number(one) == a
+    assert matching([one], str(a)) == [one] and matching([one], one) == [one]
+    assert matching([one], two) == ([one] if a == b else [])
+
+
+@given(names, st.integers(0, 10**9))
+def test_marks_of_temporary_names_are_no_part_of_them(name: str, n: int) -> None:
+    whole = name.format(n)
+    for mark in ("{}.tmp", "{}.tmp_2", "{}.orbax-checkpoint-tmp-123", "tmp-{}", "{}-tmp", "{}_tmp.3"):
+        assert plain(mark.format(whole)) == whole
+        assert number(mark.format(whole)) == n
+    assert plain(whole) == whole
