@@ -202,8 +202,15 @@ fn roll_forward(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     findings.extend(staging.publish(&last_names(plan), &|| is_running(control))?);
-    let manifest = Manifest::read(&out.join(MANIFEST_NAME)).map_err(|error| error.after_publishing(out))?;
-    Ok((manifest, findings))
+    match Manifest::read(&out.join(MANIFEST_NAME)) {
+        Ok(manifest) => Ok((manifest, findings)),
+        Err(error) => {
+            // What was said on the way, of what is kept for one, is not said again.
+            let mut told = error.after_publishing(out).into_findings();
+            told.extend(findings);
+            Err(Error::from(told))
+        }
+    }
 }
 
 /// Companions of a sealed result that are not what they are now: changed, added or gone since.

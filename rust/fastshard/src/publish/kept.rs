@@ -12,12 +12,12 @@ use super::seal::inode;
 use crate::codes;
 use crate::error::{Finding, Result};
 
-/// Moves the entry `name` of the staging folder beside the destination. Noted before it is moved: a process that
+/// Moves the entry `name` of the staging folder beside the destination, and says where to. Noted before it is moved: a process that
 /// is killed in between leaves the name to the next.
-pub(super) fn keep(place: &Place, folder: &Dir, name: &str, durable: bool) -> Result<()> {
+pub(super) fn keep(place: &Place, folder: &Dir, name: &str, durable: bool) -> Result<Option<PathBuf>> {
     let base = if place.inside { place.out.as_os_str() } else { &place.name };
     let base = Path::new(base).file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let Some(tree) = inode(folder, OsStr::new(name))? else { return Ok(()) };
+    let Some(tree) = inode(folder, OsStr::new(name))? else { return Ok(None) };
     for number in 1..1000 {
         let kept = format!("{base}.kept-{number}");
         if place.base.has(&kept).at(&place.base.join(&kept), "cannot stat")? {
@@ -29,7 +29,10 @@ pub(super) fn keep(place: &Place, folder: &Dir, name: &str, durable: bool) -> Re
         folder.write_whole(KEPT, &bytes, durable)?;
         match folder.rename_new(OsStr::new(name), &place.base, OsStr::new(&kept)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            done => return done.at(&folder.join(name), "cannot move aside"),
+            done => {
+                done.at(&folder.join(name), "cannot move aside")?;
+                return Ok(Some(place.base.join(kept)));
+            }
         }
     }
     Err(Finding::new(codes::OUT_EXISTS, "no name is free").file(place.base.join(base)).into())

@@ -254,6 +254,14 @@ fn clean_up(
             "the same command with --resume tries again; or look into the folder and remove it",
         )
     };
+    let aside = |kept: &std::path::PathBuf| {
+        left(
+            "published; something that was not there before came into the older result, which is kept".into(),
+            kept,
+            "look what is in it before you remove it",
+        )
+    };
+    let mut now = Vec::new();
     for name in [DATA, OLD] {
         match older::remove(folder, OsStr::new(name), go_on) {
             Ok(Removed::Whole) => {}
@@ -264,24 +272,24 @@ fn clean_up(
                     "the same command with --resume goes on with it; or remove the folder",
                 )]
             }
-            Ok(Removed::NotAll) => {
-                if let Err(error) = kept::keep(place, folder, name, durable) {
-                    return vec![failed(error)];
+            Ok(Removed::NotAll) => match kept::keep(place, folder, name, durable) {
+                Ok(kept) => now.extend(kept),
+                Err(error) => {
+                    warnings.extend(now.iter().map(aside));
+                    warnings.push(failed(error));
+                    return warnings;
                 }
-            }
+            },
             Err(error) => return vec![failed(error)],
         }
     }
     match kept::all(place, folder) {
-        Ok(all) => warnings.extend(all.iter().map(|kept| {
-            left(
-                "published; something that was not there before came into the older result, which is kept"
-                    .into(),
-                kept,
-                "look what is in it before you remove it",
-            )
-        })),
-        Err(error) => return vec![failed(error)],
+        Ok(all) => warnings.extend(all.iter().map(aside)),
+        Err(error) => {
+            warnings.extend(now.iter().map(aside));
+            warnings.push(failed(error));
+            return warnings;
+        }
     }
     if let Err(error) = remove_bookkeeping(place, folder, lock) {
         warnings.push(failed(error));
