@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastshard.manifests import MANIFEST_NAME
 from helpers import FIXTURES, HF, assert_refused, cli, read_result
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 SHARDED = FIXTURES / "sharded"
@@ -65,3 +67,30 @@ def test_a_degree_that_does_not_divide_names_those_that_do(tmp_path: Path) -> No
         HF, tmp_path / "out", "FS204", exit=2, command=("convert", "--to", "tp-safetensors", "--tp", "8"),
         expected="1, 2, 4",
     )  # fmt: skip
+
+
+def test_no_index_names_a_slice_as_the_whole(tmp_path: Path) -> None:
+    out = tmp_path / "ranks"
+    assert cli("convert", HF, out, "--to", "tp-safetensors", "--tp", 2).code == 0
+    assert sorted(p.name for p in out.glob("*.safetensors*")) == [
+        "tp_rank_00.safetensors",
+        "tp_rank_01.safetensors",
+    ]
+    assert cli("verify", out).code == 0
+    whole = cli("merge", out, tmp_path / "whole")
+    assert whole.code == 0
+    # As earlier versions published it: each name at the last rank's file.
+    (out / MANIFEST_NAME).unlink()
+    with safe_open(out / "tp_rank_01.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "tp_rank_01.safetensors")}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    ran = cli("verify", out)
+    assert ran.code == 1
+    (told,) = ran.having("FS208")
+    assert told["severity"] == "error" and told["file"] == "model.safetensors.index.json"
+    # The ranks' files are right all the same.
+    ran = cli("merge", out, tmp_path / "again")
+    assert ran.code == 0 and ran.having("FS208")[0]["severity"] == "warning"
+    again, before = read_result(tmp_path / "again"), read_result(tmp_path / "whole")
+    assert again.keys() == before.keys() and all(torch.equal(again[n], before[n]) for n in before)

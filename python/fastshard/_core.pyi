@@ -55,7 +55,7 @@ class Catalog:
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""
     def files(self) -> str:
-        """JSON array in the order given: path, root, format, size in bytes, tensors; null if unreadable."""
+        """JSON array in the order given: path, root, format, size in bytes, tensors, name in the archive; null if unreadable."""
     def values(self, file: int) -> tuple[str, bool]:
         """JSON of what a file holds besides tensors, and whether that is all of it: JSON is bounded."""
     def tensors(self, file: int) -> str:

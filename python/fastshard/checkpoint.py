@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _core, adapters, budget, regular
 from .adapters.base import MAX_DEGREE, Contents, Options, Source
+from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding, from_core
@@ -96,6 +97,7 @@ def open(
         source.layout_text = source.rules = None
         source.pass_unknown = False
     findings += source.findings
+    findings += renamed(readable, "renamed" in options.accept)
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
 

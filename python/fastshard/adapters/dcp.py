@@ -19,7 +19,7 @@ from ..errors import FastshardError, Finding, from_core
 from . import hf_config, megatron_config, megatron_optim
 from .base import Assembled, Contents, Found, Options, Source, missing
 from .hf import config_of, safe_relative
-from .steps import Chosen, by_folder, choose, matching
+from .steps import folder_of
 
 _METADATA = ".metadata"
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
@@ -32,16 +32,6 @@ _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 def chunk_name(name: str, at: Iterable[int]) -> str:
     """What messages and manifests call one of several chunks of a tensor, by its first index."""
     return f"{name}[{','.join(map(str, at))}]"
-
-
-def _ambiguous(folders: list[str]) -> FastshardError:
-    return FastshardError.of(
-        "FS106",
-        "several folders hold a checkpoint",
-        expected="one",
-        got=", ".join(folder or "." for folder in folders),
-        help="name the folder that is meant as CKPT, or choose it with --step",
-    )
 
 
 def one_of(listing: Listing, copies: list[File]) -> File:
@@ -108,7 +98,8 @@ class Dcp:
                     help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
                 )
             return None
-        chosen, folder, others = self._step(listing, metadata, options)
+        places = [(f.root, f.folder) for f in metadata]
+        folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
         tracker = one_of(listing, [f for f in metadata if f.folder == folder])
         path = listing.roots[tracker.root] / tracker.path
         try:
@@ -117,39 +108,11 @@ class Dcp:
             raise from_core(error) from None
         found = self._found(listing, folder, chosen.name or None, described)
         found.findings[:0] = chosen.findings
-        for other in others:
+        for other in within:
             found.findings.append(
                 Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{_METADATA}")
             )
         return found
-
-    @staticmethod
-    def _step(listing: Listing, metadata: list[File], options: Options) -> tuple[Chosen, str, list[str]]:
-        """The step wanted, its folder, and folders below it that hold checkpoints of their own."""
-        folders = sorted({f.folder for f in metadata})
-        first = min(folders, key=lambda f: (f.count("/") if f else -1, f))
-        within = [f for f in folders if f != first and (first == "" or f.startswith(first + "/"))]
-        if len(within) == len(folders) - 1 and (options.step is None or not within):
-            # What lies below one is a part of it.
-            places = {(f.root, f.folder) for f in metadata if f.folder == first}
-        else:
-            places, within = {(f.root, f.folder) for f in metadata}, []
-        found = by_folder(sorted(places))
-        if found is None and options.step is not None:
-            # Nothing orders them; the one asked for may still be one of them.
-            named = {
-                (part, root, folder)
-                for root, folder in places
-                for part in folder.split("/")
-                if matching([part], options.step)
-            }
-            if len({folder for _, _, folder in named}) == 1:
-                found = by_folder(sorted((root, folder) for _, root, folder in named))
-        if found is None:
-            raise _ambiguous(folders)
-        steps, held = found
-        chosen = choose(listing, steps, options, _TRACKERS)
-        return chosen, held[chosen.name], within
 
     def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
         findings: list[Finding] = []

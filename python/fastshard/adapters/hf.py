@@ -63,6 +63,48 @@ def config_of(listing: Listing, folder: str, options: Options) -> tuple[dict[str
     return config, file.path
 
 
+def slices_as_wholes(
+    listing: Listing, folder: str, files: list[File], contents: Contents, layout: str
+) -> list[Finding]:
+    """A warning for an index that names a file as that of a tensor of which several files hold slices: whoever follows
+    it loads one slice as the whole. ``verify`` makes it an error.
+
+    Args:
+        listing: what the roots hold.
+        folder: where the index would lie.
+        files: those of the ranks.
+        contents: what they hold.
+        layout: what the files are, for people.
+
+    Raises:
+        FastshardError: ``FS211`` for an index that is not JSON.
+    """
+    file = listing.find(f"{folder}/{_FORMS[0][0]}" if folder else _FORMS[0][0])
+    index = read_json(listing, file, regular.MAX_INDEX) if file is not None else None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if file is None or not isinstance(weight_map, dict):
+        return []
+    holders: dict[str, set[str]] = {}
+    for i, held in enumerate(files):
+        for tensor in contents.tensors(i):
+            holders.setdefault(".".join(tensor["path"]), set()).add(held.name)
+    false = sorted(t for t, name in weight_map.items() if len(holders.get(t, ())) > 1 and name in holders[t])
+    if not false:
+        return []
+    return [
+        Finding.of(
+            "FS208",
+            f"the index names one file for each of {len(false)} tensors of which several files hold slices",
+            severity="warning",
+            file=file.path,
+            tensor=false[0],
+            expected=f"no index beside {layout}",
+            got=str(weight_map[false[0]]),
+            help="remove the index: whoever follows it loads one slice as the whole tensor",
+        )
+    ]
+
+
 class HuggingFace:
     """Directories that ``save_pretrained`` or fastshard wrote, and single tensor files."""
 

@@ -15,7 +15,8 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
 from .base import Assembled, Contents, Found, Options, Source, missing
-from .hf import config_of
+from .hf import config_of, slices_as_wholes
+from .steps import folder_of, is_step, within_this
 
 _SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
 _INFO = "DCP_SHARDING_INFO"
@@ -35,14 +36,15 @@ class HfRankShards:
         matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
         if not matched:
             return None
-        folder = min((f.folder for f, _ in matched), key=lambda p: (p.count("/"), p))
+        places = [(f.root, f.folder) for f, _ in matched]
+        folder, chosen, within = folder_of(listing, places, options)
         above = {f.folder for f in listing.files if f.name == "model.safetensors.index.json"}
         if any(folder != a and (a == "" or folder.startswith(a + "/")) for a in above):
             return None
         inside = sorted(
             ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
         )
-        findings: list[Finding] = []
+        findings: list[Finding] = [*chosen.findings, *within_this(within)]
         for file, match in inside:
             if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
                 raise FastshardError.of(
@@ -70,13 +72,13 @@ class HfRankShards:
                     )
         ranks = [int(m[1]) - 1 for _, m in inside]
         files: list[File] = [f for f, _ in inside]
-        return Found(
-            self, "Hugging Face rank shards", files, findings, notes={"folder": folder, "ranks": ranks}
-        )
+        step = chosen.name if is_step(chosen.name) else None
+        notes = {"folder": folder, "ranks": ranks}
+        return Found(self, "Hugging Face rank shards", files, findings, step=step, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Tensors as boxes; the whole reaches as far as the boxes do."""
-        source = Source(found.framework, units=[], pass_unknown=True, hf_names=True)
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True)
         source.vocab_size = options.vocab_size
         chunks: dict[str, list[Any]] = {}
         #: What is held at the same place again.
@@ -122,6 +124,9 @@ class HfRankShards:
                 source.facts, source.axes = hf_config.facts_by_names(chunks), {"d": 1}
             if options.vocab_size:
                 source.axes.pop("V", None)
+        source.findings += slices_as_wholes(
+            listing, found.notes["folder"], found.files, contents, "shards of ranks"
+        )
         return source
 
 

@@ -129,6 +129,57 @@ def by_folder(folders: Iterable[tuple[int, str]]) -> tuple[dict[str, Step], dict
     return steps, held
 
 
+def folder_of(
+    listing: Listing,
+    places: Iterable[tuple[int, str]],
+    options: Options,
+    trackers: tuple[str, ...] = (),
+) -> tuple[str, Chosen, list[str]]:
+    """The folder of the step that is taken, of those that hold a checkpoint each, and folders inside of it that hold
+    one too: they are no steps.
+
+    Args:
+        listing: what the roots hold.
+        places: root and folder of each; at least one.
+        options: ``step`` and what is accepted.
+        trackers: names of files that name a step.
+
+    Raises:
+        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run.
+    """
+    held = sorted(set(places))
+    every = {folder for _, folder in held}
+    if options.step is None:
+        held = [(root, folder) for root, folder in held if not any(_below(folder, other) for other in every)]
+    found = by_folder(held)
+    if found is None and options.step is not None:
+        # Nothing orders them; the one asked for may still be one of them.
+        wanted = options.step
+        named = [p for p in held if any(matching([part], wanted) for part in p[1].split("/"))]
+        found = by_folder(named) if len({folder for _, folder in named}) == 1 else None
+    if found is None:
+        folders = sorted({folder for _, folder in held})
+        raise FastshardError.of(
+            "FS106",
+            "several folders hold a checkpoint",
+            expected="one",
+            got=", ".join(folder or "." for folder in folders[:_TOLD]),
+            help="name the folder that is meant as CKPT, or choose it with --step",
+        )
+    chosen = choose(listing, found[0], options, trackers)
+    folder = found[1][chosen.name]
+    return folder, chosen, sorted(other for other in every if _below(other, folder))
+
+
+def within_this(folders: Iterable[str]) -> list[Finding]:
+    """Notes on folders inside of the one that is taken."""
+    return [Finding.of("FS108", "a checkpoint within this one", file=folder) for folder in folders]
+
+
+def _below(folder: str, other: str) -> bool:
+    return folder != other and (other == "" or folder.startswith(f"{other}/"))
+
+
 def choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...] = ()
 ) -> Chosen:

@@ -10,7 +10,8 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
 from .base import Contents, Found, Options, Source, Unit, missing
-from .hf import config_of, read_json
+from .hf import config_of, read_json, slices_as_wholes
+from .steps import folder_of, is_step, within_this
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
@@ -42,84 +43,85 @@ class TpSafetensors:
         """Looks for files numbered by rank in one folder."""
         if listing.single:
             return None
-        for folder in listing.folders():
-            ranks: dict[int, list[File]] = {}
-            stems = set()
-            for file in listing.within(folder):
-                if match := _RANK.match(file.name):
-                    ranks.setdefault(int(match[2]), []).append(file)
-                    stems.add((file.name[: match.start(2)], len(match[2])))
-            if not ranks:
-                continue
-            layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
-            layout = read_json(listing, layout_file) if layout_file else None
-            if layout is not None and not isinstance(layout, dict):
-                raise FastshardError.of("FS211", "layout.json is not an object", file="layout.json")
-            findings = []
-            path = layout_file.path if layout_file else "layout.json"
-            tp = max(ranks) + 1
-            why = f"ranks 0..{max(ranks)} by the other files"
-            if layout is not None:
-                stated = _positive(layout, "tp", path)
-                if stated is None:
-                    raise FastshardError.of(
-                        "FS211",
-                        "layout.json: tp",
+        places = [(f.root, f.folder) for f in listing.files if _RANK.match(f.name)]
+        if not places:
+            return None
+        folder, chosen, within = folder_of(listing, places, options)
+        ranks: dict[int, list[File]] = {}
+        stems = set()
+        for file in listing.within(folder):
+            if match := _RANK.match(file.name):
+                ranks.setdefault(int(match[2]), []).append(file)
+                stems.add((file.name[: match.start(2)], len(match[2])))
+        layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
+        layout = read_json(listing, layout_file) if layout_file else None
+        if layout is not None and not isinstance(layout, dict):
+            raise FastshardError.of("FS211", "layout.json is not an object", file="layout.json")
+        findings = [*chosen.findings, *within_this(within)]
+        path = layout_file.path if layout_file else "layout.json"
+        tp = max(ranks) + 1
+        why = f"ranks 0..{max(ranks)} by the other files"
+        if layout is not None:
+            stated = _positive(layout, "tp", path)
+            if stated is None:
+                raise FastshardError.of(
+                    "FS211",
+                    "layout.json: tp",
+                    file=path,
+                    expected="the tensor-parallel degree",
+                    got="nothing",
+                )
+            if stated > _MAX_DEGREE:
+                raise FastshardError.of(
+                    "FS211",
+                    "layout.json: tp",
+                    file=path,
+                    expected=f"at most {_MAX_DEGREE}",
+                    got=str(stated),
+                )
+            tp, why = stated, f"tp {stated} by layout.json"
+            for key in sorted(set(layout) - _KNOWN_KEYS):
+                findings.append(
+                    Finding.of(
+                        "FS108",
+                        f"layout.json: unknown key {key!r} is not used",
                         file=path,
-                        expected="the tensor-parallel degree",
-                        got="nothing",
+                        severity="warning",
                     )
-                if stated > _MAX_DEGREE:
-                    raise FastshardError.of(
-                        "FS211",
-                        "layout.json: tp",
-                        file=path,
-                        expected=f"at most {_MAX_DEGREE}",
-                        got=str(stated),
+                )
+        if len(stems) == 1:
+            stem, width = stems.pop()
+            for rank in range(tp):
+                if rank not in ranks:
+                    name = f"{stem}{rank:0{width}d}.safetensors"
+                    findings.append(
+                        missing(
+                            f"{folder}/{name}" if folder else name,
+                            f"tp {rank}",
+                            why,
+                            f"copy {name} from the node that ran tp rank {rank}",
+                        )
                     )
-                tp, why = stated, f"tp {stated} by layout.json"
-                for key in sorted(set(layout) - _KNOWN_KEYS):
+        files, notes = [], []
+        for rank in sorted(ranks):
+            for file in ranks[rank]:
+                if rank >= tp:
                     findings.append(
                         Finding.of(
-                            "FS108",
-                            f"layout.json: unknown key {key!r} is not used",
-                            file=path,
-                            severity="warning",
+                            "FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path
                         )
                     )
-            if len(stems) == 1:
-                stem, width = stems.pop()
-                for rank in range(tp):
-                    if rank not in ranks:
-                        name = f"{stem}{rank:0{width}d}.safetensors"
-                        findings.append(
-                            missing(
-                                f"{folder}/{name}" if folder else name,
-                                f"tp {rank}",
-                                why,
-                                f"copy {name} from the node that ran tp rank {rank}",
-                            )
-                        )
-            files, notes = [], []
-            for rank in sorted(ranks):
-                for file in ranks[rank]:
-                    if rank >= tp:
-                        findings.append(
-                            Finding.of(
-                                "FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path
-                            )
-                        )
-                    else:
-                        files.append(file)
-                        notes.append(rank)
-            return Found(
-                self,
-                "per-rank safetensors",
-                files,
-                findings,
-                notes={"folder": folder, "ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
-            )
-        return None
+                else:
+                    files.append(file)
+                    notes.append(rank)
+        return Found(
+            self,
+            "per-rank safetensors",
+            files,
+            findings,
+            step=chosen.name if is_step(chosen.name) else None,
+            notes={"folder": folder, "ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
+        )
 
     def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
@@ -128,6 +130,7 @@ class TpSafetensors:
         config, config_path = config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,
+            step=found.step,
             units=[
                 Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
                 for i, rank in enumerate(found.notes["ranks"])
@@ -192,6 +195,9 @@ class TpSafetensors:
         if options.vocab_size:
             source.vocab_size = options.vocab_size
             source.axes.pop("V", None)
+        source.findings += slices_as_wholes(
+            listing, found.notes["folder"], found.files, values, "files of tensor-parallel ranks"
+        )
         return source
 
 

@@ -74,7 +74,9 @@ def _source(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
 def _opening(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("source")
     group.add_argument(
-        "--step", metavar="N", help="step to take, by name or number (default: the tracker file's, else the newest)"
+        "--step",
+        metavar="N",
+        help="step to take, by name or number (default: the tracker file's, else the newest)",
     )
     group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
     group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
@@ -85,9 +87,9 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         "--accept",
         action="append",
         default=[],
-        choices=("uncommitted", "elided-zeros", "older-step"),
+        choices=("uncommitted", "elided-zeros", "older-step", "renamed"),
         help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-        "where the newest cannot be used (FS104)",
+        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113)",
     )
     group.add_argument(
         "--expect-processes",

@@ -196,7 +196,7 @@ impl Catalog {
                 file.as_ref().map(|f| {
                     json!({
                         "path": f.path, "root": f.root, "format": f.parsed.format,
-                        "size": f.source.size(), "tensors": f.parsed.tensors.len(),
+                        "size": f.source.size(), "tensors": f.parsed.tensors.len(), "archive": f.parsed.archive,
                     })
                 })
             })

@@ -95,6 +95,7 @@ codes! {
     110 RANKS_DISAGREE Error Problem "The metadata of two ranks contradict each other (degrees, sizes, layers): they do not belong to one checkpoint."
     111 MISSING_CHUNKS Error Incomplete "Chunks of an array are in none of the directories given: the process that owned them wrote to another disk. They would read as zeros. Name that host's directory as a further CKPT; its chunks are taken even from a temporary directory. As a note: chunks of zeros that the writer left out."
     112 STEP_TAKEN Note Problem "Several steps are there; the finding says which is taken and why: the one asked for, the tracker's, or the newest by number. --step takes another."
+    113 RENAMED Error Problem "A torch file bears the name of another rank, layer or stage than the one under which it was saved: torch.save keeps that name inside. It was copied over another's file, or two were swapped. Restore the right file; --accept renamed if the names were changed on purpose."
     201 SHAPE Error Problem "A tensor has another shape than the layout gives it. The shard comes from another run or tensor-parallel degree, or the config describes another model."
     202 DTYPE Error Problem "Shards of one tensor have different dtypes."
     203 AXIS_CONFLICT Error Problem "Two tensors give one axis (hidden size, heads, ...) different extents. The finding names both; the odd one out is wrong or a shard of it is missing."

@@ -88,6 +88,8 @@ pub struct ParsedFile {
     pub tensors: Vec<FileTensor>,
     /// All that is not a tensor; tensors appear in it by their index.
     pub values: Values,
+    /// The name that the archive was given when it was saved (torch zips: the file's stem).
+    pub archive: Option<String>,
     /// BLAKE3 of the header bytes (JSON header, or pickle and member table).
     pub header_digest: [u8; 32],
 }

@@ -286,7 +286,10 @@ const TRACKER_NAMES: [&str; 2] = ["latest", "latest_checkpointed_iteration.txt"]
 
 /// True for safetensors files that share the tensors of one model.
 fn has_index(plan: &Plan) -> bool {
-    plan.files.len() > 1 && plan.files.iter().all(|f| f.form == Form::Safetensors)
+    let several = plan.files.len() > 1 && plan.files.iter().all(|f| f.form == Form::Safetensors);
+    // Files of ranks hold slices under one name: an index would name one slice as the whole.
+    let mut names = BTreeSet::new();
+    several && plan.outputs.iter().all(|o| names.insert(&o.name))
 }
 
 /// What stands around the outputs of each file.

@@ -61,5 +61,5 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
     let root = values.push(Value::Dict(Vec::new()));
     values.set_root(root);
     let header_digest = *blake3::hash(store.identity.as_bytes()).as_bytes();
-    Ok(ParsedFile { format: "blocks", blobs, tensors, values, header_digest })
+    Ok(ParsedFile { format: "blocks", blobs, tensors, values, archive: None, header_digest })
 }

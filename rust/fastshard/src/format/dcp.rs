@@ -216,6 +216,7 @@ pub type Range = (u64, u64, String);
 /// record is said to hold; values of records are left out.
 pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
     let mut all = ParsedFile {
+        archive: None,
         format: "dcp",
         blobs: Vec::new(),
         tensors: Vec::new(),

@@ -197,7 +197,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
         .collect();
     let root = values.push(Value::Dict(items));
     values.set_root(root);
-    Ok(ParsedFile { format: "safetensors", blobs, tensors, values, header_digest })
+    Ok(ParsedFile { format: "safetensors", blobs, tensors, values, archive: None, header_digest })
 }
 
 fn truncated(file: &SourceFile, expected: String) -> Error {

@@ -48,7 +48,8 @@ pub(super) fn assemble(
         return Err(duplicate(file, &twice.path));
     }
     renumber(&mut values, &first, &pickled);
-    Ok(ParsedFile { format: "torch_zip", blobs: storages.blobs, tensors, values, header_digest })
+    let archive = Some(prefix.trim_end_matches('/').to_string());
+    Ok(ParsedFile { format: "torch_zip", blobs: storages.blobs, tensors, values, archive, header_digest })
 }
 
 fn duplicate(file: &SourceFile, path: &[String]) -> Error {

@@ -1,0 +1,55 @@
+"""Files that bear another rank's name than the one under which they were saved.
+
+torch.save keeps the name of the file, without its ending, as the folder inside of the archive.
+source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import Finding
+
+#: What frameworks number in the names of their files: DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI, FSDP.
+_NUMBERED = re.compile(
+    r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model|stage|shard|expert)[_-]?(\d{1,18})"
+)
+#: Words that number parts and not places, unless another word stands beside them.
+_PARTS = ("model", "shard")
+
+
+def places(name: str) -> dict[str, int]:
+    """What a file's name says of its place: word -> number."""
+    found = {word: int(number) for word, number in _NUMBERED.findall(name)}
+    # `model-00001-of-00002` counts files, of which an index says what is in them.
+    return found if any(word not in _PARTS for word in found) else {}
+
+
+def renamed(files: Iterable[Mapping[str, Any] | None], accepted: bool) -> list[Finding]:
+    """Files whose own name and the one inside contradict each other.
+
+    Args:
+        files: as the catalog lists them.
+        accepted: whether names may have been changed on purpose (a warning then).
+    """
+    findings = []
+    for file in files:
+        if file is None or not file.get("archive"):
+            continue
+        name = file["path"].rpartition("/")[2]
+        own, inside = places(name), places(file["archive"])
+        if any(inside[word] != own[word] for word in own.keys() & inside.keys()):
+            findings.append(
+                Finding.of(
+                    "FS113",
+                    "the file was saved under another name",
+                    severity="warning" if accepted else None,
+                    file=file["path"],
+                    expected=f"an archive of {name.partition('.')[0]}",
+                    got=file["archive"][:200],
+                    help="copy the right file from the node that wrote it; --accept renamed if the name was changed on purpose",
+                )
+            )
+    return findings
