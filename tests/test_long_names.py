@@ -122,3 +122,18 @@ def test_a_text_beyond_the_budget_is_not_read(tmp_path: Path) -> None:
     assert code == 2 and "FS512" in run.stdout + run.stderr
     assert "model.safetensors.index.json" in run.stdout + run.stderr
     assert beyond < 16
+
+
+def test_what_is_read_for_a_moment_is_given_back(tmp_path: Path) -> None:
+    """Each torch file is searched from its end: 64 KiB that nobody keeps."""
+    import torch
+
+    for i in range(1500):
+        folder = tmp_path / f"ckpt/global_step4/zero/p{i}"
+        folder.mkdir(parents=True)
+        torch.save({"param": torch.full((16400,), float(i))}, folder / "fp32.pt")
+    argv = ["plan", str(tmp_path / "ckpt"), "--memory", "128MiB"]
+    run = subprocess.run([sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=120)
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    assert code == 0, run.stderr
+    assert beyond < 100

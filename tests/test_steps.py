@@ -126,7 +126,12 @@ def test_a_newer_one_that_cannot_be_used_is_not_passed_over(
     later = run / framework.name.format(n=30)
     later.mkdir()
     if held == "texts":
-        (later / "notes.md").write_text("nothing else was written")
+        # A bare number is a step where it holds what steps hold.
+        inside = framework.inside or next(p.name for p in (run / framework.name.format(n=9)).iterdir())
+        (later / inside).mkdir() if framework.inside else (later / inside).write_bytes(b"")
+        if framework.name != "{n}":
+            (later / inside).unlink()
+            (later / "notes.md").write_text("nothing else was written")
     name = framework.name.format(n=10)
     assert_refused(run, tmp_path / "out", "FS104", exit=3, file=later.name)
     ran = cli("merge", run, tmp_path / "accepted", "--accept", "older-step")
@@ -144,9 +149,12 @@ def test_a_newer_one_that_is_being_written_is_a_warning(framework: Framework, tm
     name = framework.name.format(n=10)
     later = run / framework.temporary.format(name=framework.name.format(n=30))
     later.mkdir()
-    for content in (False, True):
-        if content:
+    for content in ("nothing", "a text", "all of it"):
+        if content == "a text":
             (later / "notes.md").write_text("begun")
+        if content == "all of it":
+            shutil.rmtree(later)
+            shutil.copytree(run / name, later)
         ran = cli("inspect", run)
         assert taken(ran) == name
         (told,) = ran.having("FS104")
@@ -204,6 +212,84 @@ def test_numbered_folders_that_are_no_steps_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "run/llama-70").mkdir()
     (tmp_path / "run/checkpoint-9").mkdir()
     assert cli("merge", tmp_path / "run", tmp_path / "out").code == 0
+
+
+def test_the_step_asked_for_is_taken_where_a_model_lies_beside_steps(tmp_path: Path) -> None:
+    """The Trainer saves its last model in the run's own folder."""
+    run = tmp_path / "run"
+    shutil.copytree(HF, run)
+    shutil.copytree(HF, run / "checkpoint-500")
+    shutil.copytree(HF, run / "checkpoint-1000")
+    assert taken(cli("inspect", run)) == "None"
+    assert taken(cli("inspect", run, "--step", "500")) == "checkpoint-500"
+    assert_refused(run, tmp_path / "out", "FS501", exit=2, options=("--step", "700"))
+    model = FRAMEWORKS["colossalai"]
+    run = tmp_path / "colossalai"
+    shutil.copytree(model.source, run)
+    assert_refused(run, tmp_path / "out", "FS501", exit=2, options=("--step", "10"))
+
+
+def test_one_step_of_the_trainer_is_as_several(tmp_path: Path) -> None:
+    framework = FRAMEWORKS["deepspeed"]
+    run_of(framework, tmp_path / "run/checkpoint-500", 500, tracked=500)
+    for step in ("500", "checkpoint-500", "global_step500"):
+        assert taken(cli("inspect", tmp_path / "run", "--step", step)) == "global_step500"
+    (tmp_path / "run/checkpoint-1000").mkdir()
+    (tmp_path / "run/checkpoint-1000/rng_state_0.pth").write_bytes(b"")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS104", exit=3, file="checkpoint-1000")
+
+
+@pytest.mark.parametrize("hosts", [("node0", "node1"), ("ckpt-node0", "ckpt-node1"), ("0", "1")])
+def test_folders_of_hosts_are_no_steps(hosts: tuple[str, str], tmp_path: Path) -> None:
+    source = FIXTURES / "deepspeed/zero1_bf16_dp2/global_step4"
+    for rank, host in enumerate(hosts):
+        folder = tmp_path / "run" / host / "global_step20"
+        folder.mkdir(parents=True)
+        for file in source.iterdir():
+            if f"zero_pp_rank_{1 - rank}_" not in file.name and (rank == 0 or "model" not in file.name):
+                shutil.copy(file, folder)
+    assert taken(cli("inspect", tmp_path / "run")) == "global_step20"
+    ran = cli("merge", tmp_path / "run", tmp_path / "out")
+    assert ran.code == 0, ran.findings
+
+
+@pytest.mark.parametrize("key", ["megatron", "torch_dist"])
+def test_a_tracker_may_name_what_has_no_number(key: str, tmp_path: Path) -> None:
+    framework = FRAMEWORKS[key]
+    run = run_of(framework, tmp_path / "run", 10)
+    shutil.copytree(source_of(framework), run / "release")
+    for text, name in (("release", "release"), ("10", "iter_0000010")):
+        (run / "latest_checkpointed_iteration.txt").write_text(text)
+        assert taken(cli("inspect", run)) == name
+        assert taken(cli("inspect", run, "--step", "release")) == "release"
+
+
+def test_optimizer_state_beside_a_model_of_fsdp_is_no_step(tmp_path: Path) -> None:
+    """As accelerate and the Trainer save with SHARDED_STATE_DICT."""
+    source = FRAMEWORKS["dcp"].source
+    for n in (500, 1000):
+        for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+            shutil.copytree(source, tmp_path / f"run/checkpoint-{n}/{part}")
+    assert taken(cli("inspect", tmp_path / "run")) == "checkpoint-1000"
+    assert taken(cli("inspect", tmp_path / "run", "--step", "500")) == "checkpoint-500"
+    ran = cli("merge", tmp_path / "run/checkpoint-500", tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS108", file="optimizer_0"), ran.findings
+
+
+def test_shards_that_were_consolidated_are_no_step_of_their_own(tmp_path: Path) -> None:
+    source = FIXTURES / "sharded/dcp_hf_rank_sharded_micro"
+    shutil.copytree(HF, tmp_path / "run/step-100")
+    shutil.copytree(source, tmp_path / "run/step-100/sharded")
+    shutil.copytree(HF, tmp_path / "run/step-200")
+    assert taken(cli("inspect", tmp_path / "run")) == "step-200"
+    assert taken(cli("inspect", tmp_path / "run", "--step", "100")) == "step-100"
+
+
+def test_a_year_beside_steps_is_no_step(tmp_path: Path) -> None:
+    run = run_of(FRAMEWORKS["orbax"], tmp_path / "run", 9)
+    (run / "2024").mkdir()
+    (run / "2024/notes.md").write_text("logs")
+    assert taken(cli("inspect", run)) == "9"
 
 
 names = st.sampled_from(["{}", "checkpoint-{}", "global_step{}", "iter_{:07d}", "ckpt_{}", "epoch1-step{}"])

@@ -244,7 +244,7 @@ def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | N
     folders = list(dict.fromkeys(folders))
     if not folders:
         return None
-    if folders == [""]:
+    if folders == [""] and options.step is None:
         return "", None
     places = sorted({(f.root, folder) for folder in folders for f in listing.files if _in(f.folder, folder)})
     found = by_folder(places)

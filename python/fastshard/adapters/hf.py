@@ -155,9 +155,13 @@ class HuggingFace:
             return None
         depth = holding[0].count("/") if holding[0] else -1
         beside = [f for f in holding if (f.count("/") if f else -1) == depth]
-        if beside == [""]:
+        if beside == [""] and options.step is None:
             # The directory given is the model itself.
             return "", None
+        if beside == [""]:
+            deeper = [folder for folder in holding if folder]
+            depth = min((folder.count("/") for folder in deeper), default=0)
+            beside = [folder for folder in deeper if folder.count("/") == depth] or [""]
         places = sorted({(f.root, f.folder) for f in listing.files if f.folder in set(beside)})
         found = by_folder(places)
         if found is None and options.step is not None:

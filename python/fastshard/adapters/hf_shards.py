@@ -36,11 +36,16 @@ class HfRankShards:
         matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
         if not matched:
             return None
-        places = [(f.root, f.folder) for f, _ in matched]
-        folder, chosen, within = folder_of(listing, places, options)
         above = {f.folder for f in listing.files if f.name == "model.safetensors.index.json"}
-        if any(folder != a and (a == "" or folder.startswith(a + "/")) for a in above):
+        # What was consolidated is read from where it was put together.
+        matched = [
+            (f, m)
+            for f, m in matched
+            if not any(f.folder != a and (a == "" or f.folder.startswith(a + "/")) for a in above)
+        ]
+        if not matched:
             return None
+        folder, chosen, within = folder_of(listing, [(f.root, f.folder) for f, _ in matched], options)
         inside = sorted(
             ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
         )

@@ -24,7 +24,9 @@ _TEMPORARY = re.compile(
     r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
 )
 #: Names that are numbered as steps are; other numbered folders may be anything.
-_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|epoch)", re.IGNORECASE)
+_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
+#: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
+_OPTIMIZER = re.compile(r"^optim(?:izer)?(?:_\d+)?$")
 _NUMBER = re.compile(r"\d{1,18}")
 #: Steps that messages name at most.
 _TOLD = 8
@@ -86,6 +88,8 @@ def matching(steps: Iterable[str], wanted: str) -> list[str]:
     # A number as a tracker or a person writes it, or the name with fewer zeros.
     meant = number(wanted) if wanted.isdecimal() or _NUMBERED.search(wanted) else -1
     same = [n for n in names if meant >= 0 and number(n) == meant]
+    # What a crash left of a step is meant only by its whole name.
+    same = [n for n in same if plain(n) == n] or same
     return [n for n in same if wanted.isdecimal() or n.isdecimal() or _alike(n, wanted)]
 
 
@@ -94,13 +98,14 @@ def is_step(name: str) -> bool:
     return bool(_NUMBERED.search(plain(name))) and number(name) >= 0
 
 
-def part_of(folders: Iterable[str]) -> int | None:
-    """The one part of the path in which folders differ, if that is named as steps are in all of them."""
+def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
+    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as anything,
+    where something else says which is meant."""
     paths = [folder.split("/") for folder in folders]
     if len({len(p) for p in paths}) != 1:
         return None
     differing = [d for d in range(len(paths[0])) if len({p[d] for p in paths}) > 1]
-    if len(differing) != 1 or not all(is_step(p[differing[0]]) for p in paths):
+    if len(differing) != 1 or not (any_name or all(is_step(p[differing[0]]) for p in paths)):
         return None
     return differing[0]
 
@@ -112,11 +117,13 @@ def bearing(folder: str) -> str:
     return "/".join(parts[: at + 1])
 
 
-def by_folder(folders: Iterable[tuple[int, str]]) -> tuple[dict[str, Step], dict[str, str]] | None:
+def by_folder(
+    folders: Iterable[tuple[int, str]], any_name: bool = False
+) -> tuple[dict[str, Step], dict[str, str]] | None:
     """Steps of folders that hold a checkpoint each, and the folder of each step; none if nothing tells them apart."""
     places = list(folders)
     paths = sorted({folder for _, folder in places})
-    at = part_of(paths) if len(paths) > 1 else None
+    at = part_of(paths, any_name) if len(paths) > 1 else None
     if at is None and len(paths) > 1:
         return None
     steps: dict[str, Step] = {}
@@ -147,16 +154,20 @@ def folder_of(
     Raises:
         FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run.
     """
-    held = sorted(set(places))
-    every = {folder for _, folder in held}
-    if options.step is None:
-        held = [(root, folder) for root, folder in held if not any(_below(folder, other) for other in every)]
-    found = by_folder(held)
-    if found is None and options.step is not None:
-        # Nothing orders them; the one asked for may still be one of them.
-        wanted = options.step
-        named = [p for p in held if any(matching([part], wanted) for part in p[1].split("/"))]
-        found = by_folder(named) if len({folder for _, folder in named}) == 1 else None
+    whole = sorted(set(places))
+    every = {folder for _, folder in whole}
+    held = [(root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)]
+    aside = {folder for folder in every if _of_optimizer(folder, every)}
+    held = [place for place in held if place[1] not in aside]
+    named_by_file = any(f.name in trackers for f in listing.files)
+    found = by_folder(held) or (by_folder(held, any_name=True) if named_by_file else None)
+    wanted = options.step
+    if wanted is not None and (found is None or not matching(found[0], wanted)):
+        # Nothing orders them, or it is another part of the path; the one asked for may still be one of them.
+        for those in (held, whole):
+            named = [p for p in those if any(matching([part], wanted) for part in p[1].split("/"))]
+            if len({folder for _, folder in named}) == 1:
+                return named[0][1], Chosen(bearing(named[0][1]).rpartition("/")[2], [], Step(named)), []
     if found is None:
         folders = sorted({folder for _, folder in held})
         raise FastshardError.of(
@@ -168,7 +179,17 @@ def folder_of(
         )
     chosen = choose(listing, found[0], options, trackers)
     folder = found[1][chosen.name]
-    return folder, chosen, sorted(other for other in every if _below(other, folder))
+    beside = {other for other in aside if other.rpartition("/")[0] == folder.rpartition("/")[0]}
+    return folder, chosen, sorted(beside | {other for other in every if _below(other, folder)})
+
+
+def _of_optimizer(folder: str, every: set[str]) -> bool:
+    """True for a folder of optimizer state beside which the model's lies."""
+    parent, _, name = folder.rpartition("/")
+    return bool(_OPTIMIZER.match(name)) and any(
+        other.rpartition("/")[0] == parent and not _OPTIMIZER.match(other.rpartition("/")[2])
+        for other in every
+    )
 
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
@@ -195,10 +216,11 @@ def choose(
         FastshardError: ``FS501`` for a step that is not there; ``FS105`` where the tracker names one; ``FS106``
             where nothing tells which is meant; ``FS104`` for a newer one that cannot be used.
     """
+    steps = _marked(steps)
     outer = _outer(steps)
     if outer is not None and (options.step is None or matching(outer, options.step)):
         # The Trainer keeps a framework's own steps in its own.
-        chosen = choose(listing, outer, options)
+        chosen = _choose(listing, outer, options, ())
         within = {folder for _, folder in outer[chosen.name].folders}
         inside = {
             name: replace(step, folders=[f for f in step.folders if f[1].rpartition("/")[0] in within])
@@ -207,8 +229,15 @@ def choose(
         inside = {name: step for name, step in inside.items() if step.folders}
         files = [f for f in listing.files if f.folder in within]
         part = replace(listing, files=files)
-        inner = choose(part, inside, replace(options, step=None), trackers)
+        inner = _choose(part, inside, replace(options, step=None), trackers)
         return Chosen(inner.name, [*chosen.findings, *inner.findings], inside[inner.name])
+    return _choose(listing, steps, options, trackers)
+
+
+def _choose(
+    listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
+) -> Chosen:
+    """Among steps side by side."""
     if options.step is not None:
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
@@ -230,14 +259,29 @@ def choose(
     return Chosen(name, said, steps[name])
 
 
+def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
+    """What has the name of a folder that is being written is not finished, unless there is nothing else."""
+    if all(plain(name) != name for name in steps):
+        return steps
+    return {
+        name: step if plain(name) == name else replace(step, usable=False, temporary=True)
+        for name, step in steps.items()
+    }
+
+
 def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
     """Steps that hold steps: ``checkpoint-500/global_step500``."""
     places = {place for step in steps.values() for place in step.folders}
-    parents = {(root, folder.rpartition("/")[0]) for root, folder in places if "/" in folder}
-    if len(parents) < 2 or len({folder for _, folder in parents}) < 2:
+    parents = {(root, folder.rpartition("/")[0]) for root, folder in places}
+    folders = {folder for _, folder in parents}
+    if not all(is_step(folder.rpartition("/")[2]) for folder in folders):
         return None
-    if any("/" not in folder for _, folder in places) or part_of({folder for _, folder in parents}) is None:
+    if len(folders) > 1 and part_of(folders) is None:
         return None
+    for name, step in steps.items():
+        above = {folder.rpartition("/")[0] for _, folder in step.folders}
+        if len(above) > 1 and is_step(name):
+            return None  # One step under several folders: they are those of hosts.
     outer: dict[str, Step] = {}
     for root, folder in sorted(parents):
         outer.setdefault(bearing(folder).rpartition("/")[2], Step()).folders.append((root, folder))
@@ -334,7 +378,11 @@ def _later(
             for the one taken.
     """
     known = {folder for step in steps.values() for folder in step.folders}
-    later = {n: step.temporary for n, step in steps.items() if newer(n, name)}
+    later = {
+        (step.folders[0][1] if step.folders else "") or n: step.temporary
+        for n, step in steps.items()
+        if newer(n, name)
+    }
     for path, temporary in _beside(listing, steps[name], name, known):
         later.setdefault(path, temporary)
     findings = []
@@ -378,9 +426,14 @@ def _beside(
     for root in sorted({root for root, _ in step.folders}):
         for folder in sorted({folder for r, folder in step.folders if r == root and folder}):
             parent = folder.rpartition("/")[0]
+            own = _entries(listing.roots[root] / folder)
             for entry in _folders(listing.roots[root] / parent):
                 path = f"{parent}/{entry}" if parent else entry
-                if (root, path) not in known and _alike(entry, name) and _numbers(entry) > _numbers(name):
+                if (root, path) in known or not _alike(entry, name) or _numbers(entry) <= _numbers(name):
+                    continue
+                # A bare number may name anything, a year for one: it is a step if it holds what steps hold, or nothing.
+                held = _entries(listing.roots[root] / path)
+                if not plain(entry).isdecimal() or plain(entry) != entry or not held or held & own:
                     yield path, plain(entry) != entry
 
 
@@ -389,6 +442,12 @@ def _folders(path: Path) -> list[str]:
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return sorted(e.name for e in entries if e.is_dir())
     return []
+
+
+def _entries(path: Path) -> set[str]:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return {plain(e.name) for e in entries}
+    return set()
 
 
 def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:

@@ -8,7 +8,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::format::{self, ParsedFile};
 use crate::hash;
-use crate::memory::Room;
+use crate::memory::{HeaderRoom, Room};
 use crate::plan::PlanFile;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
@@ -199,7 +199,8 @@ fn open_one(
     room: Option<&Arc<Room>>,
 ) -> Result<CatalogFile> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
-    let mut source = SourceFile::open(&full)?.within(room.cloned());
+    let room = room.map(|room| Arc::new(HeaderRoom::of(room)));
+    let mut source = SourceFile::open(&full)?.within(room.clone());
     let parsed = match wanted {
         Wanted::Whole => format::parse(&source)?,
         Wanted::Records(records) => format::dcp::records(&source, records)?,
@@ -208,6 +209,10 @@ fn open_one(
             format::blocks::parse(store)?
         }
     };
+    if let Some(room) = room {
+        let names = parsed.tensors.iter().flat_map(|t| &t.path).map(|key| key.len() as u64).sum();
+        room.keep(parsed.tensors.len() as u64, names);
+    }
     Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source.within(None)), parsed })
 }
 

@@ -5,13 +5,16 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel;
 
-/// Bytes that a header takes per byte of it at least: itself and what it says, for a moment both.
+/// Bytes that a header takes per byte of it while it is read: itself and what it says.
 const PER_HEADER_BYTE: u64 = 2;
+/// Bytes that are kept of a file per tensor, besides its name.
+const PER_TENSOR_KEPT: u64 = 200;
 /// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused.
 const PER_NAME_BYTE: u64 = 4;
 /// Bytes that a plan takes at least per tensor besides: 1.5 to 5 KiB were measured.
@@ -32,23 +35,54 @@ pub fn anonymous_memory() -> u64 {
 pub struct Room {
     limit: u64,
     baseline: u64,
+    /// Bytes of headers that are being read.
+    reading: AtomicU64,
+    /// Bytes that are kept of those that were.
+    kept: AtomicU64,
+}
+
+/// Room for the header of one file; given back when it is read.
+#[derive(Debug)]
+pub struct HeaderRoom {
+    room: Arc<Room>,
     asked: AtomicU64,
+}
+
+impl HeaderRoom {
+    /// Room for the header of a further file.
+    pub fn of(room: &Arc<Room>) -> HeaderRoom {
+        HeaderRoom { room: Arc::clone(room), asked: AtomicU64::new(0) }
+    }
+
+    /// Asks for what reading and parsing `bytes` more of the header of `file` takes.
+    ///
+    /// # Errors
+    /// `FS512` if all headers that are being read or kept are beyond the limit.
+    pub fn ask(&self, file: &Path, bytes: u64) -> Result<()> {
+        self.asked.fetch_add(bytes, Ordering::Relaxed);
+        let reading = self.room.reading.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let kept = self.room.kept.load(Ordering::Relaxed);
+        let need = reading.saturating_mul(PER_HEADER_BYTE).saturating_add(kept);
+        self.room.holds(need, "the headers of the files", Some(file))
+    }
+
+    /// Counts what is kept of the file.
+    pub fn keep(&self, tensors: u64, names: u64) {
+        self.room.kept.fetch_add(names + tensors * PER_TENSOR_KEPT, Ordering::Relaxed);
+    }
+}
+
+impl Drop for HeaderRoom {
+    fn drop(&mut self) {
+        self.room.reading.fetch_sub(self.asked.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
 }
 
 impl Room {
     /// Room up to `limit` bytes, what the process holds already included.
     pub fn up_to(limit: u64) -> Room {
         kernel::trim();
-        Room { limit, baseline: anonymous_memory(), asked: AtomicU64::new(0) }
-    }
-
-    /// Asks for what reading and parsing `bytes` of the header of `file` takes, once more for each header.
-    ///
-    /// # Errors
-    /// `FS512` if all headers asked for so far are beyond the limit.
-    pub fn header(&self, file: &Path, bytes: u64) -> Result<()> {
-        let all = self.asked.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
-        self.holds(all.saturating_mul(PER_HEADER_BYTE), "the headers of the files", Some(file))
+        Room { limit, baseline: anonymous_memory(), reading: AtomicU64::new(0), kept: AtomicU64::new(0) }
     }
 
     /// Asks for what planning takes for `tensors` tensors with names of `names` bytes.

@@ -14,7 +14,7 @@ use memmap2::Mmap;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
-use crate::memory::Room;
+use crate::memory::HeaderRoom;
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,7 @@ pub struct SourceFile {
     faulted: AtomicBool,
     blocks: Option<Arc<dyn BlockReader>>,
     /// What headers may take, while they are read.
-    room: Option<Arc<Room>>,
+    room: Option<Arc<HeaderRoom>>,
 }
 
 /// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
@@ -142,7 +142,7 @@ impl SourceFile {
 
     /// The same file, of which [`Self::read_vec`] reads no more than there is room for; without, as much as is asked for.
     #[must_use]
-    pub fn within(mut self, room: Option<Arc<Room>>) -> Self {
+    pub fn within(mut self, room: Option<Arc<HeaderRoom>>) -> Self {
         self.room = room;
         self
     }
@@ -153,7 +153,7 @@ impl SourceFile {
     /// `FS512`, naming the file.
     pub(crate) fn room_for(&self, bytes: u64) -> Result<()> {
         let Some(room) = &self.room else { return Ok(()) };
-        room.header(&self.path, bytes)
+        room.ask(&self.path, bytes)
     }
 
     /// The same file, as the one that stands for a store whose blocks `reader` decodes.

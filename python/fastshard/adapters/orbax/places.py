@@ -255,7 +255,17 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
         taken_step = steps.choose(listing, stepped, options)
         findings = taken_step.findings
         newest = steps.number(taken_step.name)
-        chosen = [p for p in places if p.step is not None and steps.number(p.step) == newest]
+        folders = set(taken_step.step.folders)
+        chosen = [
+            p
+            for p in places
+            if p.step is not None
+            and steps.number(p.step) == newest
+            and any(
+                root == p.root and (folder in ("", p.folder) or p.folder.startswith(f"{folder}/"))
+                for root, folder in folders
+            )
+        ]
     elif options.step is not None:
         raise FastshardError.of(
             "FS501",

@@ -266,11 +266,13 @@ fn clean_up(
         match older::remove(folder, OsStr::new(name), go_on) {
             Ok(Removed::Whole) => {}
             Ok(Removed::Stopped) => {
-                return vec![left(
+                warnings.extend(now.iter().map(aside));
+                warnings.push(left(
                     "published; the removal of the older result was stopped".into(),
                     &folder.path(),
                     "the same command with --resume goes on with it; or remove the folder",
-                )]
+                ));
+                return warnings;
             }
             Ok(Removed::NotAll) => match kept::keep(place, folder, name, durable) {
                 Ok(kept) => now.extend(kept),
@@ -280,7 +282,11 @@ fn clean_up(
                     return warnings;
                 }
             },
-            Err(error) => return vec![failed(error)],
+            Err(error) => {
+                warnings.extend(now.iter().map(aside));
+                warnings.push(failed(error));
+                return warnings;
+            }
         }
     }
     match kept::all(place, folder) {
