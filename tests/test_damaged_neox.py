@@ -140,8 +140,11 @@ def test_files_swapped_between_layers(
     one.rename(ckpt / "x")
     two.rename(one)
     (ckpt / "x").rename(two)
+    # The names inside say it at once; without them the values do.
+    ran = assert_refused(ckpt, out, "FS113", command=command, options=options, rank="1")
+    assert ran.having("FS113", file=layer_file(2, 1)) and ran.having("FS113", file=layer_file(3, 1))
     # Only a tolerance for drift needs to tell the two apart.
-    code = "FS305" if options else "FS302"
+    code, options = "FS305" if options else "FS302", (*options, "--accept", "renamed")
     ran = assert_refused(ckpt, out, code, command=command, options=options, rank="1")
     assert ran.having(code, file=layer_file(2, 1)) and ran.having(code, file=layer_file(3, 1))
 
@@ -165,13 +168,14 @@ def test_rank_copied_over_another_in_the_sequential_form(
 
 @pytest.mark.parametrize("base, ranks", [(NEOX, 2), (NEOX.parent / "neox_pp_tp1", 1)], ids=["tp2", "tp1"])
 def test_layer_copied_over_another_layer_is_said(base: Path, ranks: int, tmp_path: Path, out: Path) -> None:
-    """All ranks of layer 3 hold layer 2: every shape and every replica fits, and it can be meant."""
+    """All ranks of layer 3 hold layer 2: every shape and every replica fits, only the names inside tell; it can be meant."""
     ckpt = copy(base, tmp_path / "ckpt")
     assert not cli("verify", ckpt).having("FS304")
     for rank in range(ranks):
         shutil.copy(ckpt / STEP / layer_file(2, rank), ckpt / STEP / layer_file(3, rank))
+    assert_refused(ckpt, out, "FS303", file="layer_03")
     for command in (("merge", ckpt, out), ("verify", ckpt)):
-        ran = cli(*command)
+        ran = cli(*command, "--accept", "renamed")
         assert ran.code == 0
         found = ran.having("FS304", file="layer_03")
         assert {Path(f["file"]).name for f in found} == {layer_file(3, rank) for rank in range(ranks)}

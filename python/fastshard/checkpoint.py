@@ -97,7 +97,11 @@ def open(
         source.layout_text = source.rules = None
         source.pass_unknown = False
     findings += source.findings
-    findings += renamed(readable, "renamed" in options.accept)
+    ranks = {unit.file: unit.rank for unit in source.units}
+    # Leftovers are not read.
+    left = {f.file for f in findings if f.code == "FS108"}
+    used = [None if f is None or f["path"] in left else f for f in readable]
+    findings += renamed(used, "renamed" in options.accept, ranks, listing.roots)
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
 
