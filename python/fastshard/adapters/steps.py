@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(
 #: Names that are numbered as steps are; other numbered folders may be anything.
 _NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
-_OPTIMIZER = re.compile(r"^optim(?:izer)?(?:_\d+)?$")
+_OPTIMIZER = re.compile(r"^optimizer_\d+$")
 _NUMBER = re.compile(r"\d{1,18}")
 #: Steps that messages name at most.
 _TOLD = 8
