@@ -168,16 +168,17 @@ def test_rank_copied_over_another_in_the_sequential_form(
 
 @pytest.mark.parametrize("base, ranks", [(NEOX, 2), (NEOX.parent / "neox_pp_tp1", 1)], ids=["tp2", "tp1"])
 def test_layer_copied_over_another_layer_is_said(base: Path, ranks: int, tmp_path: Path, out: Path) -> None:
-    """All ranks of layer 3 hold layer 2: every shape and every replica fits, only the names inside tell; it can be meant."""
+    """All ranks of layer 3 hold layer 2: every shape and every replica fits; the names inside tell, and the bytes."""
     ckpt = copy(base, tmp_path / "ckpt")
     assert not cli("verify", ckpt).having("FS304")
     for rank in range(ranks):
         shutil.copy(ckpt / STEP / layer_file(2, rank), ckpt / STEP / layer_file(3, rank))
     assert_refused(ckpt, out, "FS303", file="layer_03")
+    assert_refused(ckpt, out, "FS303", file="layer_03", options=("--accept", "renamed"))
     for command in (("merge", ckpt, out), ("verify", ckpt)):
-        ran = cli(*command, "--accept", "renamed")
+        ran = cli(*command, "--accept", "copies")
         assert ran.code == 0
-        found = ran.having("FS304", file="layer_03")
+        found = ran.having("FS303", file="layer_03")
         assert {Path(f["file"]).name for f in found} == {layer_file(3, rank) for rank in range(ranks)}
         assert all(f["severity"] == "warning" for f in found)
 

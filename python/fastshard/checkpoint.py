@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, adapters, budget, regular
-from .adapters.base import MAX_DEGREE, Contents, Options, Source
+from .adapters import copies
+from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
 from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
@@ -55,7 +56,7 @@ def open(
         config=content,
         config_path=content_path,
         vocab_size=_positive(vocab_size, "vocab_size"),
-        accept=frozenset(accept),
+        accept=checked_accept(accept),
         layout=None if layout is None else os.fspath(layout),
         expect_processes=_processes(expect_processes),
     )
@@ -103,6 +104,9 @@ def open(
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in options.accept, ranks, listing.roots)
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
+    source.copies_accepted = copies.patterns(options.accept)
+    findings = copies.accepted(findings, source.copies_accepted)
+    source.optimizer_findings = copies.accepted(source.optimizer_findings, source.copies_accepted)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
 
 

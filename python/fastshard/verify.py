@@ -78,8 +78,8 @@ def verify(
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
     if path is not None:
-        # The manifest states what must exist.
-        findings = [f for f in findings if f.code != "FS109" or f.file]
+        # The manifest states what must exist, and where.
+        findings = [f for f in findings if f.file or f.code not in ("FS109", "FS114")]
     try:
         with Progress(progress) as bar:
             # Replicas and duplicates can only be judged over tensors that are whole.

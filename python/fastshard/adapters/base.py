@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -79,6 +79,28 @@ class Contents:
             raise from_core(error) from None
         packed: dict[str, Any] | None = None if text is None else json.loads(text)
         return packed
+
+
+#: What ``accept`` takes: all of it but ``copies=GLOB``.
+ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies")
+
+
+def checked_accept(what: Iterable[str]) -> frozenset[str]:
+    """What is to be accepted.
+
+    Raises:
+        FastshardError: ``FS515`` for what nothing is known of.
+    """
+    if isinstance(what, str):
+        raise FastshardError.of("FS515", "accept", expected="a list of words", got=repr(what))
+    what = frozenset(what)
+    for one in what:
+        word, is_given, pattern = one.partition("=")
+        if word not in ACCEPTABLE or (is_given and (word != "copies" or not pattern)):
+            raise FastshardError.of(
+                "FS515", "accept", expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB", got=repr(one)
+            )
+    return what
 
 
 @dataclass(frozen=True)
@@ -256,6 +278,10 @@ class Source:
     masters: bool = False
     #: True if the files hold optimizer state (or should), but no masters.
     moments_only: bool = False
+    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
+    layers_may_repeat: bool = False
+    #: Glob patterns of files and tensors that were copied on purpose.
+    copies_accepted: list[str] = field(default_factory=list)
     #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
     optimizer_findings: list[Finding] = field(default_factory=list)
     #: Files that hold masters.
@@ -337,6 +363,8 @@ class Source:
             ],
             "prefer_assembled": taken == "masters",
             "twins_may_differ": weights == "params",
+            "layers_may_repeat": self.layers_may_repeat,
+            "copies_accepted": self.copies_accepted,
             "degrees": self.degrees,
             "axes": self.axes,
             "facts": self.facts,

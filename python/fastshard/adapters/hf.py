@@ -292,6 +292,7 @@ class HuggingFace:
             step=found.step,
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
+            layers_may_repeat=True,
             hf_names=True,
             config=config,
             expected_names=set(found.notes.get("weight_map", {})),

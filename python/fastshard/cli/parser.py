@@ -8,6 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import _core
+from ..adapters.base import ACCEPTABLE
 from ..adapters.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -87,9 +88,10 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         "--accept",
         action="append",
         default=[],
-        choices=("uncommitted", "elided-zeros", "older-step", "renamed"),
+        metavar="WHAT",
         help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113)",
+        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); copies, or copies=GLOB of files "
+        "or tensors, that were made on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
     )
     group.add_argument(
         "--expect-processes",

@@ -19,6 +19,7 @@ pub mod plan;
 pub mod publish;
 pub mod repair;
 pub mod request;
+pub(crate) mod standing;
 pub mod stats;
 pub mod storage;
 pub mod tensor;

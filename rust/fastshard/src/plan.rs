@@ -432,6 +432,12 @@ pub struct Plan {
     /// True if a tensor that differs from its twin is a warning and no error.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub twins_may_differ: bool,
+    /// True if layers may hold what other layers hold (a warning then).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub layers_may_repeat: bool,
+    /// Glob patterns of files and tensors that were copied on purpose.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies_accepted: Vec<String>,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
     /// Degree of each parallel dimension of the source.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 mod assembled;
+mod lookalikes;
 
 use crate::catalog::Catalog;
 use crate::codes;
@@ -75,6 +76,12 @@ pub struct SourceSide {
     /// True if the two may differ (a warning then).
     #[serde(default)]
     pub twins_may_differ: bool,
+    /// True if layers may hold what other layers hold (a warning then).
+    #[serde(default)]
+    pub layers_may_repeat: bool,
+    /// Glob patterns of files and tensors that were copied on purpose.
+    #[serde(default)]
+    pub copies_accepted: Vec<String>,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -322,12 +329,15 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         pads: made.pads,
         copies: made.copies,
         twins_may_differ: request.source.twins_may_differ,
+        layers_may_repeat: request.source.layers_may_repeat,
+        copies_accepted: request.source.copies_accepted.clone(),
         texts: request.texts.clone(),
         topology: request.source.degrees.clone(),
         axes,
         notes: Vec::new(),
         roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
     };
+    findings.extend(lookalikes::lookalikes(catalog, &plan));
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
     if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {

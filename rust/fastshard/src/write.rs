@@ -548,6 +548,9 @@ fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manif
     manifest.axes = plan.axes.clone();
     manifest.value_ops = Manifest::ops_of(plan);
     manifest.values = options.values.clone();
+    for note in plan.notes.iter().filter(|note| note.code == codes::LOOKALIKES) {
+        manifest.not_proven += &format!("; {}", note.message);
+    }
     manifest.findings = plan.notes.iter().chain(&report.findings).cloned().collect();
     manifest.tensors = plan
         .outputs

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::Result;
@@ -18,6 +19,30 @@ use super::without_panic;
 const PAGE: u64 = 4096;
 /// Buffers kept for reuse at most.
 const MAX_SPARE: usize = 4;
+
+/// Runs of a block that are sampled, and bytes of each.
+const SAMPLES: usize = 64;
+const SAMPLE: usize = 64;
+/// The sample of a block in which only one value is seen.
+pub const CONSTANT: u64 = 1;
+
+/// A digest of runs that are spread over a block: blocks with different ones are different.
+pub fn sample_of(bytes: &[u8]) -> u64 {
+    let step = (bytes.len() / SAMPLES).next_multiple_of(SAMPLE).max(SAMPLE);
+    let runs = || bytes.chunks(step).map(|chunk| &chunk[..chunk.len().min(SAMPLE)]);
+    // Elements have 1, 2, 4 or 8 bytes.
+    let mut words = runs().flat_map(|run| run.chunks_exact(8));
+    let first = words.next();
+    if words.all(|word| Some(word) == first) {
+        return CONSTANT;
+    }
+    let mut hasher = blake3::Hasher::new();
+    runs().for_each(|run| {
+        hasher.update(run);
+    });
+    let digest = u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("eight bytes"));
+    digest.max(CONSTANT + 1)
+}
 
 /// Bytes of a block, held by those who read from them.
 type Bytes = Arc<Box<dyn BlockBytes>>;
@@ -78,6 +103,8 @@ pub struct Blocks {
     /// Offset of each blob in the file, and the file's size.
     places: Vec<u64>,
     size: u64,
+    /// [`sample_of`] each block that was decoded; 0 for others.
+    samples: Vec<AtomicU64>,
 }
 
 impl Blocks {
@@ -104,7 +131,13 @@ impl Blocks {
             making: Mutex::new(()),
             places,
             size,
+            samples: plan.blobs.iter().map(|_| AtomicU64::new(0)).collect(),
         }
+    }
+
+    /// [`sample_of`] a block, if it was decoded.
+    pub fn sample(&self, blob: u32) -> Option<u64> {
+        Some(self.samples[blob as usize].load(Ordering::Relaxed)).filter(|sample| *sample != 0)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -155,6 +188,9 @@ impl Blocks {
         // Whoever waits for the block must not wait for ever.
         let decoded =
             self.make_room(state).and_then(|()| without_panic(|| source.read_block(key, len, spare)));
+        if let Ok(bytes) = &decoded {
+            self.samples[blob as usize].store(sample_of(bytes.bytes()), Ordering::Relaxed);
+        }
         let mut state = self.state();
         let result = match decoded {
             Ok(bytes) => {

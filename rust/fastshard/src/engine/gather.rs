@@ -115,6 +115,20 @@ impl<'p> Sources<'p> {
         Ok((Located::Unpacked(unpacked), 0))
     }
 
+    /// Reads bytes of a blob's data from `at`, as they are.
+    pub fn read_blob(&self, blob: u32, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let (file, base) = self.locate(blob)?;
+        file.read_at(base + at, bytes)
+    }
+
+    /// Decodes a block once more, for what `look` sees in it: at the end of a run, when no worker needs memory.
+    pub fn decode<T>(&self, blob: u32, look: impl FnOnce(&[u8]) -> T) -> Result<T> {
+        let about = &self.plan.blobs[blob as usize];
+        let key = about.member.as_deref().unwrap_or("");
+        let bytes = self.files[about.file as usize].read_block(key, about.len as usize, None)?;
+        Ok(look(bytes.bytes()))
+    }
+
     fn unpacked(&self, blob: u32) -> MutexGuard<'_, Option<Arc<SourceFile>>> {
         self.unpacked[blob as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }

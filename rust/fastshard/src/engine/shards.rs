@@ -1,17 +1,24 @@
 //! Shards against each other: duplicated and swapped files show in what ranks and layers share.
 
+mod copied;
 mod duplicates;
+mod repeated_blocks;
 mod swapped;
+mod values;
 
 use crate::boxes::SubBox;
-use crate::error::Result;
+use crate::codes;
+use crate::error::{Finding, Result, Severity};
 use crate::kernel;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
+use crate::standing::each_blob;
 use crate::tensor::{c_strides, element_count};
 
 use super::gather::{Into, Sources};
 
+pub(super) use copied::copied_files;
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
+pub(super) use repeated_blocks::repeated_blocks;
 pub(super) use swapped::swapped;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
@@ -21,13 +28,38 @@ const RUNS: u64 = 16;
 /// Bytes compared at a time.
 const CHUNK: usize = 256 << 10;
 
+/// Adds what was found of whole files to what was found of their tensors, which is then told with it.
+pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
+    for file in files {
+        let same = |f: &Finding| f.file == file.file;
+        if findings.iter().any(|f| f.code == codes::DUPLICATED_SHARD && same(f)) {
+            continue;
+        }
+        findings.retain(|f| f.code != codes::EQUAL_SHARDS || !same(f));
+        findings.push(file);
+    }
+}
+
+/// Makes a copy that was made on purpose, as the user says, a warning.
+pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
+    let accepted = |name: &Option<String>| {
+        let matches = |pattern: &String| {
+            let pattern = glob::Pattern::new(pattern);
+            name.as_ref().is_some_and(|name| pattern.is_ok_and(|pattern| pattern.matches(name)))
+        };
+        plan.copies_accepted.iter().any(matches)
+    };
+    if finding.code == codes::DUPLICATED_SHARD && (accepted(&finding.file) || accepted(&finding.tensor)) {
+        finding.severity = Severity::Warning;
+        finding.help = Some("accepted as asked with --accept copies".into());
+    }
+}
+
 /// Blobs that a stored tensor reads.
 pub(super) fn blobs_of(stored: &StoredTensor) -> Vec<u32> {
-    match &stored.pieces {
-        Pieces::View { blob, .. } => vec![*blob],
-        Pieces::Boxes(pieces) => pieces.iter().map(|p| p.blob).collect(),
-        Pieces::Ranges(pieces) => pieces.iter().map(|p| p.blob).collect(),
-    }
+    let mut blobs = Vec::with_capacity(1);
+    each_blob(stored, |blob| blobs.push(blob));
+    blobs
 }
 
 /// The first of them.

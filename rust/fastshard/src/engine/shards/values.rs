@@ -1,0 +1,44 @@
+//! How much equal contents tell.
+
+use std::collections::HashSet;
+
+/// Different values that equal contents must have at least: less is equal by chance or by construction.
+pub(crate) const MIN_VALUES: usize = 64;
+
+/// Different elements that were seen, up to as many as are wanted.
+#[derive(Default)]
+pub(super) struct Values(HashSet<u64>);
+
+impl Values {
+    /// Takes note of elements of `item` bytes, up to 8.
+    pub(super) fn add(&mut self, bytes: &[u8], item: usize) {
+        for element in bytes.chunks_exact(item) {
+            if self.enough() {
+                return;
+            }
+            let mut value = [0; 8];
+            value[..item.min(8)].copy_from_slice(&element[..item.min(8)]);
+            self.0.insert(u64::from_le_bytes(value));
+        }
+    }
+
+    pub(super) fn enough(&self) -> bool {
+        self.0.len() >= MIN_VALUES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_counted_up_to_the_limit() {
+        let mut values = Values::default();
+        let bytes: Vec<u8> = (0..63u16).flat_map(u16::to_le_bytes).collect();
+        values.add(&bytes, 2);
+        values.add(&bytes, 2);
+        assert!(!values.enough());
+        values.add(&99u16.to_le_bytes(), 2);
+        assert!(values.enough());
+    }
+}

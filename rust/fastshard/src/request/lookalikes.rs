@@ -1,0 +1,93 @@
+//! Files and blocks of which nothing inside tells which is which.
+
+use std::collections::HashMap;
+
+use crate::catalog::{Catalog, CatalogFile};
+use crate::codes;
+use crate::error::Finding;
+use crate::plan::Plan;
+use crate::standing::{digest_of, each_use, mixed, Standing};
+
+/// Files named in a message.
+const NAMED: usize = 4;
+
+/// What two of a kind could be swapped without its being seen: a note, if there are any.
+///
+/// Files are of a kind where they hold tensors of the same names and shapes (records: of the same sizes), of
+/// which different things are made; a torch file that kept its own name inside is not one of them.
+pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
+    if plan.sources.len() < 2 && !plan.blobs.iter().any(|blob| blob.encoded) {
+        return None;
+    }
+    let standing = Standing::of(plan)?;
+    let mut stands = vec![0u64; plan.sources.len()];
+    let mut blocks: HashMap<(u64, u64), (u64, u32)> = HashMap::new();
+    for (i, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
+        each_use(i as u32, stored, |blob, found| {
+            let about = &plan.blobs[blob as usize];
+            let at = found.at.iter().fold(standing.digest(i as u32), |digest, n| mixed(digest, *n));
+            if about.encoded {
+                let kind = (about.len, stored.dtype.size() as u64);
+                blocks.entry(kind).or_insert((0, blob)).0 += 1;
+            } else {
+                let file = &mut stands[about.file as usize];
+                *file = file.wrapping_add(mixed(at, found.offset));
+            }
+        });
+    }
+    let mut kinds: HashMap<u64, Vec<(u32, u64)>> = HashMap::new();
+    let files = catalog.files.iter().flatten().map(|file| ((file.root, &*file.path), file));
+    let files: HashMap<(u32, &str), &CatalogFile> = files.collect();
+    for (i, source) in plan.sources.iter().enumerate().filter(|(i, _)| stands[*i] != 0) {
+        if let Some(file) = files.get(&(source.root, &*source.path)).filter(|file| !names_itself(file)) {
+            kinds.entry(kind_of(file)).or_default().push((i as u32, stands[i]));
+        }
+    }
+    let differ = |files: &Vec<(u32, u64)>| files.iter().any(|(_, stands)| *stands != files[0].1);
+    let mut files: Vec<u32> = kinds.into_values().filter(differ).flatten().map(|(file, _)| file).collect();
+    files.sort_unstable();
+    let alike: u64 = blocks.values().map(|(n, _)| *n).filter(|n| *n > 1).sum();
+    let mut of_what = Vec::new();
+    if !files.is_empty() {
+        let named: Vec<String> = files.iter().take(NAMED).map(|file| plan.label(*file)).collect();
+        let more = match files.len() - named.len() {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        of_what.push(format!("{} files ({}{more})", files.len(), named.join(", ")));
+    }
+    if alike > 0 {
+        of_what.push(format!("{alike} chunks"));
+    }
+    let of_what = of_what.join(" and ");
+    let message = format!("of {of_what} which is which is not proven: nothing in them names their place");
+    let help = "two that were swapped would not be seen, nor one of fewer than 64 different values that was copied over \
+                another: --expect with a manifest that was made where they were written settles it";
+    (!of_what.is_empty()).then(|| Finding::new(codes::LOOKALIKES, message).help(help))
+}
+
+/// True for a file that was given its own name when it was saved: if it were another's, the two would differ.
+fn names_itself(file: &CatalogFile) -> bool {
+    let name = file.path.rsplit('/').next().unwrap_or_default();
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    let numbered = stem.contains(|c: char| c.is_ascii_digit());
+    numbered && file.parsed.archive.as_deref() == Some(stem)
+}
+
+/// What a file looks like to a reader, whatever its values.
+fn kind_of(file: &CatalogFile) -> u64 {
+    let parsed = &file.parsed;
+    let records = parsed.format == "dcp";
+    let mut kind = digest_of(parsed.format.as_bytes());
+    for tensor in &parsed.tensors {
+        let blob = &parsed.blobs[tensor.blob as usize];
+        kind = mixed(kind, digest_of(tensor.dtype.to_string().as_bytes()));
+        kind = tensor.shape.iter().fold(kind, |kind, n| mixed(kind, *n));
+        kind = match records {
+            // Their names come from another file.
+            true => mixed(kind, blob.offset),
+            false => tensor.path.iter().fold(kind, |kind, key| mixed(kind, digest_of(key.as_bytes()))),
+        };
+    }
+    kind
+}

@@ -1,0 +1,284 @@
+"""Files and chunks that hold what others hold: copied over them, or equal because they are meant to be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import neox_maker
+import numpy as np
+import orbax_maker
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zero_maker
+from helpers import FIXTURES, assert_refused, cli, copy, layer_file, load_pt, read_result
+from safetensors.torch import save_file
+
+TORCH_DIST = "sharded/megatron_torch_dist_tp2_pp2"
+GENERATOR = np.random.default_rng(7)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return GENERATOR.standard_normal(shape).astype(np.float32)
+
+
+def saved_again(source: Path, destination: Path) -> None:
+    """What a wrong rank saves: another's content under its own name."""
+    torch.save(load_pt(source), destination)
+
+
+def dcp_saved(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+# --- files
+
+
+@pytest.mark.parametrize(("original", "file"), [("0_0", "2_0"), ("1_0", "3_0"), ("1_1", "3_1")])
+def test_a_distcp_file_copied_over_another_is_refused(original: str, file: str, tmp_path: Path) -> None:
+    ckpt = copy(FIXTURES / TORCH_DIST, tmp_path / "ckpt")
+    step = next(ckpt.glob("iter_*"))
+    shutil.copyfile(step / f"__{original}.distcp", step / f"__{file}.distcp")
+    for to in ((), ("--to", "megatron:legacy")):
+        command = ("convert", *to) if to else ("merge",)
+        ran = cli(command[0], ckpt, tmp_path / "out", *command[1:])
+        assert ran.code == 1 and not (tmp_path / "out").exists(), ran.findings
+    assert ran.having("FS303"), ran.findings
+    (told, *_) = ran.having("FS303")
+    assert {f"__{original}.distcp", f"__{file}.distcp"} <= set(
+        (told["file"] + " " + told["message"]).replace("/", " ").split()
+    )
+
+
+@pytest.mark.parametrize("file", [zero_maker.optim_file, zero_maker.model_file])
+def test_a_zero3_rank_that_saved_another_s_content_is_refused(file: Any, tmp_path: Path) -> None:
+    """No name inside tells: the bytes do."""
+    tensors = {"up": torch.randn(40, 33), "down": torch.randn(33, 40)}
+    run = zero_maker.Run(3, 2, torch.bfloat16, [tensors], frozen={"embed": torch.randn(47, 34)})
+    ckpt = zero_maker.write(tmp_path / "ckpt", run)
+    assert cli("merge", ckpt, tmp_path / "good").code == 0
+    zero_maker.save(zero_maker.load(ckpt / file(0)), ckpt / file(1))
+    assert_refused(ckpt, tmp_path / "out", "FS303", file=file(1))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_neox_layer_that_was_saved_as_another_is_refused(tp: int, tmp_path: Path) -> None:
+    root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=tp, layers=3))
+    step = root / "global_step7"
+    for rank in range(tp):
+        saved_again(step / layer_file(3, rank), step / layer_file(4, rank))
+    assert_refused(root, tmp_path / "out", "FS303")
+    ran = cli("merge", root, tmp_path / "out", "--accept", "copies")
+    assert ran.code == 0, ran.findings
+    merged = read_result(tmp_path / "out")
+    name = "attention.query_key_value.weight"
+    assert torch.equal(merged[f"3.{name}"], merged[f"4.{name}"])
+    # What was accepted is on record.
+    manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
+    assert [f["severity"] for f in manifest["findings"] if f["code"] == "FS303"] == ["warning"] * tp
+
+
+def test_copies_are_accepted_by_name(tmp_path: Path) -> None:
+    root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=1, layers=4))
+    step = root / "global_step7"
+    saved_again(step / layer_file(2, 0), step / layer_file(3, 0))
+    saved_again(step / layer_file(2, 0), step / layer_file(4, 0))
+    one = f"copies=*{layer_file(3, 0)}"
+    assert_refused(root, tmp_path / "out", "FS303", file=layer_file(4, 0), options=("--accept", one))
+    both = ("--accept", one, "--accept", f"copies=*{layer_file(4, 0)}")
+    assert cli("merge", root, tmp_path / "out", *both).code == 0
+
+
+@pytest.mark.parametrize("what", ["copy", "copies=", "renamed=x", "older"])
+def test_what_cannot_be_accepted_is_usage(what: str, tmp_path: Path) -> None:
+    ran = cli("merge", FIXTURES / "gpt_neox/neox_pp_tp1", tmp_path / "out", "--accept", what)
+    assert ran.code == 2 and "copies=GLOB" in ran.errors[0]["expected"], ran.findings
+
+
+# --- files that are meant to be equal
+
+
+def test_doubled_layers_of_a_hugging_face_model_only_warn(tmp_path: Path) -> None:
+    ckpt = tmp_path / "ckpt"
+    ckpt.mkdir()
+    weights = {name: torch.randn(64, 64) for name in ("q", "k", "v")}
+    index: dict[str, Any] = {"metadata": {"total_size": 4 * 3 * 64 * 64 * 4}, "weight_map": {}}
+    for layer in range(4):
+        # The third layer is the second once more.
+        held = weights if layer in (1, 2) else {name: torch.randn(64, 64) for name in weights}
+        file = f"model-{layer + 1:05d}-of-00004.safetensors"
+        tensors = {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in held.items()}
+        save_file(tensors, ckpt / file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(tensors, file)
+    (ckpt / "model.safetensors.index.json").write_text(json.dumps(index))
+    ran = cli("merge", ckpt, tmp_path / "out")
+    assert ran.code == 0, ran.findings
+    assert ran.having("FS304", file="model-00003-of-00004", message="model-00002-of-00004")
+
+
+def test_an_average_of_the_weights_at_its_beginning_is_no_copy(tmp_path: Path) -> None:
+    weights = {f"layers.{i}.weight": torch.randn(64, 64) for i in range(3)}
+    tensors = {f"{copy}.{name}": t.clone() for copy in ("model", "ema") for name, t in weights.items()}
+    ran = cli("merge", dcp_saved(tmp_path / "dcp", tensors), tmp_path / "dcp_out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.findings
+    for name, tensor in tensors.items():
+        orbax_maker.write(tmp_path / "orbax", name, tensor.numpy(), [64, 64])
+    orbax_maker.describe(tmp_path / "orbax", list(tensors))
+    ran = cli("merge", tmp_path / "orbax", tmp_path / "orbax_out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.findings
+    (told,) = ran.having("FS304")
+    assert "3 chunks of 3 tensors" in told["message"]
+
+
+def test_a_tied_head_that_is_stored_twice_is_no_copy(tmp_path: Path) -> None:
+    table = torch.randn(128, 32)
+    tensors = {
+        "model.embed_tokens.weight": table,
+        "lm_head.weight": table.clone(),
+        "norm.weight": torch.ones(32),
+    }
+    for name, tensor in tensors.items():
+        orbax_maker.write(tmp_path / "orbax", name, tensor.numpy(), [*tensor.shape])
+    orbax_maker.describe(tmp_path / "orbax", list(tensors))
+    ran = cli("merge", tmp_path / "orbax", tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.findings
+
+
+def test_layers_that_were_all_doubled_are_meant(tmp_path: Path) -> None:
+    """Depth up-scaling of each layer, in files of layers: no accident does that."""
+    root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=1, layers=4))
+    step = root / "global_step7"
+    for layer in (2, 4):
+        saved_again(step / layer_file(layer, 0), step / layer_file(layer + 1, 0))
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0, ran.errors
+    assert {f["severity"] for f in ran.having("FS304")} == {"warning"}
+
+
+# --- chunks
+
+
+def store(folder: Path, arrays: dict[str, np.ndarray], chunk: list[int], zarr: int = 2) -> Path:
+    for name, values in arrays.items():
+        orbax_maker.write(folder, name, values, chunk[: values.ndim], zarr=zarr)
+    orbax_maker.describe(folder, list(arrays), zarr3=zarr == 3)
+    return folder
+
+
+def chunk_file(folder: Path, name: str, *index: int, zarr: int = 2) -> Path:
+    if zarr == 3:
+        return folder / name / "c" / "/".join(map(str, index))
+    return folder / name / ".".join(map(str, index))
+
+
+@pytest.mark.parametrize("zarr", [2, 3])
+def test_a_chunk_copied_over_another_is_refused(zarr: int, tmp_path: Path) -> None:
+    arrays = {f"layers_{i}.kernel": normal(64, 64) for i in range(3)}
+    good = store(tmp_path / "good", arrays, [32, 32], zarr)
+    assert cli("merge", good, tmp_path / "good_out").code == 0
+    places = [*itertools.product((0, 1), (0, 1))]
+    for n, (one, two) in enumerate(itertools.combinations(places, 2)):
+        ckpt = copy(good, tmp_path / f"ckpt{n}")
+        source = chunk_file(ckpt, "layers_1.kernel", *one, zarr=zarr)
+        shutil.copyfile(source, chunk_file(ckpt, "layers_1.kernel", *two, zarr=zarr))
+        assert_refused(ckpt, tmp_path / "out", "FS303", tensor="layers_1.kernel")
+        ckpt = copy(good, tmp_path / f"other{n}")
+        source = chunk_file(ckpt, "layers_0.kernel", *one, zarr=zarr)
+        shutil.copyfile(source, chunk_file(ckpt, "layers_2.kernel", *one, zarr=zarr))
+        assert_refused(ckpt, tmp_path / "out", "FS303", tensor="layers_2.kernel")
+
+
+def test_one_chunk_of_one_array_copied_over_another_array_s_is_refused(tmp_path: Path) -> None:
+    names = [f"layers_{i}.{name}.kernel" for i in range(3) for name in ("wi_0", "wi_1", "wo")]
+    good = store(tmp_path / "good", {name: normal(32, 32) for name in names}, [32, 32])
+    for n, (one, two) in enumerate(itertools.permutations(names, 2)):
+        ckpt = copy(good, tmp_path / f"ckpt{n}")
+        shutil.copyfile(chunk_file(ckpt, one, 0, 0), chunk_file(ckpt, two, 0, 0))
+        (told,) = assert_refused(ckpt, tmp_path / "out", "FS303").errors
+        assert {told["tensor"]} < {one, two}
+
+
+def test_a_run_that_is_continued_looks_at_all_chunks(tmp_path: Path) -> None:
+    """Tiles that an earlier run has written are not made again; their chunks are looked at all the same."""
+    arrays = {f"layers_{i}.kernel": normal(512, 512) for i in range(3)}
+    good = store(tmp_path / "ckpt", arrays, [256, 512])
+    shutil.copyfile(chunk_file(good, "layers_0.kernel", 0, 0), chunk_file(good, "layers_1.kernel", 0, 0))
+    options = ("--fsync", "none", "--memory", "2GiB")
+    assert cli("merge", good, tmp_path / "out", *options).code == 1
+    # The same with a companion that cannot be read at the end: what is written stays for --resume.
+    (good / "tokenizer.json").write_text("{}")
+    (good / "tokenizer.json").chmod(0)
+    ran = cli("merge", good, tmp_path / "out", "--resume", *options)
+    assert ran.code in (1, 2) and not (tmp_path / "out").exists()
+
+
+# --- chunks that are meant to be equal
+
+
+def test_experts_that_were_made_of_one_are_no_copies(tmp_path: Path) -> None:
+    dense = normal(48, 64)
+    arrays = {
+        # All experts in one array, divided by experts: four chunks alike, or two with two alike inside.
+        "layers_0.experts": np.broadcast_to(dense, (4, 48, 64)).copy(),
+        "layers_1.experts": np.broadcast_to(normal(48, 64), (4, 48, 64)).copy(),
+    }
+    for n, chunk in enumerate(([1, 48, 64], [2, 48, 64], [2, 24, 64])):
+        ran = cli("merge", store(tmp_path / f"ckpt{n}", arrays, chunk), tmp_path / f"out{n}")
+        assert ran.code == 0 and not ran.having("FS303"), ran.findings
+
+
+def test_a_buffer_that_all_layers_hold_is_no_copy(tmp_path: Path) -> None:
+    frequencies = normal(128)
+    arrays = {f"layers_{i}.rotary": frequencies for i in range(3)}
+    arrays |= {f"layers_{i}.kernel": normal(64, 64) for i in range(3)}
+    ran = cli("merge", store(tmp_path / "ckpt", arrays, [128, 64]), tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.findings
+
+
+def test_rows_that_were_added_alike_are_no_copies(tmp_path: Path) -> None:
+    """Rows of an enlarged vocabulary that are the mean of the others."""
+    table = normal(256, 64)
+    table[128:] = table[:128].mean(axis=0)
+    ran = cli("merge", store(tmp_path / "ckpt", {"embedding": table}, [32, 64]), tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.findings
+
+
+# --- what no file can settle
+
+
+SWAPPED = {
+    "chunks": ("maxtext_twins/a_mt_bf16_unscan_noocdbt_zarr2", "params.params.decoder.layers_*.mlp.wi_0.kernel/0.0"),
+    "ranks of slices": ("sharded/tp4_micro", "tp_rank_*.safetensors"),
+    "distcp": (TORCH_DIST, "__[02]_0.distcp"),
+    "legacy ranks": ("sharded/megatron_legacy_tp2_pp2", "mp_rank_*_000/model_optim_rng.pt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SWAPPED)
+def test_what_nothing_tells_is_named_and_a_manifest_settles_it(key: str, tmp_path: Path) -> None:
+    source, pattern = SWAPPED[key]
+    ckpt = copy(FIXTURES / source, tmp_path / "ckpt")
+    assert cli("manifest", ckpt, "-o", tmp_path / "manifest.json").code == 0
+    one, two, *_ = sorted(ckpt.rglob(pattern))
+    (ckpt / "aside").write_bytes(one.read_bytes())
+    one.write_bytes(two.read_bytes())
+    (ckpt / "aside").rename(two)
+    ran = cli("merge", ckpt, tmp_path / "out")
+    assert ran.code == 0, ran.findings
+    assert "which is which is not proven" in ran.doc["not_proven"] and "--expect" in ran.doc["not_proven"]
+    manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
+    assert "which is which is not proven" in manifest["not_proven"]
+    ran = cli("verify", ckpt, "--expect", tmp_path / "manifest.json")
+    assert ran.code == 1 and ran.having("FS308"), ran.findings
+    assert "which is which" not in ran.doc["not_proven"]
+
+
+@pytest.mark.parametrize("source", ["gpt_neox/neox_pp_tp2", "deepspeed/zero3_bf16_dp2", "sharded/hf_sharded"])
+def test_files_that_tell_what_they_are_are_not_doubted(source: str, tmp_path: Path) -> None:
+    ran = cli("merge", FIXTURES / source, tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS114"), ran.findings
