@@ -22,11 +22,25 @@ NOT_YET = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.
+ONLY_THERE = ("test_broken_fixtures.py", "test_maxtext_pairs.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fixtures-only"):
+        others = [item for item in items if not _is_of_fixtures(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _is_of_fixtures(item)]
+        assert items, "no test takes a fixture: this run would show nothing"
     for item in items:
         reason = NOT_YET.get(item.nodeid.rpartition("/")[2])
         if reason:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def _is_of_fixtures(item: pytest.Item) -> bool:
+    taken = getattr(item, "fixturenames", ())
+    return item.path.name in ONLY_THERE or any(f"{kind}_fixture" in taken for kind in KINDS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,12 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="run the checks over all fixtures of this folder, broken/ too",
     )
+    parser.addoption(
+        "--fixtures-only", action="store_true", help="leave out the tests that are the same for any fixtures"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # These cases exist only there; the default run builds its damaged checkpoints and train states itself.
-    only_there = ("test_broken_fixtures.py", "test_maxtext_pairs.py")
-    if collection_path.name in only_there and config.getoption("--fixtures-dir") is None:
+    if collection_path.name in ONLY_THERE and config.getoption("--fixtures-dir") is None:
         return True
     return None
 
