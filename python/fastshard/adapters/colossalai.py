@@ -15,12 +15,12 @@ from typing import Any
 
 from .. import layouts
 from ..discover import File, Listing
-from ..errors import FastshardError, Finding
+from ..errors import Finding
 from . import colossalai_optim, hf_config
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
 from .colossalai_index import PARTIAL, join, read_indexes
 from .hf import config_of, read_json
-from .steps import Chosen, Step, by_folder, choose, is_step, matching
+from .steps import Chosen, folder_of, is_step
 
 _SHARD = re.compile(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-(\d{5})\.(safetensors|bin)$"
@@ -246,20 +246,9 @@ def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | N
         return None
     if folders == [""] and options.step is None:
         return "", None
-    places = sorted({(f.root, folder) for folder in folders for f in listing.files if _in(f.folder, folder)})
-    found = by_folder(places)
-    if found is None:
-        steps: dict[str, Step] = {}
-        for root, folder in places:
-            steps.setdefault(folder, Step()).folders.append((root, folder))
-        if options.step is None or not matching(steps, options.step):
-            raise FastshardError.of(
-                "FS106", "several models", got=", ".join(folders[:8]),
-                help="point at the directory of one of them, or choose a step with --step",
-            )  # fmt: skip
-        found = steps, {name: name for name in steps}
-    chosen = choose(listing, found[0], options)
-    return found[1][chosen.name], chosen
+    places = [(f.root, folder) for folder in folders for f in listing.files if _in(f.folder, folder)]
+    folder, chosen, _ = folder_of(listing, places, options)
+    return folder, chosen
 
 
 def _in(path: str, folder: str) -> bool:

@@ -12,7 +12,7 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config
 from .base import Contents, Found, Options, Source, Unit, missing
-from .steps import Chosen, Step, by_folder, choose, is_step
+from .steps import Chosen, folder_of, is_step
 
 #: (index, single file): safetensors first, as transformers prefers it.
 _FORMS = [
@@ -153,35 +153,12 @@ class HuggingFace:
         ]
         if not holding:
             return None
-        depth = holding[0].count("/") if holding[0] else -1
-        beside = [f for f in holding if (f.count("/") if f else -1) == depth]
-        if beside == [""] and options.step is None:
+        if "" in holding and options.step is None:
             # The directory given is the model itself.
             return "", None
-        if beside == [""]:
-            deeper = [folder for folder in holding if folder]
-            depth = min((folder.count("/") for folder in deeper), default=0)
-            beside = [folder for folder in deeper if folder.count("/") == depth] or [""]
-        places = sorted({(f.root, f.folder) for f in listing.files if f.folder in set(beside)})
-        found = by_folder(places)
-        if found is None and options.step is not None:
-            steps: dict[str, Step] = {}
-            for root, folder in places:
-                steps.setdefault(folder.rpartition("/")[2], Step()).folders.append((root, folder))
-            chosen = choose(listing, steps, options)
-            folders = {folder for _, folder in chosen.step.folders}
-            if len(folders) == 1:
-                return folders.pop(), chosen
-        if found is None:
-            raise FastshardError.of(
-                "FS106",
-                "several folders hold a model",
-                expected="one",
-                got=", ".join(sorted(beside)),
-                help="name the folder that is meant as CKPT, or choose it with --step",
-            )
-        chosen = choose(listing, found[0], options)
-        return found[1][chosen.name], chosen
+        places = [(f.root, f.folder) for f in listing.files if f.folder in set(holding)]
+        folder, chosen, _ = folder_of(listing, places, options)
+        return folder, chosen
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
         for index, single in _FORMS:

@@ -152,7 +152,8 @@ def folder_of(
         trackers: names of files that name a step.
 
     Raises:
-        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run.
+        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run; ``FS501`` if none of
+            them is of the step asked for.
     """
     whole = sorted(set(places))
     every = {folder for _, folder in whole}
@@ -164,10 +165,13 @@ def folder_of(
     wanted = options.step
     if wanted is not None and (found is None or not matching(found[0], wanted)):
         # Nothing orders them, or it is another part of the path; the one asked for may still be one of them.
+        named: list[tuple[int, str]] = []
         for those in (held, whole):
             named = [p for p in those if any(matching([part], wanted) for part in p[1].split("/"))]
             if len({folder for _, folder in named}) == 1:
                 return named[0][1], Chosen(bearing(named[0][1]).rpartition("/")[2], [], Step(named)), []
+        if found is None and not named:
+            _one([], {folder.rpartition("/")[2] or ".": Step() for _, folder in held}, wanted)
     if found is None:
         folders = sorted({folder for _, folder in held})
         raise FastshardError.of(
