@@ -207,6 +207,29 @@ def test_steps_of_a_framework_in_those_of_the_trainer(tmp_path: Path) -> None:
     assert_refused(tmp_path / "run", tmp_path / "out", "FS104", exit=3, file="checkpoint-1500")
 
 
+def test_steps_of_the_trainer_on_several_hosts(tmp_path: Path) -> None:
+    """Each host has written its rank's file of the optimizer, the first one the model."""
+    framework = FRAMEWORKS["deepspeed"]
+    hosts = [tmp_path / f"run/node{rank}" for rank in (0, 1)]
+    for rank, host in enumerate(hosts):
+        for n in (500, 1000):
+            step = run_of(framework, host / f"checkpoint-{n}", n, tracked=n) / f"global_step{n}"
+            next(step.glob(f"*zero_pp_rank_{1 - rank}_*_optim_states.pt")).unlink()
+            if rank:
+                (step / "mp_rank_00_model_states.pt").unlink()
+    for given in ([tmp_path / "run"], hosts):
+        for options, n in (((), 1000), (("--step", "500"), 500)):
+            ran = cli("merge", *given, tmp_path / f"out-{len(given)}-{n}", "--optimizer", *options)
+            assert ran.code == 0, (given, ran.errors)
+            assert (
+                f"global_step{n}" in (tmp_path / f"out-{len(given)}-{n}/fastshard.manifest.json").read_text()
+            )
+    # What hosts do not share are runs.
+    (hosts[0] / "checkpoint-500").rename(hosts[0] / "checkpoint-700")
+    ran = cli("merge", tmp_path / "run", tmp_path / "out")
+    assert ran.code and not (tmp_path / "out").exists(), ran.findings
+
+
 def test_numbered_folders_that_are_no_steps_say_nothing(tmp_path: Path) -> None:
     shutil.copytree(HF, tmp_path / "run/llama-7")
     (tmp_path / "run/llama-70").mkdir()

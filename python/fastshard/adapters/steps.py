@@ -280,16 +280,29 @@ def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
     folders = {folder for _, folder in parents}
     if not all(is_step(folder.rpartition("/")[2]) for folder in folders):
         return None
-    if len(folders) > 1 and part_of(folders) is None:
+    if len(folders) > 1 and part_of(folders) is None and not _of_hosts(folders):
         return None
     for name, step in steps.items():
-        above = {folder.rpartition("/")[0] for _, folder in step.folders}
+        above = {folder.rpartition("/")[0].rpartition("/")[2] for _, folder in step.folders}
         if len(above) > 1 and is_step(name):
             return None  # One step under several folders: they are those of hosts.
     outer: dict[str, Step] = {}
     for root, folder in sorted(parents):
         outer.setdefault(bearing(folder).rpartition("/")[2], Step()).folders.append((root, folder))
     return outer
+
+
+def _of_hosts(folders: Iterable[str]) -> bool:
+    """True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
+    held: dict[str, set[str]] = {}
+    for folder in folders:
+        above, _, step = folder.rpartition("/")
+        held.setdefault(above, set()).add(step)
+    return (
+        len(held) > 1
+        and part_of(held, any_name=True) is not None
+        and len(set(map(frozenset, held.values()))) == 1
+    )
 
 
 def _tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | None:
