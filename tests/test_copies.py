@@ -264,6 +264,9 @@ def test_what_nothing_tells_is_named_and_a_manifest_settles_it(key: str, tmp_pat
     source, pattern = SWAPPED[key]
     ckpt = copy(FIXTURES / source, tmp_path / "ckpt")
     assert cli("manifest", ckpt, "-o", tmp_path / "manifest.json").code == 0
+    ran = cli("merge", ckpt, tmp_path / "good", "--expect", tmp_path / "manifest.json")
+    assert ran.code == 0 and "which is which" not in ran.doc["not_proven"], ran.findings
+    assert "which is which" not in (tmp_path / "good/fastshard.manifest.json").read_text()
     one, two, *_ = sorted(ckpt.rglob(pattern))
     (ckpt / "aside").write_bytes(one.read_bytes())
     one.write_bytes(two.read_bytes())

@@ -217,12 +217,12 @@ def test_steps_of_the_trainer_on_several_hosts(tmp_path: Path) -> None:
             next(step.glob(f"*zero_pp_rank_{1 - rank}_*_optim_states.pt")).unlink()
             if rank:
                 (step / "mp_rank_00_model_states.pt").unlink()
-    for given in ([tmp_path / "run"], hosts):
+    for named in ([tmp_path / "run"], hosts):
         for options, n in (((), 1000), (("--step", "500"), 500)):
-            ran = cli("merge", *given, tmp_path / f"out-{len(given)}-{n}", "--optimizer", *options)
-            assert ran.code == 0, (given, ran.errors)
+            ran = cli("merge", *named, tmp_path / f"out-{len(named)}-{n}", "--optimizer", *options)
+            assert ran.code == 0, (named, ran.errors)
             assert (
-                f"global_step{n}" in (tmp_path / f"out-{len(given)}-{n}/fastshard.manifest.json").read_text()
+                f"global_step{n}" in (tmp_path / f"out-{len(named)}-{n}/fastshard.manifest.json").read_text()
             )
     # What hosts do not share are runs.
     (hosts[0] / "checkpoint-500").rename(hosts[0] / "checkpoint-700")

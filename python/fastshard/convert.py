@@ -16,7 +16,7 @@ from .checkpoint import open as open_checkpoint
 from .discover import StrPath
 from .errors import FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
-from .manifests import Manifest, expected_by, run_options
+from .manifests import Manifest, beside, expected_by, run_options
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 
@@ -165,6 +165,9 @@ def convert(
     with carrying(made.core), Progress(progress) as bar:
         findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
         raise_errors(findings)
+        # What was compared with a manifest is where it belongs.
+        settled = (expected.manifest or beside(checkpoint)) is not None
+        planned = [f for f in made.findings if not settled or f.code != "FS114"]
         copies = companions(checkpoint, made, tokenizer)
         options_json = json.dumps({
             **run,
@@ -174,6 +177,7 @@ def convert(
             "sparse": sparse,
             "stats": "full" if stats else "nothing",
             "values": made.source.values,
+            "expected": settled,
         })  # fmt: skip
         arrays = array_writer.writer() if made.writes_arrays else None
         writing = made.core.write(
@@ -186,7 +190,7 @@ def convert(
         )
         outcome = json.loads(writing)
         found = [Finding.from_dict(f) for f in outcome["findings"]]
-        return Manifest(outcome["manifest"], [*made.findings, *findings, *found])
+        return Manifest(outcome["manifest"], [*planned, *findings, *found])
 
 
 #: The plan that was written last, for :func:`told`.

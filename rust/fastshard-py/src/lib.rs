@@ -77,6 +77,9 @@ struct RunOptions {
     only: Option<std::collections::HashSet<String>>,
     #[serde(default)]
     stats: Statistics,
+    /// The sources were compared with a manifest of theirs.
+    #[serde(default)]
+    expected: bool,
 }
 
 /// Statistics that a run gathers.
@@ -502,6 +505,7 @@ impl Plan {
             arrays: arrays
                 .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
             stats: options.stats == Statistics::Full,
+            expected: options.expected,
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let ended = run_telling(py, progress, tell, {

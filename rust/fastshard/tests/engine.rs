@@ -73,6 +73,7 @@ fn write_out(
         sparse: false,
         arrays: None,
         stats: false,
+        expected: false,
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)
         .map(|_| ())

@@ -92,6 +92,7 @@ fn write_out(
         sparse: false,
         arrays: None,
         stats: false,
+        expected: false,
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
@@ -275,6 +276,7 @@ fn safetensors_files_can_be_prescribed() {
         sparse: false,
         arrays: None,
         stats: false,
+        expected: false,
     };
     let (manifest, _) =
         write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())
