@@ -74,6 +74,7 @@ class Orbax:
                 got=f"{len(union.keys)} keys",
                 help="name the directory of process 0 as a further CKPT",
             )
+        findings += _of_one_run(places, listing)
         findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
         elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
         reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
@@ -139,6 +140,20 @@ def _refuse_chunks_alone(listing: Listing) -> None:
         file=file.path,
         help="name the directory of process 0 as a further CKPT",
     )
+
+
+def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
+    """What chunks of several directories cannot tell: pieces that two of them hold are compared, others fit any run."""
+    if len(places) < 2:
+        return []
+    return [
+        Finding.of(
+            "FS114",
+            f"that the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
+            "are of one run is not proven: nothing in a chunk names it",
+            help="a manifest that was made where they were written settles it: --expect",
+        )
+    ]
 
 
 def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
