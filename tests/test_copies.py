@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +287,17 @@ def test_what_nothing_tells_is_named_and_a_manifest_settles_it(key: str, tmp_pat
 def test_files_that_tell_what_they_are_are_not_doubted(source: str, tmp_path: Path) -> None:
     ran = cli("merge", FIXTURES / source, tmp_path / "out")
     assert ran.code == 0 and not ran.having("FS114"), ran.findings
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize(
+    "series", [("pairs", "--fixtures-dir", FIXTURES, "--most", 3), ("families", "--count", 5)]
+)
+def test_a_few_trials(series: tuple[object, ...], tmp_path: Path) -> None:
+    """Pairs of like files copied and swapped, and families that must not be accused."""
+    script = Path(__file__).parent / f"trials/{series[0]}.py"
+    command = [sys.executable, script, *series[1:], "--folder", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr

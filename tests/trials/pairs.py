@@ -35,7 +35,7 @@ FOLDERS = ("deepspeed", "gpt_neox", "maxtext_twins", "orbax", "sharded", "univer
 #: Files that hold no tensors.
 _WORDS = ("latest", "layout.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", ".zarray", ".zattrs",
           ".zgroup", ".metadata", "_strings.json")  # fmt: skip
-#: Most pairs of one kind in one fixture; more are thinned out evenly.
+#: Most pairs of one kind in one fixture, unless told; more are thinned out evenly.
 MOST = 40
 
 
@@ -45,7 +45,7 @@ def kind_of(path: Path) -> str:
     return re.sub(r"\d+", "#", "/".join(parts))
 
 
-def pairs(root: Path) -> Iterator[tuple[Path, Path]]:
+def pairs(root: Path, most: int) -> Iterator[tuple[Path, Path]]:
     """Pairs of like files that differ."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name not in _WORDS):
@@ -57,7 +57,7 @@ def pairs(root: Path) -> Iterator[tuple[Path, Path]]:
     for files in kinds.values():
         found = [pair for pair in itertools.combinations(files, 2) if pair not in told]
         told.update(found)
-        yield from found[:: max(1, -(-len(found) // MOST))]
+        yield from found[:: max(1, -(-len(found) // most))]
 
 
 def roots_of(fixture: Path) -> list[Path]:
@@ -107,6 +107,13 @@ def main() -> int:
     parser.add_argument("--fixtures-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "pairs", metavar="DIR")
     parser.add_argument("--only", default="", metavar="TEXT", help="fixtures whose path holds TEXT")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=MOST,
+        metavar="N",
+        help=f"most pairs of one kind in one fixture (default: {MOST})",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print each trial")
     a = parser.parse_args()
     counts: dict[str, Counter[str]] = {}
@@ -118,7 +125,7 @@ def main() -> int:
         if equal or (errors and "BROKEN" not in fixture.name):
             row["false"] += 1
             print(f"false {fixture.name}: {errors} {[f['message'] for f in equal][:3]}")
-        for first, second in pairs(fixture):
+        for first, second in pairs(fixture, a.most):
             for how in ("copy", "swap"):
                 place = a.folder / fixture.name
                 shutil.rmtree(place, ignore_errors=True)
