@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import moe_maker
 import neox_maker
 import numpy as np
 import orbax_maker
@@ -52,20 +54,29 @@ def test_a_distcp_file_copied_over_another_is_refused(original: str, file: str, 
         assert ran.code == 1 and not (tmp_path / "out").exists(), ran.findings
     assert ran.having("FS303"), ran.findings
     (told, *_) = ran.having("FS303")
-    assert {f"__{original}.distcp", f"__{file}.distcp"} <= set(
-        (told["file"] + " " + told["message"]).replace("/", " ").split()
-    )
+    for name in (f"__{original}.distcp", f"__{file}.distcp"):
+        assert name in told["file"] + told["message"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("file", [zero_maker.optim_file, zero_maker.model_file])
-def test_a_zero3_rank_that_saved_another_s_content_is_refused(file: Any, tmp_path: Path) -> None:
-    """No name inside tells: the bytes do."""
+def test_a_zero3_rank_that_saved_another_s_content_is_refused(
+    file: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """No name inside tells: the bytes do. Rank 0's model file holds buffers that are taken of it alone."""
     tensors = {"up": torch.randn(40, 33), "down": torch.randn(33, 40)}
-    run = zero_maker.Run(3, 2, torch.bfloat16, [tensors], frozen={"embed": torch.randn(47, 34)})
-    ckpt = zero_maker.write(tmp_path / "ckpt", run)
-    assert cli("merge", ckpt, tmp_path / "good").code == 0
-    zero_maker.save(zero_maker.load(ckpt / file(0)), ckpt / file(1))
-    assert_refused(ckpt, tmp_path / "out", "FS303", file=file(1))
+    frozen = {"embed": torch.randn(47, 34)}
+    if dtype == torch.uint8:
+        # As quantised weights are.
+        frozen = {"embed": torch.randint(0, 255, (47, 34), dtype=dtype)}
+    buffers = {"scale": torch.tensor([1.5])}
+    run = zero_maker.Run(3, 3, torch.bfloat16, [tensors], frozen=frozen, buffers=buffers)
+    good = zero_maker.write(tmp_path / "good", run)
+    assert cli("merge", good, tmp_path / "good_out").code == 0
+    for one, two in itertools.permutations(range(3), 2):
+        ckpt = copy(good, tmp_path / f"ckpt{one}{two}")
+        zero_maker.save(zero_maker.load(ckpt / file(one)), ckpt / file(two))
+        assert_refused(ckpt, tmp_path / "out", "FS303", file=file(max(one, two)) if one and two else "")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -100,6 +111,90 @@ def test_copies_are_accepted_by_name(tmp_path: Path) -> None:
 def test_what_cannot_be_accepted_is_usage(what: str, tmp_path: Path) -> None:
     ran = cli("merge", FIXTURES / "gpt_neox/neox_pp_tp1", tmp_path / "out", "--accept", what)
     assert ran.code == 2 and "copies=GLOB" in ran.errors[0]["expected"], ran.findings
+
+
+def ranks_saved(folder: Path, *ranks: dict[str, torch.Tensor], **options: Any) -> Path:
+    """What several ranks of a run save, each its own tensors: their files, and one `.metadata`."""
+    metadata = None
+    for rank, tensors in enumerate(ranks):
+        part = folder.parent / f"{folder.name}-{rank}"
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(part, **options), no_dist=True)
+        own = dcp.FileSystemReader(part).read_metadata()
+        folder.mkdir(exist_ok=True)
+        names = {}
+        for file in part.glob("*.distcp"):
+            names[file.name] = file.name.replace("__0_", f"__{rank}_", 1)
+            file.rename(folder / names[file.name])
+        for place in own.storage_data.values():
+            place.relative_path = names[place.relative_path]
+        if metadata is None:
+            metadata = own
+        else:
+            metadata.state_dict_metadata |= own.state_dict_metadata
+            metadata.storage_data |= own.storage_data
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+    return folder
+
+
+def drawn(*names: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(32, 48).to(dtype) for name in names}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_a_file_with_more_in_it_copied_over_one_with_less_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make = {torch.int8: lambda: torch.randint(-99, 99, (32, 48), dtype=dtype)}.get(dtype)
+    first = {f"a.{i}": make() if make else torch.randn(32, 48).to(dtype) for i in range(3)}
+    other = {f"b.{i}": make() if make else torch.randn(32, 48).to(dtype) for i in range(3)}
+    ckpt = ranks_saved(tmp_path / "ckpt", first | drawn("norm"), other)
+    assert cli("merge", ckpt, tmp_path / "good").code == 0
+    shutil.copyfile(ckpt / "__0_0.distcp", ckpt / "__1_0.distcp")
+    assert_refused(ckpt, tmp_path / "out", "FS303", file="__1_0.distcp")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("encoder.layer", "decoder.layer"), ("member_a", "member_b"), ("layers.0", "layers.1")]
+)
+def test_words_that_tell_of_no_copy_excuse_none(one: str, other: str, tmp_path: Path) -> None:
+    parts = ("a", "b", "c")
+    ckpt = ranks_saved(
+        tmp_path / "ckpt", drawn(*(f"{one}.{p}" for p in parts)), drawn(*(f"{other}.{p}" for p in parts))
+    )
+    shutil.copyfile(ckpt / "__0_0.distcp", ckpt / "__1_0.distcp")
+    assert_refused(ckpt, tmp_path / "out", "FS303", file="__1_0.distcp")
+
+
+def test_a_rank_that_holds_all_twice_is_a_copy_all_the_same(tmp_path: Path) -> None:
+    """The model and its average at the beginning, in each rank's file."""
+
+    def rank(*names: str) -> dict[str, torch.Tensor]:
+        held = drawn(*names)
+        return {f"{which}.{name}": t.clone() for which in ("model", "ema") for name, t in held.items()}
+
+    ckpt = ranks_saved(tmp_path / "ckpt", rank("layers.0.a", "layers.0.b"), rank("layers.1.a", "layers.1.b"))
+    assert cli("merge", ckpt, tmp_path / "good").code == 0
+    shutil.copyfile(ckpt / "__0_0.distcp", ckpt / "__1_0.distcp")
+    assert_refused(ckpt, tmp_path / "out", "FS303", file="__1_0.distcp")
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_one_layer_saved_over_all_others_is_refused(layers: int, tmp_path: Path) -> None:
+    root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=1, layers=layers))
+    step = root / "global_step7"
+    for layer in range(3, layers + 2):
+        saved_again(step / layer_file(2, 0), step / layer_file(layer, 0))
+    ran = assert_refused(root, tmp_path / "out", "FS303")
+    assert len(ran.having("FS303")) == layers - 1
+
+
+def test_a_pattern_that_is_none_is_usage(tmp_path: Path) -> None:
+    for pattern in ("[", "**layer_03**"):
+        ran = cli(
+            "merge", FIXTURES / "gpt_neox/neox_pp_tp1", tmp_path / "out", "--accept", f"copies={pattern}"
+        )
+        assert ran.code == 2 and not (tmp_path / "out").exists(), ran.findings
 
 
 # --- files that are meant to be equal
@@ -151,6 +246,15 @@ def test_a_tied_head_that_is_stored_twice_is_no_copy(tmp_path: Path) -> None:
     assert ran.code == 0 and not ran.having("FS303"), ran.findings
 
 
+def test_a_part_of_the_embedding_in_the_head_is_refused(tmp_path: Path) -> None:
+    arrays = {"model.embed_tokens.weight": normal(128, 32), "lm_head.weight": normal(128, 32)}
+    ckpt = store(tmp_path / "ckpt", arrays, [64, 32])
+    shutil.copyfile(
+        chunk_file(ckpt, "model.embed_tokens.weight", 0, 0), chunk_file(ckpt, "lm_head.weight", 0, 0)
+    )
+    assert_refused(ckpt, tmp_path / "out", "FS303", file=".weight/0.0")
+
+
 def test_layers_that_were_all_doubled_are_meant(tmp_path: Path) -> None:
     """Depth up-scaling of each layer, in files of layers: no accident does that."""
     root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=1, layers=4))
@@ -160,6 +264,79 @@ def test_layers_that_were_all_doubled_are_meant(tmp_path: Path) -> None:
     ran = cli("merge", root, tmp_path / "out")
     assert ran.code == 0, ran.errors
     assert {f["severity"] for f in ran.having("FS304")} == {"warning"}
+
+
+@pytest.mark.parametrize("files", ["one", "each"])
+@pytest.mark.parametrize(
+    "key", ["rotary", "average", "policy", "experts", "tied", "positions", "frozen", "deeper"]
+)
+def test_what_is_equal_by_its_nature_is_no_copy(key: str, files: str, tmp_path: Path) -> None:
+    """In one file, and in one for each tensor."""
+    base = drawn(*(f"layers.{i}.{n}" for i in range(3) for n in ("q", "k")))
+    one, made = torch.randn(32, 48), torch.randn(3, 32, 48)
+    tensors = {
+        "rotary": base | {f"layers.{i}.rotary.inv_freq": one for i in range(3)},
+        "average": {f"{m}.{n}": t for m in ("model", "ema") for n, t in base.items()},
+        "policy": {f"{m}.{n}": t for m in ("policy", "ref") for n, t in base.items()}
+        | drawn(*(f"ref.head.{n}" for n in "ab")),
+        "experts": base | {f"layers.{i}.experts.{e}.w": made[i] for i in range(3) for e in range(4)},
+        "tied": base | {"0.word_embeddings.weight": one, "9.final_linear.weight": one},
+        "positions": base | {"encoder.pos.pe": one, "decoder.pos.pe": one},
+        "frozen": {f"{m}.{n}": t for m in ("model", "target") for n, t in base.items() if ".q" in n}
+        | drawn(*(f"{m}.layers.{i}.k" for m in ("model", "target") for i in range(3))),
+        "deeper": base
+        | {f"layers.3.{n}": base[f"layers.2.{n}"] for n in ("q", "k")}
+        | {f"layers.{i}.norm": torch.ones(32, 48) for i in range(4)},
+    }[key]
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    ckpt = ranks_saved(tmp_path / "ckpt", tensors, single_file_per_rank=files == "one")
+    ran = cli("merge", ckpt, tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+    for name, tensor in tensors.items():
+        orbax_maker.write(tmp_path / "orbax", name, tensor.numpy(), [32, 48])
+    orbax_maker.describe(tmp_path / "orbax", list(tensors))
+    ran = cli("merge", tmp_path / "orbax", tmp_path / "orbax_out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+
+
+def test_scales_that_are_equal_are_no_copy_of_the_weights(tmp_path: Path) -> None:
+    scale = torch.randn(64, 4)
+    quantised = [torch.randint(-99, 99, (32, 48), dtype=torch.int8) for _ in range(2)]
+    ckpt = ranks_saved(
+        tmp_path / "ckpt", *({f"l.{r}.q": quantised[r], f"l.{r}.scale": scale} for r in range(2))
+    )
+    ran = cli("merge", ckpt, tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+
+
+@pytest.mark.parametrize("form", ["sequential", "grouped"])
+def test_one_expert_on_each_rank_made_of_one_is_no_copy(form: str, tmp_path: Path) -> None:
+    whole = moe_maker.model().state_dict()
+    for name, tensor in whole.items():
+        if ".experts." in name and tensor.ndim == 3:
+            tensor.copy_(tensor[:1].clone().expand_as(tensor))
+    experts = next(t.shape[0] for n, t in whole.items() if ".experts." in n and t.ndim == 3)
+    root = moe_maker.save_legacy(tmp_path / "ckpt", whole, (1, 1, experts), form)
+    ran = cli("merge", root, tmp_path / "out")
+    assert experts > 2 and ran.code == 0 and not ran.having("FS303"), ran.errors
+
+
+def test_two_directories_that_hold_the_same_are_as_one(tmp_path: Path) -> None:
+    root = neox_maker.write(tmp_path / "node0", neox_maker.Spec(tp=1, layers=4))
+    step = root / "global_step7"
+    for layer in (2, 4):
+        saved_again(step / layer_file(layer, 0), step / layer_file(layer + 1, 0))
+    copy(root, tmp_path / "node1")
+    ran = cli("merge", root, tmp_path / "node1", tmp_path / "out")
+    assert ran.code == 0, ran.errors
+
+
+def test_many_files_of_constants_are_looked_at_once(tmp_path: Path) -> None:
+    """Norms at their beginning, each in a file of its own."""
+    tensors = {f"layers.{i}.norm": torch.ones(4096) for i in range(300)} | drawn("w")
+    ckpt = ranks_saved(tmp_path / "ckpt", tensors, single_file_per_rank=False)
+    ran = cli("merge", ckpt, tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS304"), ran.errors
 
 
 # --- chunks
@@ -281,6 +458,16 @@ def test_what_nothing_tells_is_named_and_a_manifest_settles_it(key: str, tmp_pat
     ran = cli("verify", ckpt, "--expect", tmp_path / "manifest.json")
     assert ran.code == 1 and ran.having("FS308"), ran.findings
     assert "which is which" not in ran.doc["not_proven"]
+
+
+def test_files_of_universal_that_bear_one_name_inside_are_named(tmp_path: Path) -> None:
+    ckpt = copy(FIXTURES / "universal/zero1_bf16_dp2", tmp_path / "ckpt")
+    one, two = sorted(ckpt.rglob("zero/norm.*/exp_avg.pt"))
+    one.rename(ckpt / "aside")
+    two.rename(one)
+    (ckpt / "aside").rename(two)
+    ran = cli("merge", ckpt, tmp_path / "out", "--optimizer")
+    assert ran.code == 0 and "exp_avg.pt" in ran.doc["not_proven"], ran.errors
 
 
 @pytest.mark.parametrize("source", ["gpt_neox/neox_pp_tp2", "deepspeed/zero3_bf16_dp2", "sharded/hf_sharded"])

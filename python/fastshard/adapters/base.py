@@ -280,7 +280,7 @@ class Source:
     moments_only: bool = False
     #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
     layers_may_repeat: bool = False
-    #: Glob patterns of files and tensors that were copied on purpose.
+    #: Glob patterns of files that were copied on purpose.
     copies_accepted: list[str] = field(default_factory=list)
     #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
     optimizer_findings: list[Finding] = field(default_factory=list)

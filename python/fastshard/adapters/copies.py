@@ -9,7 +9,7 @@ from ..errors import Finding
 
 
 def patterns(accept: Iterable[str]) -> list[str]:
-    """Glob patterns of files and tensors that ``copies`` and ``copies=GLOB`` stand for."""
+    """Glob patterns of files that ``copies`` and ``copies=GLOB`` stand for."""
     said = [what.partition("=") for what in sorted(accept)]
     return [glob if is_given else "*" for word, is_given, glob in said if word == "copies"]
 
@@ -20,8 +20,7 @@ def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:
 
 
 def _accepted(finding: Finding, globs: Sequence[str]) -> Finding:
-    names = [name for name in (finding.file, finding.tensor) if name]
-    if finding.code != "FS303" or not any(fnmatch.fnmatchcase(n, glob) for n in names for glob in globs):
+    if finding.code != "FS303" or not any(fnmatch.fnmatchcase(finding.file or "", glob) for glob in globs):
         return finding
     help = "accepted as asked with --accept copies"
     return Finding.from_dict({**finding.to_dict(), "severity": "warning", "help": help})

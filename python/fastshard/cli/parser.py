@@ -90,8 +90,8 @@ def _opening(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="WHAT",
         help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); copies, or copies=GLOB of files "
-        "or tensors, that were made on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
+        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); files, or those "
+        "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
     )
     group.add_argument(
         "--expect-processes",

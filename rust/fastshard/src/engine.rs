@@ -708,8 +708,9 @@ impl Run<'_> {
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
         findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
-        findings.extend(shards::repeated_blocks(self.plan, &self.sources)?);
-        shards::told_once(&mut findings, shards::copied_files(self.plan, &self.sources)?);
+        let (files, blocks) = shards::copied(self.plan, &self.sources)?;
+        findings.extend(blocks);
+        shards::told_once(&mut findings, files);
         findings.iter_mut().for_each(|finding| shards::accept(self.plan, finding));
         let decoded = self.sources.blocks.traffic();
         Ok(Report { outputs, findings: limit(findings), memory, decoded })

@@ -435,7 +435,10 @@ pub struct Plan {
     /// True if layers may hold what other layers hold (a warning then).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub layers_may_repeat: bool,
-    /// Glob patterns of files and tensors that were copied on purpose.
+    /// True if a head that equals the embedding is not tied to it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub untied: bool,
+    /// Glob patterns of files that were copied on purpose.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies_accepted: Vec<String>,
     /// Small text files written besides, by name (config.json and the like).

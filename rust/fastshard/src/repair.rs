@@ -164,6 +164,7 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
         stored: all.stored,
         twins_may_differ: request.source.twins_may_differ,
         layers_may_repeat: request.source.layers_may_repeat,
+        untied: false,
         copies_accepted: request.source.copies_accepted.clone(),
         roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
         ..Plan::default()

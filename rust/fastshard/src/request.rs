@@ -79,7 +79,7 @@ pub struct SourceSide {
     /// True if layers may hold what other layers hold (a warning then).
     #[serde(default)]
     pub layers_may_repeat: bool,
-    /// Glob patterns of files and tensors that were copied on purpose.
+    /// Glob patterns of files that were copied on purpose.
     #[serde(default)]
     pub copies_accepted: Vec<String>,
     /// Parallel degrees.
@@ -247,6 +247,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     }
     believable(request)?;
     let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);
+    globs(&request.source.copies_accepted)?;
     let wanted = |name: &str| {
         (include.is_empty() || include.iter().any(|p| p.matches(name)))
             && !exclude.iter().any(|p| p.matches(name))
@@ -330,6 +331,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         copies: made.copies,
         twins_may_differ: request.source.twins_may_differ,
         layers_may_repeat: request.source.layers_may_repeat,
+        untied: request.source.facts.get("tied") == Some(&false),
         copies_accepted: request.source.copies_accepted.clone(),
         texts: request.texts.clone(),
         topology: request.source.degrees.clone(),

@@ -72,40 +72,6 @@ pub(crate) fn each_use(stored: u32, tensor: &StoredTensor, mut each: impl FnMut(
     }
 }
 
-/// True if two tensors can be taken for each other: parts or layers of one kind.
-pub(crate) fn alike(a: &StoredTensor, b: &StoredTensor) -> bool {
-    a.rule == b.rule || numbered(&a.name).eq(numbered(&b.name))
-}
-
-/// A name, with what its numbers are left out.
-fn numbered(name: &str) -> impl Iterator<Item = char> + '_ {
-    let mut before = ' ';
-    name.chars().filter_map(move |c| {
-        let digit = if c.is_ascii_digit() { '#' } else { c };
-        let first = !(digit == '#' && before == '#');
-        before = digit;
-        first.then_some(digit)
-    })
-}
-
-/// Where two names differ, if they do in one part alone: its position, and what stands there.
-pub(crate) fn renamed<'n>(a: &'n str, b: &'n str) -> Option<(usize, &'n str, &'n str)> {
-    let (a, b): (Vec<&str>, Vec<&str>) = (a.split('.').collect(), b.split('.').collect());
-    let mut differing = (0..a.len()).filter(|&i| a.len() == b.len() && a[i] != b[i]);
-    let position = differing.next()?;
-    differing.next().is_none().then_some((position, a[position], b[position]))
-}
-
-/// True if two tensors can be an embedding and the head that is tied to it, by their names.
-pub(crate) fn may_be_tied(a: &str, b: &str) -> bool {
-    let numbered = |name: &str| name.contains(char::is_numeric);
-    let of_vocabulary = |name: &str| {
-        let name = name.to_lowercase();
-        ["emb", "wte", "head", "vocab", "logits"].iter().any(|word| name.contains(word))
-    };
-    !numbered(a) && !numbered(b) && (of_vocabulary(a) || of_vocabulary(b))
-}
-
 /// A digest with one more number in it.
 pub(crate) fn mixed(digest: u64, number: u64) -> u64 {
     let mut x = digest.rotate_left(23) ^ number.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -117,33 +83,4 @@ pub(crate) fn mixed(digest: u64, number: u64) -> u64 {
 pub(crate) fn digest_of(bytes: &[u8]) -> u64 {
     let hash = blake3::hash(bytes);
     u64::from_le_bytes(hash.as_bytes()[..8].try_into().expect("eight bytes"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_that_differ_in_numbers_alone_are_alike() {
-        let same = |a: &str, b: &str| numbered(a).eq(numbered(b));
-        assert!(same("layers.3.mlp.weight", "layers.12.mlp.weight"));
-        assert!(!same("layers.3.wk", "layers.3.wv"));
-        assert!(!same("layers.mlp", "layers.3.mlp"));
-        assert!(!same("model.w", "ema.w"));
-    }
-
-    #[test]
-    fn names_that_differ_in_one_part() {
-        assert_eq!(renamed("a.l_0.w", "a.l_1.w"), Some((1, "l_0", "l_1")));
-        assert_eq!(renamed("params.a.w", "ema.a.w"), Some((0, "params", "ema")));
-        assert_eq!(renamed("a.b.w", "c.d.w"), None);
-        assert_eq!(renamed("a.w", "a.b.w"), None);
-    }
-
-    #[test]
-    fn heads_are_tied_to_embeddings_and_layers_are_not() {
-        assert!(may_be_tied("model.embed_tokens.weight", "lm_head.weight"));
-        assert!(!may_be_tied("up.weight", "down.weight"));
-        assert!(!may_be_tied("layers.0.head.weight", "layers.1.head.weight"));
-    }
 }

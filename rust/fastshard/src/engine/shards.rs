@@ -1,24 +1,29 @@
 //! Shards against each other: duplicated and swapped files show in what ranks and layers share.
 
+mod contents;
 mod copied;
 mod duplicates;
+mod meant;
 mod repeated_blocks;
 mod swapped;
 mod values;
+
+use std::collections::HashMap;
 
 use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::kernel;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
-use crate::standing::each_blob;
+use crate::standing::{each_blob, each_use, Standing, Use};
+
 use crate::tensor::{c_strides, element_count};
+use contents::Contents;
+use meant::Meant;
 
 use super::gather::{Into, Sources};
 
-pub(super) use copied::copied_files;
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
-pub(super) use repeated_blocks::repeated_blocks;
 pub(super) use swapped::swapped;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
@@ -40,16 +45,35 @@ pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
     }
 }
 
+/// Whole files and blocks that are copies of others.
+pub(super) fn copied(plan: &Plan, sources: &Sources) -> Result<(Vec<Finding>, Vec<Finding>)> {
+    let Some(standing) = Standing::of(plan) else { return Ok((Vec::new(), Vec::new())) };
+    let contents = Contents::of(plan, sources, &standing)?;
+    if contents.all_differ() {
+        return Ok((Vec::new(), Vec::new()));
+    }
+    let mut uses: HashMap<u32, Vec<Use>> = HashMap::new();
+    for (i, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
+        each_use(i as u32, stored, |blob, found| {
+            if contents.class(blob).is_some() {
+                uses.entry(blob).or_default().push(found);
+            }
+        });
+    }
+    let meant = Meant::of(plan, &standing, &contents);
+    let files = copied::copied_files(plan, sources, &standing, &contents, &uses, &meant)?;
+    let blocks = repeated_blocks::repeated_blocks(plan, sources, &standing, &contents, &uses, &meant)?;
+    Ok((files, blocks))
+}
+
 /// Makes a copy that was made on purpose, as the user says, a warning.
 pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
-    let accepted = |name: &Option<String>| {
-        let matches = |pattern: &String| {
-            let pattern = glob::Pattern::new(pattern);
-            name.as_ref().is_some_and(|name| pattern.is_ok_and(|pattern| pattern.matches(name)))
-        };
-        plan.copies_accepted.iter().any(matches)
+    let matches = |file: &str| {
+        // What is no pattern was refused before there was a plan.
+        let mut patterns = plan.copies_accepted.iter().filter_map(|p| glob::Pattern::new(p).ok());
+        patterns.any(|pattern| pattern.matches(file))
     };
-    if finding.code == codes::DUPLICATED_SHARD && (accepted(&finding.file) || accepted(&finding.tensor)) {
+    if finding.code == codes::DUPLICATED_SHARD && finding.file.as_deref().is_some_and(matches) {
         finding.severity = Severity::Warning;
         finding.help = Some("accepted as asked with --accept copies".into());
     }

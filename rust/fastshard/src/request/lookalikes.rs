@@ -21,14 +21,13 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     }
     let standing = Standing::of(plan)?;
     let mut stands = vec![0u64; plan.sources.len()];
-    let mut blocks: HashMap<(u64, u64), (u64, u32)> = HashMap::new();
+    let mut blocks = 0u64;
     for (i, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
         each_use(i as u32, stored, |blob, found| {
             let about = &plan.blobs[blob as usize];
             let at = found.at.iter().fold(standing.digest(i as u32), |digest, n| mixed(digest, *n));
             if about.encoded {
-                let kind = (about.len, stored.dtype.size() as u64);
-                blocks.entry(kind).or_insert((0, blob)).0 += 1;
+                blocks += 1;
             } else {
                 let file = &mut stands[about.file as usize];
                 *file = file.wrapping_add(mixed(at, found.offset));
@@ -38,15 +37,18 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     let mut kinds: HashMap<u64, Vec<(u32, u64)>> = HashMap::new();
     let files = catalog.files.iter().flatten().map(|file| ((file.root, &*file.path), file));
     let files: HashMap<(u32, &str), &CatalogFile> = files.collect();
+    let mut archives: HashMap<&str, u32> = HashMap::new();
+    let named = catalog.files.iter().flatten().filter_map(|file| file.parsed.archive.as_deref());
+    named.for_each(|archive| *archives.entry(archive).or_default() += 1);
     for (i, source) in plan.sources.iter().enumerate().filter(|(i, _)| stands[*i] != 0) {
-        if let Some(file) = files.get(&(source.root, &*source.path)).filter(|file| !names_itself(file)) {
+        let file = files.get(&(source.root, &*source.path));
+        if let Some(file) = file.filter(|file| !names_itself(file, &archives)) {
             kinds.entry(kind_of(file)).or_default().push((i as u32, stands[i]));
         }
     }
     let differ = |files: &Vec<(u32, u64)>| files.iter().any(|(_, stands)| *stands != files[0].1);
     let mut files: Vec<u32> = kinds.into_values().filter(differ).flatten().map(|(file, _)| file).collect();
     files.sort_unstable();
-    let alike: u64 = blocks.values().map(|(n, _)| *n).filter(|n| *n > 1).sum();
     let mut of_what = Vec::new();
     if !files.is_empty() {
         let named: Vec<String> = files.iter().take(NAMED).map(|file| plan.label(*file)).collect();
@@ -56,38 +58,37 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
         };
         of_what.push(format!("{} files ({}{more})", files.len(), named.join(", ")));
     }
-    if alike > 0 {
-        of_what.push(format!("{alike} chunks"));
+    if blocks > 1 {
+        of_what.push(format!("{blocks} chunks"));
     }
     let of_what = of_what.join(" and ");
     let message = format!("of {of_what} which is which is not proven: nothing in them names their place");
-    let help = "two that were swapped would not be seen, nor one of fewer than 64 different values that was copied over \
+    let help = "two that were swapped would not be seen, nor one with fewer than 64 different values that was copied over \
                 another: --expect with a manifest that was made where they were written settles it";
     (!of_what.is_empty()).then(|| Finding::new(codes::LOOKALIKES, message).help(help))
 }
 
-/// True for a file that was given its own name when it was saved: if it were another's, the two would differ.
-fn names_itself(file: &CatalogFile) -> bool {
+/// True for a file that was given its own name when it was saved, and no other the same: if it were another's, the two
+/// would differ.
+fn names_itself(file: &CatalogFile, archives: &HashMap<&str, u32>) -> bool {
     let name = file.path.rsplit('/').next().unwrap_or_default();
     let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
-    let numbered = stem.contains(|c: char| c.is_ascii_digit());
-    numbered && file.parsed.archive.as_deref() == Some(stem)
+    let archive = file.parsed.archive.as_deref();
+    archive == Some(stem) && archives.get(stem) == Some(&1)
 }
 
 /// What a file looks like to a reader, whatever its values.
 fn kind_of(file: &CatalogFile) -> u64 {
     let parsed = &file.parsed;
-    let records = parsed.format == "dcp";
     let mut kind = digest_of(parsed.format.as_bytes());
+    if parsed.format == "dcp" {
+        // Names come from another file, and what no record covers is not looked at.
+        return kind;
+    }
     for tensor in &parsed.tensors {
-        let blob = &parsed.blobs[tensor.blob as usize];
         kind = mixed(kind, digest_of(tensor.dtype.to_string().as_bytes()));
         kind = tensor.shape.iter().fold(kind, |kind, n| mixed(kind, *n));
-        kind = match records {
-            // Their names come from another file.
-            true => mixed(kind, blob.offset),
-            false => tensor.path.iter().fold(kind, |kind, key| mixed(kind, digest_of(key.as_bytes()))),
-        };
+        kind = tensor.path.iter().fold(kind, |kind, key| mixed(kind, digest_of(key.as_bytes())));
     }
     kind
 }

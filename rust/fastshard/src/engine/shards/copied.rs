@@ -1,337 +1,242 @@
-//! Files that are copies of other files: all that one holds is what another holds, which stands for something else.
+//! Files that are copies of other files: all that is taken of one is in another, where it stands for something else.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::values::Values;
-use super::{Reader, CHUNK};
+use super::contents::Contents;
+use super::meant::{Meant, Verdict};
+use super::CHUNK;
 use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::plan::Plan;
-use crate::standing::{digest_of, each_blob, each_use, may_be_tied, mixed, renamed, Standing, Use};
-
-/// Runs of a file without checksums that are looked at before all of it is, and bytes of each.
-const SAMPLES: usize = 16;
-const SAMPLE: u64 = 4096;
-
-/// Files whose floating contents are all another's, of which something else is made.
-///
-/// Digests of what their headers tell, and of samples, find suspects; bytes decide.
-pub(in crate::engine) fn copied_files(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
-    let Some(standing) = Standing::of(plan) else { return Ok(Vec::new()) };
-    let floats = floats(plan);
-    let groups = suspects(plan, sources, &floats)?;
-    if groups.is_empty() {
-        return Ok(Vec::new());
-    }
-    let contents = Contents::of(plan, &standing, &floats, &groups);
-    let mut search = Search { plan, sources, contents, a: vec![0; CHUNK], b: vec![0; CHUNK] };
-    let mut found = Vec::new();
-    for group in &groups {
-        let mut leaders: Vec<u32> = Vec::new();
-        'files: for &file in group {
-            for &leader in &leaders {
-                if let Some(copy) = search.copy(leader, file)? {
-                    found.push(copy);
-                    continue 'files;
-                }
-            }
-            leaders.push(file);
-        }
-    }
-    let meant = meant(plan, &floats, &found);
-    Ok(found.iter().map(|copy| finding(plan, copy, meant.contains(&copy.file))).collect())
-}
-
-/// Bytes of an element, per blob that holds floating tensors as they are; 0 for others.
-fn floats(plan: &Plan) -> Vec<u8> {
-    let mut items = vec![0u8; plan.blobs.len()];
-    for stored in plan.stored.iter().filter(|s| s.dtype.is_float()) {
-        each_blob(stored, |blob| {
-            let about = &plan.blobs[blob as usize];
-            if !about.encoded && about.len > 0 {
-                items[blob as usize] = stored.dtype.size() as u8;
-            }
-        });
-    }
-    items
-}
-
-/// Groups of files that look the same.
-fn suspects(plan: &Plan, sources: &Sources, floats: &[u8]) -> Result<Vec<Vec<u32>>> {
-    let mut digests = vec![(0u64, false); plan.sources.len()];
-    for (blob, _) in plan.blobs.iter().zip(floats).filter(|(_, item)| **item > 0) {
-        let (digest, unknown) = &mut digests[blob.file as usize];
-        *digest = mixed(mixed(*digest, blob.len), u64::from(blob.crc32.unwrap_or(0)));
-        *unknown |= blob.crc32.is_none();
-    }
-    let groups = grouped(digests.iter().map(|(digest, _)| *digest));
-    let sampled: HashSet<u32> =
-        groups.iter().flatten().copied().filter(|&file| digests[file as usize].1).collect();
-    if sampled.is_empty() {
-        return Ok(groups);
-    }
-    for (file, blobs) in blobs_of(plan, floats, &sampled) {
-        let step = blobs.len().div_ceil(SAMPLES).max(1);
-        for &blob in blobs.iter().step_by(step) {
-            let len = plan.blobs[blob as usize].len;
-            let mut bytes = vec![0; len.min(SAMPLE) as usize];
-            sources.read_blob(blob, (len - bytes.len() as u64) / 2, &mut bytes)?;
-            let digest = &mut digests[file as usize].0;
-            *digest = mixed(*digest, digest_of(&bytes));
-        }
-    }
-    Ok(grouped(digests.into_iter().map(|(digest, _)| digest)))
-}
-
-/// Files with equal digests, two or more; 0 is none.
-fn grouped(digests: impl Iterator<Item = u64>) -> Vec<Vec<u32>> {
-    let mut groups: HashMap<u64, Vec<u32>> = HashMap::new();
-    for (file, digest) in digests.enumerate().filter(|(_, digest)| *digest != 0) {
-        groups.entry(digest).or_default().push(file as u32);
-    }
-    let mut groups: Vec<Vec<u32>> = groups.into_values().filter(|files| files.len() > 1).collect();
-    groups.sort_unstable();
-    groups
-}
-
-/// The blobs with floats of each of `files`.
-fn blobs_of(plan: &Plan, floats: &[u8], files: &HashSet<u32>) -> BTreeMap<u32, Vec<u32>> {
-    let mut blobs: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for (i, blob) in plan.blobs.iter().enumerate().filter(|(i, _)| floats[*i] > 0) {
-        if files.contains(&blob.file) {
-            blobs.entry(blob.file).or_default().push(i as u32);
-        }
-    }
-    blobs
-}
-
-/// What suspects hold.
-struct Contents<'a> {
-    standing: &'a Standing,
-    /// Bytes of an element, per blob.
-    floats: &'a [u8],
-    /// File -> blobs.
-    blobs: BTreeMap<u32, Vec<u32>>,
-    /// Blob -> what stands there, of what is used.
-    uses: HashMap<u32, Vec<Use>>,
-}
-
-impl<'a> Contents<'a> {
-    fn of(plan: &Plan, standing: &'a Standing, floats: &'a [u8], groups: &[Vec<u32>]) -> Self {
-        let files: HashSet<u32> = groups.iter().flatten().copied().collect();
-        let mut uses: HashMap<u32, Vec<Use>> = HashMap::new();
-        for (i, stored) in plan.stored.iter().enumerate() {
-            if standing.is_used(i as u32) && stored.dtype.is_float() {
-                each_use(i as u32, stored, |blob, found| {
-                    if files.contains(&plan.blobs[blob as usize].file) {
-                        uses.entry(blob).or_default().push(found);
-                    }
-                });
-            }
-        }
-        Contents { standing, floats, blobs: blobs_of(plan, floats, &files), uses }
-    }
-
-    /// What stands in two blobs at one place, and is not one thing.
-    fn differing(&self, a: u32, b: u32) -> Option<(&Use, &Use)> {
-        let (Some(a), Some(b)) = (self.uses.get(&a), self.uses.get(&b)) else { return None };
-        b.iter().find_map(|other| {
-            let same_place = a.iter().filter(|u| u.offset == other.offset);
-            let mut own = same_place.peekable();
-            let first = *own.peek()?;
-            own.all(|u| !self.standing.same(u, other)).then_some((first, other))
-        })
-    }
-}
+use crate::standing::{mixed, Standing, Use};
 
 /// A file that is a copy.
 struct Copy {
     original: u32,
     file: u32,
-    /// Stored tensors of the two: what was made of which.
+    /// What stands there, in the original and here: those that must be something else, or all.
     tensors: Vec<(u32, u32)>,
-    /// True if names say that it can be meant.
-    named: bool,
+    verdict: Verdict,
+}
+
+/// Files of which all that is taken is in another file as well, and must be something else.
+///
+/// Digests of headers, and samples, find suspects; bytes decide.
+pub(super) fn copied_files(
+    plan: &Plan,
+    sources: &Sources,
+    standing: &Standing,
+    contents: &Contents,
+    uses: &HashMap<u32, Vec<Use>>,
+    meant: &Meant,
+) -> Result<Vec<Finding>> {
+    let mut blobs: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    let mut holders: HashMap<u32, Vec<u32>> = HashMap::new();
+    let in_files = |i: &u32| !plan.blobs[*i as usize].encoded && contents.is_used(*i);
+    for i in (0..plan.blobs.len() as u32).filter(in_files) {
+        blobs.entry(plan.blobs[i as usize].file).or_default().push(i);
+        if let Some(class) = contents.class(i) {
+            holders.entry(class).or_default().push(i);
+        }
+    }
+    let search = Search { plan, sources, standing, contents, uses, meant, blobs, holders };
+    let mut found: Vec<Copy> = Vec::new();
+    let mut copies = HashSet::new();
+    for &file in search.blobs.keys() {
+        if let Some(copy) = search.copy(file, &copies)? {
+            copies.insert(file);
+            found.push(copy);
+        }
+    }
+    search.double(&mut found);
+    Ok(found
+        .iter()
+        .filter(|copy| copy.verdict != Verdict::Innocent)
+        .map(|copy| finding(plan, copy))
+        .collect())
 }
 
 struct Search<'a, 'p> {
     plan: &'p Plan,
     sources: &'a Sources<'p>,
-    contents: Contents<'a>,
-    a: Vec<u8>,
-    b: Vec<u8>,
+    standing: &'a Standing,
+    contents: &'a Contents,
+    uses: &'a HashMap<u32, Vec<Use>>,
+    meant: &'a Meant<'p>,
+    /// File -> its blobs that something is made of.
+    blobs: BTreeMap<u32, Vec<u32>>,
+    /// Content -> blobs that hold it.
+    holders: HashMap<u32, Vec<u32>>,
 }
 
 impl Search<'_, '_> {
-    /// Whether `file` holds what `original` holds, and should not.
-    fn copy(&mut self, original: u32, file: u32) -> Result<Option<Copy>> {
-        let pairs: Vec<(u32, u32)> = self.pairs(original, file);
-        let mut differing = Vec::new();
-        for &(a, b) in &pairs {
-            if let Some((own, other)) = self.contents.differing(a, b) {
-                differing.push((b, (own.stored, other.stored)));
-            }
-        }
-        self.leave_out_repeated(&mut differing)?;
-        if differing.is_empty() {
-            return Ok(None);
-        }
-        for &(a, b) in &pairs {
-            if !self.equal(a, b)? {
-                return Ok(None);
-            }
-        }
-        if !self.tells(differing.iter().map(|(blob, _)| *blob))? {
-            return Ok(None);
-        }
-        let tensors: Vec<(u32, u32)> = differing.into_iter().map(|(_, stored)| stored).collect();
-        let named = self.meant_by_name(&tensors)?;
-        Ok(Some(Copy { original, file, tensors, named }))
+    fn file(&self, blob: u32) -> u32 {
+        self.plan.blobs[blob as usize].file
     }
 
-    /// True if all tensors are those of another copy of the model (an average of the weights, at its beginning),
-    /// or one is the head that is tied to the embedding.
-    fn meant_by_name(&self, tensors: &[(u32, u32)]) -> Result<bool> {
-        let stored = |i: u32| &self.plan.stored[i as usize];
-        if let [(a, b)] = *tensors {
-            if a == b {
-                return Ok(false);
+    /// What stands at one place of two blobs, if it is not one thing.
+    fn differing(&self, a: u32, b: u32) -> Option<(&Use, &Use)> {
+        let (a, b) = (self.uses.get(&a)?, self.uses.get(&b)?);
+        b.iter().find_map(|other| {
+            if a.iter().any(|own| self.standing.same(own, other)) {
+                return None;
             }
-            let (a, b) = (stored(a), stored(b));
-            let same_size = a.shape == b.shape && a.dtype == b.dtype;
-            return Ok(same_size
-                && may_be_tied(&a.name, &b.name)
-                && Reader::new(self.sources).equal(a, b)?);
-        }
-        let mut words = tensors.iter().map(|&(a, b)| {
-            let (_, from, to) = renamed(&stored(a).name, &stored(b).name)?;
-            let word = |part: &str| !part.contains(char::is_numeric);
-            (word(from) && word(to)).then_some((from, to))
-        });
-        let first = words.next().flatten();
-        Ok(first.is_some() && words.all(|pair| pair == first))
+            Some((a.iter().find(|own| own.offset == other.offset)?, other))
+        })
     }
 
-    fn pairs(&self, a: u32, b: u32) -> Vec<(u32, u32)> {
-        let blobs = |file: u32| self.contents.blobs.get(&file).map_or(&[][..], |blobs| blobs);
-        let (a, b) = (blobs(a), blobs(b));
-        if a.len() != b.len() {
-            return Vec::new();
-        }
-        a.iter().copied().zip(b.iter().copied()).collect()
+    /// True if something is taken of the same place of two blobs that are equal. Files of layers can each hold the one
+    /// storage of all of them, of which each takes its own part.
+    fn alike(&self, a: u32, b: u32) -> bool {
+        let (Some(a), Some(b)) = (self.uses.get(&a), self.uses.get(&b)) else { return false };
+        b.iter().any(|other| a.iter().any(|own| own.offset == other.offset))
     }
 
-    /// Drops what the file holds several times: experts that were made of one tell nothing of files.
-    fn leave_out_repeated(&self, differing: &mut Vec<(u32, (u32, u32))>) -> Result<()> {
-        if differing.len() < 2 {
-            return Ok(());
+    /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some.
+    fn copy(&self, file: u32, copies: &HashSet<u32>) -> Result<Option<Copy>> {
+        let mut originals: BTreeSet<u32> = BTreeSet::new();
+        for &blob in &self.blobs[&file] {
+            let Some(class) = self.contents.class(blob) else { continue };
+            let others = self.holders[&class].iter().filter(|other| self.file(**other) != file);
+            originals =
+                others.filter(|a| self.differing(**a, blob).is_some()).map(|a| self.file(*a)).collect();
+            if !originals.is_empty() {
+                break; // All of it is in the original: this is too.
+            }
         }
-        let mut times: HashMap<(u64, u64), u64> = HashMap::new();
-        let mut keys = Vec::with_capacity(differing.len());
-        for (blob, _) in differing.iter() {
-            let about = &self.plan.blobs[*blob as usize];
-            let sum = match about.crc32 {
-                Some(crc) => u64::from(crc),
-                None => {
-                    let mut bytes = vec![0; about.len.min(SAMPLE) as usize];
-                    self.sources.read_blob(*blob, (about.len - bytes.len() as u64) / 2, &mut bytes)?;
-                    digest_of(&bytes)
+        for original in originals.into_iter().filter(|original| !copies.contains(original)) {
+            // Of two that are the same the later one is named.
+            if original > file && self.within(original, file)? {
+                continue;
+            }
+            if !self.within(file, original)? {
+                continue;
+            }
+            if let Some(copy) = self.judge(original, file)? {
+                return Ok(Some(copy));
+            }
+        }
+        Ok(None)
+    }
+
+    /// True if all of a file that tells something is in another file.
+    fn within(&self, file: u32, other: u32) -> Result<bool> {
+        let mut held: HashMap<u32, Vec<u32>> = HashMap::new();
+        for &blob in &self.blobs[&other] {
+            self.contents.class(blob).into_iter().for_each(|class| held.entry(class).or_default().push(blob));
+        }
+        let mut alone = Vec::new();
+        for &blob in &self.blobs[&file] {
+            match self.contents.class(blob) {
+                Some(class) => {
+                    let theirs = held.get(&class).map_or(&[][..], |blobs| blobs);
+                    if !theirs.iter().any(|&a| self.alike(a, blob)) {
+                        return Ok(false);
+                    }
                 }
-            };
-            *times.entry((about.len, sum)).or_default() += 1;
-            keys.push((about.len, sum));
+                None => alone.push(blob),
+            }
         }
-        let mut keys = keys.into_iter();
-        differing.retain(|_| keys.next().is_some_and(|key| times[&key] == 1));
-        Ok(())
-    }
-
-    fn equal(&mut self, a: u32, b: u32) -> Result<bool> {
-        let len = self.plan.blobs[a as usize].len;
-        if len != self.plan.blobs[b as usize].len {
-            return Ok(false);
-        }
-        for at in (0..len).step_by(CHUNK) {
-            let n = (len - at).min(CHUNK as u64) as usize;
-            self.sources.read_blob(a, at, &mut self.a[..n])?;
-            self.sources.read_blob(b, at, &mut self.b[..n])?;
-            if self.a[..n] != self.b[..n] {
+        for blob in alone {
+            if self.contents.tells(self.plan, self.sources, blob)? {
                 return Ok(false);
             }
         }
         Ok(true)
     }
 
-    /// True if there are enough different values for equality to say something.
-    fn tells(&mut self, blobs: impl Iterator<Item = u32>) -> Result<bool> {
-        let mut values = Values::default();
-        for blob in blobs {
-            let (len, item) =
-                (self.plan.blobs[blob as usize].len, usize::from(self.contents.floats[blob as usize]));
-            for at in (0..len).step_by(CHUNK) {
-                let n = (len - at).min(CHUNK as u64) as usize;
-                self.sources.read_blob(blob, at, &mut self.a[..n])?;
-                values.add(&self.a[..n], item);
-                if values.enough() {
-                    return Ok(true);
-                }
+    fn judge(&self, original: u32, file: u32) -> Result<Option<Copy>> {
+        let own: Vec<u32> =
+            self.blobs[&file].iter().copied().filter(|b| self.contents.class(*b).is_some()).collect();
+        let mut at: HashMap<u32, Vec<u32>> = HashMap::new();
+        for &blob in &self.blobs[&original] {
+            if let Some(class) = self.contents.class(blob) {
+                at.entry(class).or_default().push(blob);
             }
         }
-        Ok(false)
+        let mut verdicts: BTreeMap<Verdict, Vec<(u32, u32)>> = BTreeMap::new();
+        for &b in &own {
+            let partners = &at[&self.contents.class(b).unwrap_or_default()];
+            if partners.iter().any(|&a| self.differing(a, b).is_none()) {
+                continue; // Both hold it, as they should.
+            }
+            let judged = partners.iter().filter_map(|&a| {
+                let (x, y) = self.differing(a, b)?;
+                Some((self.meant.verdict(x, y, own.len() == 1), a, (x.stored, y.stored)))
+            });
+            let Some((verdict, a, pair)) = judged.max_by_key(|(verdict, ..)| *verdict) else { continue };
+            if !self.equal(a, b)? {
+                return Ok(None);
+            }
+            verdicts.entry(verdict).or_default().push(pair);
+        }
+        let worst = verdicts.into_iter().next();
+        Ok(worst.map(|(verdict, tensors)| Copy { original, file, tensors, verdict }))
     }
-}
 
-/// Copies that are the same over all files of their kind: layers or experts that were all doubled, which no
-/// accident does. Parts of one tensor are never meant to be equal.
-fn meant(plan: &Plan, floats: &[u8], found: &[Copy]) -> HashSet<u32> {
-    let mut kinds: HashMap<u64, Vec<u32>> = HashMap::new();
-    let mut lens = vec![0u64; plan.sources.len()];
-    for (blob, _) in plan.blobs.iter().zip(floats).filter(|(_, item)| **item > 0) {
-        let digest = &mut lens[blob.file as usize];
-        *digest = mixed(*digest, blob.len);
+    fn equal(&self, a: u32, b: u32) -> Result<bool> {
+        let len = self.plan.blobs[a as usize].len;
+        let (mut x, mut y) = (vec![0; CHUNK], vec![0; CHUNK]);
+        for at in (0..len).step_by(CHUNK) {
+            let n = (len - at).min(CHUNK as u64) as usize;
+            self.sources.read_blob(a, at, &mut x[..n])?;
+            self.sources.read_blob(b, at, &mut y[..n])?;
+            if x[..n] != y[..n] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
-    for (file, digest) in lens.iter().enumerate().filter(|(_, digest)| **digest != 0) {
-        kinds.entry(*digest).or_default().push(file as u32);
-    }
-    let by_name = |&(a, b): &(u32, u32)| {
-        let (a, b) = (&plan.stored[a as usize], &plan.stored[b as usize]);
-        a.rule == b.rule && a.shard == b.shard && a.index != b.index
-    };
-    let mut meant = HashSet::new();
-    for files in kinds.values().filter(|files| files.len() > 2) {
-        let copies: Vec<&Copy> = found.iter().filter(|copy| files.contains(&copy.file)).collect();
-        // Original -> how many files are the same.
-        let mut classes: HashMap<u32, usize> = HashMap::new();
-        copies.iter().for_each(|copy| *classes.entry(copy.original).or_insert(1) += 1);
-        let covered: usize = classes.values().sum();
-        let even = classes.values().collect::<HashSet<_>>().len() == 1;
-        if covered == files.len() && even && copies.iter().all(|copy| copy.tensors.iter().all(by_name)) {
-            meant.extend(copies.iter().map(|copy| copy.file));
+
+    /// Layers that were all doubled are meant: no accident does that. Each of a kind is there equally often, and there
+    /// are several; parts of one tensor are never meant to be equal.
+    fn double(&self, found: &mut [Copy]) {
+        let mut kinds: HashMap<u64, HashSet<u32>> = HashMap::new();
+        for (&file, blobs) in &self.blobs {
+            let kind = blobs.iter().fold(1, |kind, b| mixed(kind, self.plan.blobs[*b as usize].len));
+            kinds.entry(kind).or_default().insert(file);
+        }
+        let by_name = |&(a, b): &(u32, u32)| {
+            let (a, b) = (&self.plan.stored[a as usize], &self.plan.stored[b as usize]);
+            a.rule == b.rule && a.shard == b.shard && a.index != b.index
+        };
+        for files in kinds.values().filter(|files| files.len() > 3) {
+            let mut classes: HashMap<u32, usize> = HashMap::new();
+            let copies = found.iter().filter(|copy| files.contains(&copy.file));
+            let mut named = true;
+            for copy in copies {
+                *classes.entry(copy.original).or_insert(1) += 1;
+                named &= copy.tensors.iter().all(by_name);
+            }
+            let even = classes.values().collect::<HashSet<_>>().len() == 1;
+            if named && even && classes.len() > 1 && classes.values().sum::<usize>() == files.len() {
+                let those = found.iter_mut().filter(|copy| files.contains(&copy.file));
+                those.for_each(|copy| copy.verdict = copy.verdict.max(Verdict::Meant));
+            }
         }
     }
-    meant
 }
 
-fn finding(plan: &Plan, copy: &Copy, meant: bool) -> Finding {
+fn finding(plan: &Plan, copy: &Copy) -> Finding {
     let (original, own) = copy.tensors[0];
-    let of = &plan.stored[original as usize];
+    let (of, stored) = (&plan.stored[original as usize], &plan.stored[own as usize]);
     let whose = match &of.rank {
-        Some(rank) if *rank != plan.stored[own as usize].rank.clone().unwrap_or_default() => {
-            format!(", {rank}'s")
-        }
+        Some(rank) if stored.rank.as_ref() != Some(rank) => format!(", {rank}'s"),
         _ => String::new(),
     };
-    let n = copy.tensors.len();
-    let more = if n > 1 { format!(" (and {} more tensors)", n - 1) } else { String::new() };
-    let innocent = meant || copy.named || plan.layers_may_repeat;
+    let more = match copy.tensors.len() {
+        1 => String::new(),
+        n => format!(" (and {} more tensors)", n - 1),
+    };
+    let meant = copy.verdict == Verdict::Meant || plan.layers_may_repeat;
     let finding = Finding::new(
-        if innocent { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD },
+        if meant { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD },
         format!(
-            "all that the file holds is the same bytes as {} in {}{whose}{more}",
-            of.name,
-            plan.label(copy.original)
+            "all that is taken of this file is the same bytes as in {}: {}{whose}{more}",
+            plan.label(copy.original),
+            of.name
         ),
     )
     .expected("contents of its own", "a copy")

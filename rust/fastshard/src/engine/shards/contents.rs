@@ -1,0 +1,158 @@
+//! Which blobs hold the same, as far as their headers and samples tell.
+
+use std::collections::HashMap;
+
+use super::values::Values;
+use super::CHUNK;
+use crate::engine::blocks::{sample_of, CONSTANT};
+use crate::engine::gather::Sources;
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::standing::{digest_of, each_blob, mixed, Standing};
+
+/// Runs of a file without checksums that are looked at before all of it is, and bytes of each.
+const SAMPLES: usize = 16;
+const SAMPLE: u64 = 4096;
+
+/// The contents of a plan's blobs, of those that something is made of.
+pub(super) struct Contents {
+    /// Bytes of an element, per blob; 0 for blobs of which nothing is made.
+    items: Vec<u8>,
+    /// Which content a blob holds, where another holds it too; 0 for others.
+    classes: Vec<u32>,
+}
+
+/// Contents that say nothing: equal by chance or by construction, whatever they stand for.
+const EMPTY: u32 = u32::MAX;
+
+impl Contents {
+    pub(super) fn of(plan: &Plan, sources: &Sources, standing: &Standing) -> Result<Contents> {
+        let mut items = vec![0u8; plan.blobs.len()];
+        for (_, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
+            each_blob(stored, |blob| {
+                let about = &plan.blobs[blob as usize];
+                items[blob as usize] = if about.len > 0 { stored.dtype.size() as u8 } else { 0 };
+            });
+        }
+        let mut found = Contents { items, classes: vec![0; plan.blobs.len()] };
+        let mut sums = found.sums(plan, sources)?;
+        sums.sort_unstable();
+        let mut class = 0;
+        for same in sums.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)).filter(|same| same.len() > 1) {
+            let tells = same[0].1 != CONSTANT && found.tells(plan, sources, same[0].2)?;
+            class += u32::from(tells);
+            let class = if tells { class } else { EMPTY };
+            same.iter().for_each(|(_, _, blob)| found.classes[*blob as usize] = class);
+        }
+        Ok(found)
+    }
+
+    /// Length, digest and number of each blob of which a digest is known, or had for little.
+    fn sums(&self, plan: &Plan, sources: &Sources) -> Result<Vec<(u64, u64, u32)>> {
+        let mut sums = Vec::new();
+        // File -> digest of the lengths of what it holds without a checksum.
+        let mut lens: HashMap<u32, u64> = HashMap::new();
+        for (i, blob) in plan.blobs.iter().enumerate().filter(|(i, _)| self.items[*i] > 0) {
+            let i = i as u32;
+            if blob.encoded {
+                // What was not decoded in this run (a result that is continued) is so now.
+                let sample = match sources.blocks.sample(i) {
+                    Some(sample) => sample,
+                    None => sources.decode(i, sample_of)?,
+                };
+                sums.push((blob.len, sample, i));
+            } else if let Some(crc) = blob.crc32 {
+                sums.push((blob.len, mixed(1, u64::from(crc)), i));
+            } else {
+                let digest = lens.entry(blob.file).or_insert(1);
+                *digest = mixed(*digest, blob.len);
+            }
+        }
+        let mut like: HashMap<u64, Vec<u32>> = HashMap::new();
+        lens.into_iter().for_each(|(file, digest)| like.entry(digest).or_default().push(file));
+        like.retain(|_, files| files.len() > 1);
+        if like.is_empty() {
+            return Ok(sums);
+        }
+        let kinds: HashMap<u32, u64> = like
+            .into_iter()
+            .flat_map(|(kind, files)| files.into_iter().map(move |file| (file, kind)))
+            .collect();
+        let mut blobs: HashMap<u32, Vec<u32>> = HashMap::new();
+        for (i, blob) in plan.blobs.iter().enumerate().filter(|(i, _)| self.items[*i] > 0) {
+            if blob.crc32.is_none() && !blob.encoded && kinds.contains_key(&blob.file) {
+                blobs.entry(blob.file).or_default().push(i as u32);
+            }
+        }
+        // Some of each file first; all of those that look the same.
+        let mut looks: HashMap<u64, Vec<u32>> = HashMap::new();
+        for (file, blobs) in &blobs {
+            let step = blobs.len().div_ceil(SAMPLES).max(1);
+            let mut look = kinds[file];
+            for &blob in blobs.iter().step_by(step) {
+                look = mixed(look, sample(plan, sources, blob)?);
+            }
+            looks.entry(look).or_default().push(*file);
+        }
+        for file in looks.into_values().filter(|files| files.len() > 1).flatten() {
+            for &blob in &blobs[&file] {
+                sums.push((plan.blobs[blob as usize].len, sample(plan, sources, blob)?, blob));
+            }
+        }
+        Ok(sums)
+    }
+
+    /// The content of a blob that others hold too, if it tells something.
+    pub(super) fn class(&self, blob: u32) -> Option<u32> {
+        self.shared(blob).filter(|class| *class != EMPTY)
+    }
+
+    /// The content of a blob that others hold too; one for all that tells nothing.
+    pub(super) fn shared(&self, blob: u32) -> Option<u32> {
+        Some(self.classes[blob as usize]).filter(|class| *class > 0)
+    }
+
+    /// True if equality of a blob's content says nothing.
+    pub(super) fn is_empty(&self, blob: u32) -> bool {
+        self.classes[blob as usize] == EMPTY
+    }
+
+    /// True if something is made of the blob.
+    pub(super) fn is_used(&self, blob: u32) -> bool {
+        self.items[blob as usize] > 0
+    }
+
+    /// True if no two blobs hold the same, of what tells something.
+    pub(super) fn all_differ(&self) -> bool {
+        self.classes.iter().all(|class| *class == 0 || *class == EMPTY)
+    }
+
+    /// True if a blob holds enough different values for equality to say something.
+    pub(super) fn tells(&self, plan: &Plan, sources: &Sources, blob: u32) -> Result<bool> {
+        let (about, item) = (&plan.blobs[blob as usize], usize::from(self.items[blob as usize]));
+        let mut values = Values::default();
+        if about.encoded {
+            sources.decode(blob, |bytes| values.add(bytes, item))?;
+            return Ok(values.enough());
+        }
+        let mut buffer = vec![0; about.len.min(SAMPLE) as usize];
+        let mut at = 0;
+        while at < about.len && !values.enough() {
+            let n = (about.len - at).min(buffer.len() as u64) as usize;
+            sources.read_blob(blob, at, &mut buffer[..n])?;
+            values.add(&buffer[..n], item);
+            at += n as u64;
+            // Whoever has not told by then is long.
+            buffer.resize(CHUNK, 0);
+        }
+        Ok(values.enough())
+    }
+}
+
+/// A digest of the middle of a blob.
+fn sample(plan: &Plan, sources: &Sources, blob: u32) -> Result<u64> {
+    let len = plan.blobs[blob as usize].len;
+    let mut bytes = vec![0; len.min(SAMPLE) as usize];
+    sources.read_blob(blob, (len - bytes.len() as u64) / 2, &mut bytes)?;
+    Ok(digest_of(&bytes))
+}
