@@ -372,6 +372,14 @@ def test_a_chunk_copied_over_another_is_refused(zarr: int, tmp_path: Path) -> No
         assert_refused(ckpt, tmp_path / "out", "FS303", tensor="layers_2.kernel")
 
 
+def test_a_part_of_a_learned_table_of_positions_is_no_buffer(tmp_path: Path) -> None:
+    ckpt = store(tmp_path / "ckpt", {"position_emb.emb_var": normal(64, 64)}, [64, 32])
+    shutil.copyfile(
+        chunk_file(ckpt, "position_emb.emb_var", 0, 0), chunk_file(ckpt, "position_emb.emb_var", 0, 1)
+    )
+    assert_refused(ckpt, tmp_path / "out", "FS303", file="position_emb.emb_var/0.1")
+
+
 def test_one_chunk_of_one_array_copied_over_another_array_s_is_refused(tmp_path: Path) -> None:
     names = [f"layers_{i}.{name}.kernel" for i in range(3) for name in ("wi_0", "wi_1", "wo")]
     good = store(tmp_path / "good", {name: normal(32, 32) for name in names}, [32, 32])

@@ -201,9 +201,12 @@ impl<'p> Meant<'p> {
     pub(super) fn verdict(&self, a: &Use, b: &Use, alone: bool) -> Verdict {
         let (t, u) = (self.stored(a.stored), self.stored(b.stored));
         if is_buffer(&t.name) && is_buffer(&u.name) {
-            // A table of positions may have been learned.
-            let learned = has_word(&t.name, &TABLES) || has_word(&u.name, &TABLES);
-            return if learned { Verdict::Meant } else { Verdict::Innocent };
+            // A table of positions may have been learned: then none of it repeats.
+            return match has_word(&t.name, &TABLES) || has_word(&u.name, &TABLES) {
+                true if a.stored == b.stored => Verdict::Copied,
+                true => Verdict::Meant,
+                false => Verdict::Innocent,
+            };
         }
         if is_of_experts(&t.name) && is_of_experts(&u.name) && self.all_experts(a.stored, b.stored) {
             return Verdict::Meant;
