@@ -41,11 +41,29 @@ pub(super) fn copied_files(
             holders.entry(class).or_default().push(i);
         }
     }
-    let search = Search { plan, sources, standing, contents, uses, meant, blobs, holders };
+    let mut stands: HashMap<u32, u64> = HashMap::new();
+    for (&file, inside) in &blobs {
+        let all = inside.iter().filter_map(|blob| uses.get(blob)).flatten();
+        let digest = all.fold(1, |digest, one| {
+            let at = one.at.iter().fold(standing.digest(one.stored), |digest, n| mixed(digest, *n));
+            mixed(mixed(digest, at), one.offset)
+        });
+        stands.insert(file, digest);
+    }
+    let search = Search { plan, sources, standing, contents, uses, meant, blobs, holders, stands };
+    let mut elsewhere = HashSet::new();
+    for &file in search.blobs.keys() {
+        let shares = search.blobs[&file].iter().any(|blob| contents.class(*blob).is_some());
+        if shares && search.is_elsewhere(file)? {
+            elsewhere.insert(file);
+        }
+    }
     let mut found: Vec<Copy> = Vec::new();
     let mut copies = HashSet::new();
-    for &file in search.blobs.keys() {
-        if let Some(copy) = search.copy(file, &copies)? {
+    let mut asked: Vec<u32> = elsewhere.iter().copied().collect();
+    asked.sort_unstable();
+    for file in asked {
+        if let Some(copy) = search.copy(file, &copies, &elsewhere)? {
             copies.insert(file);
             found.push(copy);
         }
@@ -69,6 +87,8 @@ struct Search<'a, 'p> {
     blobs: BTreeMap<u32, Vec<u32>>,
     /// Content -> blobs that hold it.
     holders: HashMap<u32, Vec<u32>>,
+    /// File -> digest of what stands in it: replicas have the same.
+    stands: HashMap<u32, u64>,
 }
 
 impl Search<'_, '_> {
@@ -94,24 +114,32 @@ impl Search<'_, '_> {
         b.iter().any(|other| a.iter().any(|own| own.offset == other.offset))
     }
 
-    /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some.
-    fn copy(&self, file: u32, copies: &HashSet<u32>) -> Result<Option<Copy>> {
-        let mut originals: BTreeSet<u32> = BTreeSet::new();
+    /// True if all of a file that tells something is somewhere else too. Files of which it is not are no copies, and
+    /// are asked no further.
+    fn is_elsewhere(&self, file: u32) -> Result<bool> {
         for &blob in &self.blobs[&file] {
-            let Some(class) = self.contents.class(blob) else { continue };
-            let others = self.holders[&class].iter().filter(|other| self.file(**other) != file);
-            originals =
-                others.filter(|a| self.differing(**a, blob).is_some()).map(|a| self.file(*a)).collect();
-            if !originals.is_empty() {
-                break; // All of it is in the original: this is too.
+            let alone = self.contents.shared(blob).is_none();
+            if alone && self.contents.tells(self.plan, self.sources, blob)? {
+                return Ok(false);
             }
         }
-        for original in originals.into_iter().filter(|original| !copies.contains(original)) {
-            // Of two that are the same the later one is named.
-            if original > file && self.within(original, file)? {
+        Ok(true)
+    }
+
+    /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some; `elsewhere`:
+    /// files that can be.
+    fn copy(&self, file: u32, copies: &HashSet<u32>, elsewhere: &HashSet<u32>) -> Result<Option<Copy>> {
+        let holders = self.blobs[&file].iter().filter_map(|b| self.holders.get(&self.contents.class(*b)?));
+        // An original holds all of it: the content that the fewest hold too.
+        let Some(fewest) = holders.min_by_key(|blobs| blobs.len()) else { return Ok(None) };
+        let originals: BTreeSet<u32> = fewest.iter().map(|blob| self.file(*blob)).collect();
+        for original in originals {
+            let same = original == file || self.stands[&original] == self.stands[&file];
+            if same || copies.contains(&original) || !self.within(file, original) {
                 continue;
             }
-            if !self.within(file, original)? {
+            // Of two that are the same the later one is named.
+            if original > file && elsewhere.contains(&original) && self.within(original, file) {
                 continue;
             }
             if let Some(copy) = self.judge(original, file)? {
@@ -121,30 +149,17 @@ impl Search<'_, '_> {
         Ok(None)
     }
 
-    /// True if all of a file that tells something is in another file.
-    fn within(&self, file: u32, other: u32) -> Result<bool> {
+    /// True if all that tells something in a file, and is somewhere else, is in another file.
+    fn within(&self, file: u32, other: u32) -> bool {
         let mut held: HashMap<u32, Vec<u32>> = HashMap::new();
         for &blob in &self.blobs[&other] {
             self.contents.class(blob).into_iter().for_each(|class| held.entry(class).or_default().push(blob));
         }
-        let mut alone = Vec::new();
-        for &blob in &self.blobs[&file] {
-            match self.contents.class(blob) {
-                Some(class) => {
-                    let theirs = held.get(&class).map_or(&[][..], |blobs| blobs);
-                    if !theirs.iter().any(|&a| self.alike(a, blob)) {
-                        return Ok(false);
-                    }
-                }
-                None => alone.push(blob),
-            }
-        }
-        for blob in alone {
-            if self.contents.tells(self.plan, self.sources, blob)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        self.blobs[&file].iter().filter_map(|blob| Some((blob, self.contents.class(*blob)?))).all(
+            |(blob, class)| {
+                held.get(&class).is_some_and(|theirs| theirs.iter().any(|&a| self.alike(a, *blob)))
+            },
+        )
     }
 
     fn judge(&self, original: u32, file: u32) -> Result<Option<Copy>> {
@@ -158,7 +173,11 @@ impl Search<'_, '_> {
         }
         let mut verdicts: BTreeMap<Verdict, Vec<(u32, u32)>> = BTreeMap::new();
         for &b in &own {
-            let partners = &at[&self.contents.class(b).unwrap_or_default()];
+            let partners: Vec<u32> = at[&self.contents.class(b).unwrap_or_default()]
+                .iter()
+                .copied()
+                .filter(|&a| self.alike(a, b))
+                .collect();
             if partners.iter().any(|&a| self.differing(a, b).is_none()) {
                 continue; // Both hold it, as they should.
             }
