@@ -404,7 +404,81 @@ def test_a_run_that_is_continued_looks_at_all_chunks(tmp_path: Path) -> None:
     assert ran.code in (1, 2) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("mask_decoder.layers.0.q_proj", "mask_decoder.layers.1.k_proj"),
+        ("encoder.layers.0.self_attn.linear_pos.weight", "encoder.layers.1.self_attn.linear_pos.weight"),
+        ("layers_0.shared_experts.wi_0.kernel", "layers_1.shared_experts.wi_0.kernel"),
+        ("opt.exp_avg.layers.0.w", "opt.exp_avg_sq.layers.0.w"),
+        ("model.0.weight", "ema.1.weight"),
+        ("decoder.multihead_attention.query.kernel", "decoder.multihead_attention.key.kernel"),
+    ],
+)
+def test_no_word_in_a_name_excuses_what_is_learned(one: str, two: str, tmp_path: Path) -> None:
+    other = one.replace("q_proj", "v_proj").replace(".0.", ".7.").replace("query", "value")
+    arrays = {name: normal(32, 48) for name in (one, two, f"{other}_")}
+    ckpt = store(tmp_path / "ckpt", arrays, [32, 48])
+    shutil.copyfile(chunk_file(ckpt, one, 0, 0), chunk_file(ckpt, two, 0, 0))
+    assert_refused(ckpt, tmp_path / "out", "FS303")
+
+
+@pytest.mark.parametrize("kind", ["first columns", "left half", "few rows"])
+def test_a_chunk_that_is_mostly_zeros_is_looked_at_whole(kind: str, tmp_path: Path) -> None:
+    arrays = {f"layers_{i}.kernel": normal(256, 4096) for i in range(3)}
+    for values in arrays.values():
+        if kind == "few rows":
+            rows = [3, 7, 100]
+            kept = values[rows].copy()
+            values[:] = 0
+            values[rows] = kept
+        else:
+            values[:, : 16 if kind == "first columns" else 2048] = 0
+    ckpt = store(tmp_path / "ckpt", arrays, [256, 4096])
+    shutil.copyfile(chunk_file(ckpt, "layers_0.kernel", 0, 0), chunk_file(ckpt, "layers_1.kernel", 0, 0))
+    assert_refused(ckpt, tmp_path / "out", "FS303", tensor="layers_1.kernel")
+
+
 # --- chunks that are meant to be equal
+
+
+def test_what_stores_hold_equal_by_its_nature_is_no_copy(tmp_path: Path) -> None:
+    table, one = normal(128, 32), normal(32, 48)
+    half = normal(64, 32)
+    expert = normal(48, 64)
+    cases: dict[str, tuple[dict[str, np.ndarray], list[int]]] = {
+        "a deeper model": (
+            {f"decoder.layers_{i}.mlp.{n}": normal(32, 48) for i in range(3) for n in ("wi_0", "wi_1", "wo")},
+            [32, 48],
+        ),
+        "tables of two towers": (
+            {
+                f"{n}.weight": table
+                for n in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+            },
+            [128, 32],
+        ),
+        "an average far down": (
+            {
+                "params.layers.0.w": one,
+                "opt_state.1.0.ema.layers.0.w": one,
+                "params.layers.1.w": normal(32, 48),
+            },
+            [32, 48],
+        ),
+        "stacked frequencies": ({"layers.rotary_emb.inv_freq": np.tile(normal(128), (3, 1))}, [1, 128]),
+        "two halves": ({"rotary_emb.cos_cached": np.concatenate([half, half], axis=1)}, [64, 32]),
+        "parts of experts": ({"layers_0.experts": np.tile(expert, (4, 1, 1))}, [1, 24, 64]),
+        "experts of stacked layers": (
+            {"layers.MoeBlock_0.wi": np.stack([np.tile(normal(48, 64), (4, 1, 1)) for _ in range(2)])},
+            [1, 1, 48, 64],
+        ),
+    }
+    deeper = cases["a deeper model"][0]
+    deeper |= {name.replace("layers_2", "layers_3"): v for name, v in deeper.items() if "layers_2" in name}
+    for number, (name, (arrays, chunk)) in enumerate(cases.items()):
+        ran = cli("merge", store(tmp_path / f"ckpt{number}", arrays, chunk), tmp_path / f"out{number}")
+        assert ran.code == 0 and not ran.having("FS303"), (name, ran.errors)
 
 
 def test_experts_that_were_made_of_one_are_no_copies(tmp_path: Path) -> None:

@@ -33,13 +33,19 @@ pub fn sample_of(bytes: &[u8]) -> u64 {
     // Elements have 1, 2, 4 or 8 bytes.
     let mut words = runs().flat_map(|run| run.chunks_exact(8));
     let first = words.next();
-    if words.all(|word| Some(word) == first) {
-        return CONSTANT;
-    }
     let mut hasher = blake3::Hasher::new();
-    runs().for_each(|run| {
-        hasher.update(run);
-    });
+    if words.all(|word| Some(word) == first) {
+        let mut all = bytes.chunks_exact(8);
+        if all.all(|word| Some(word) == first) {
+            return CONSTANT;
+        }
+        // Sparse, or with columns of zeros: all of it is the sample.
+        hasher.update(bytes);
+    } else {
+        runs().for_each(|run| {
+            hasher.update(run);
+        });
+    }
     let digest = u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("eight bytes"));
     digest.max(CONSTANT + 1)
 }

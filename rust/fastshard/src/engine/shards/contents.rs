@@ -39,7 +39,14 @@ impl Contents {
         sums.sort_unstable();
         let mut class = 0;
         for same in sums.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)).filter(|same| same.len() > 1) {
-            let tells = same[0].1 != CONSTANT && found.tells(plan, sources, same[0].2)?;
+            let mut tells = false;
+            // Samples can be equal where not all of it is: one that tells is enough to look.
+            for (_, _, blob) in same.iter().filter(|(_, sample, _)| *sample != CONSTANT) {
+                tells = found.tells(plan, sources, *blob)?;
+                if tells || plan.blobs[*blob as usize].crc32.is_some() {
+                    break;
+                }
+            }
             class += u32::from(tells);
             let class = if tells { class } else { EMPTY };
             same.iter().for_each(|(_, _, blob)| found.classes[*blob as usize] = class);

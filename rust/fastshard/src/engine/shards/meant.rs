@@ -20,12 +20,11 @@ pub(super) enum Verdict {
 }
 
 /// Words for copies of a model beside it: averages, frozen and older ones.
-const COPIES: [&str; 22] = [
+const COPIES: [&str; 21] = [
     "ema",
     "avg",
     "average",
     "averaged",
-    "mean",
     "momentum",
     "target",
     "ref",
@@ -45,7 +44,7 @@ const COPIES: [&str; 22] = [
     "online",
 ];
 /// Words for buffers that are computed from sizes alone, so that layers and towers hold the same.
-const BUFFERS: [&str; 19] = [
+const BUFFERS: [&str; 22] = [
     "rotary",
     "rope",
     "inv",
@@ -65,9 +64,28 @@ const BUFFERS: [&str; 19] = [
     "alibi",
     "slopes",
     "mask",
+    "alphas",
+    "betas",
+    "sigmas",
+];
+/// Words for what is learned, whatever it is called besides.
+const LEARNED: [&str; 13] = [
+    "weight",
+    "weights",
+    "kernel",
+    "bias",
+    "proj",
+    "linear",
+    "table",
+    "embedding",
+    "var",
+    "w",
+    "b",
+    "u",
+    "v",
 ];
 /// Words for the table of the vocabulary, and for the head.
-const TABLES: [&str; 8] = ["embed", "embedding", "embeddings", "emb", "wte", "shared", "embedder", "vocab"];
+const TABLES: [&str; 7] = ["embed", "embedding", "embeddings", "emb", "wte", "embedder", "vocab"];
 const HEADS: [&str; 9] =
     ["head", "output", "out", "final", "logits", "softmax", "unembed", "unembedding", "decoder"];
 
@@ -80,22 +98,47 @@ fn has_word(name: &str, of: &[&str]) -> bool {
     words(name).any(|word| of.contains(&word.as_str()))
 }
 
+/// The last parts of a name.
+fn tail(name: &str, parts: usize) -> &str {
+    let start = name.rmatch_indices('.').nth(parts - 1).map_or(0, |(dot, _)| dot + 1);
+    &name[start..]
+}
+
 fn is_buffer(name: &str) -> bool {
-    has_word(name, &BUFFERS)
+    has_word(tail(name, 2), &BUFFERS) && !has_word(tail(name, 1), &LEARNED)
 }
 
 pub(super) fn is_of_experts(name: &str) -> bool {
-    words(name).any(|word| word.starts_with("expert") || word == "moe")
+    words(name).any(|word| word.starts_with("expert") || word.contains("moe"))
 }
 
-/// An embedding and a head by their names, in one order or the other; or the embedding once more, for the head of
-/// another stage.
+/// An embedding and a head by their names, in one order or the other.
 fn may_be_tied(a: &str, b: &str) -> bool {
-    let pair = |table: &str, head: &str| {
-        has_word(table, &TABLES) && !has_word(head, &TABLES[..1]) && has_word(head, &HEADS)
-    };
-    let again = has_word(a, &TABLES) && has_word(b, &TABLES) && renumbered(a, b).is_some();
-    pair(a, b) || pair(b, a) || again
+    let pair = |table: &str, head: &str| is_table(table) && !is_table(head) && is_head(head);
+    pair(a, b) || pair(b, a)
+}
+
+/// Two tables of one vocabulary, or two heads: of an encoder and a decoder, of stages, of models side by side.
+fn are_one_table(a: &str, b: &str) -> bool {
+    let heads = is_head(a) && is_head(b) && tail(a, 2).rsplit('.').eq(tail(b, 2).rsplit('.'));
+    // The bias of a head that is there under the head's name too.
+    let without =
+        |name: &str| name.split('.').filter(|part| *part != "decoder").collect::<Vec<_>>().join(".");
+    (is_table(a) && is_table(b))
+        || heads
+        || (a.ends_with(".bias") && is_head(a) | is_head(b) && without(a) == without(b))
+}
+
+fn is_table(name: &str) -> bool {
+    let shared = tail(name, 2).split('.').any(|part| part == "shared");
+    !is_of_experts(name) && (shared || has_word(tail(name, 2), &TABLES))
+}
+
+fn is_head(name: &str) -> bool {
+    let in_layer =
+        words(name).any(|word| word.starts_with("layer") || word.starts_with("block") || word == "h");
+    let last = tail(name, 2);
+    !in_layer && !is_of_experts(name) && (has_word(last, &HEADS) || last.contains("lm_head"))
 }
 
 /// What is different in the middle of two names, in whole parts.
@@ -110,8 +153,15 @@ fn middles<'n>(a: &'n str, b: &'n str) -> (Vec<&'n str>, Vec<&'n str>) {
 /// True if two names are one tensor's in a model and in a copy of it beside it.
 fn of_copies(a: &str, b: &str) -> bool {
     let (a, b) = middles(a, b);
-    let tells = |part: &&str| has_word(part, &COPIES) || part.ends_with("_m");
-    a.len() <= 2 && b.len() <= 2 && (a.iter().any(tells) || b.iter().any(tells))
+    // Moments of an optimizer are no averages of weights.
+    let tells = |part: &&str| (has_word(part, &COPIES) && !part.contains("exp_avg")) || part.ends_with("_m");
+    let rest =
+        |parts: &[&str]| parts.iter().filter(|part| !tells(part)).map(|p| p.to_string()).collect::<Vec<_>>();
+    let numbered = |parts: &[String]| parts.iter().any(|part| part.contains(|c: char| c.is_ascii_digit()));
+    let (x, y) = (rest(&a), rest(&b));
+    // What differs besides is the way to the copy, not another layer of it.
+    (a.iter().any(tells) || b.iter().any(tells))
+        && (x == y || !(numbered(&x) && numbered(&y)) && x.len().min(y.len()) < 2)
 }
 
 /// A name without the numbers that follow a word for experts: the same for all of a layer.
@@ -126,20 +176,10 @@ fn of_any_expert(name: &str) -> String {
     parts.collect::<Vec<_>>().join(".")
 }
 
-/// The numbers in which two names differ, if they do in nothing else.
-fn renumbered(a: &str, b: &str) -> Option<(String, String)> {
-    let digits = |c: char| !c.is_ascii_digit();
-    let numbers = |name: &str| -> Vec<String> {
-        name.split(digits).filter(|part| !part.is_empty()).map(String::from).collect()
-    };
-    let rest = |name: &str| -> String { name.chars().filter(|c| !c.is_ascii_digit()).collect() };
-    let (x, y) = (numbers(a), numbers(b));
-    if rest(a) != rest(b) || x.len() != y.len() {
-        return None;
-    }
-    let mut differing = x.into_iter().zip(y).filter(|(x, y)| x != y);
-    let first = differing.next()?;
-    differing.next().is_none().then_some(first)
+/// True if two parts of names differ in their numbers alone.
+fn renumbered(a: &str, b: &str) -> bool {
+    let rest = |part: &str| -> String { part.chars().filter(|c| !c.is_ascii_digit()).collect() };
+    a != b && rest(a) == rest(b)
 }
 
 /// Equal contents by tensor and name.
@@ -201,12 +241,7 @@ impl<'p> Meant<'p> {
     pub(super) fn verdict(&self, a: &Use, b: &Use, alone: bool) -> Verdict {
         let (t, u) = (self.stored(a.stored), self.stored(b.stored));
         if is_buffer(&t.name) && is_buffer(&u.name) {
-            // A table of positions may have been learned: then none of it repeats.
-            return match has_word(&t.name, &TABLES) || has_word(&u.name, &TABLES) {
-                true if a.stored == b.stored => Verdict::Copied,
-                true => Verdict::Meant,
-                false => Verdict::Innocent,
-            };
+            return Verdict::Innocent;
         }
         if is_of_experts(&t.name) && is_of_experts(&u.name) && self.all_experts(a.stored, b.stored) {
             return Verdict::Meant;
@@ -214,11 +249,10 @@ impl<'p> Meant<'p> {
         if a.stored == b.stored || a.at != b.at || t.name == u.name {
             return Verdict::Copied;
         }
-        let tied = !self.plan.untied && may_be_tied(&t.name, &u.name) && self.same(a.stored, b.stored);
-        let doubled = || {
-            let numbers = renumbered(&t.name, &u.name);
-            alone && numbers.is_some_and(|(from, to)| self.doubled(from, to))
-        };
+        let one = (!self.plan.untied && may_be_tied(&t.name, &u.name)) || are_one_table(&t.name, &u.name);
+        let whole = t.shape.len() > 1 || t.name.ends_with(".bias");
+        let tied = one && whole && self.same(a.stored, b.stored);
+        let doubled = || alone && self.doubled(&t.name, &u.name);
         match of_copies(&t.name, &u.name) || tied || doubled() {
             true => Verdict::Meant,
             false => Verdict::Copied,
@@ -229,10 +263,16 @@ impl<'p> Meant<'p> {
     fn all_experts(&self, a: u32, b: u32) -> bool {
         let family = |i: u32| self.experts.get(&of_any_expert(&self.stored(i).name));
         if a == b {
-            // All of them in one array.
-            let contents = self.tensors.get(&a);
-            return contents.is_some_and(|c| {
-                c.len() > 2 && c.values().all(|content| Some(content) == c.values().next())
+            // All of them in one array: along one of its dimensions.
+            let Some(contents) = self.tensors.get(&a) else { return false };
+            return (0..self.stored(a).shape.len()).any(|dim| {
+                let mut lines: HashMap<Vec<u64>, Vec<u64>> = HashMap::new();
+                for (at, content) in contents {
+                    let mut line = at.clone();
+                    line.get_mut(dim).map(|n| *n = 0);
+                    lines.entry(line).or_default().push(*content);
+                }
+                lines.values().all(|line| line.len() > 2 && line.iter().all(|content| *content == line[0]))
             });
         }
         let (Some(own), Some(other)) = (family(a), family(b)) else { return false };
@@ -249,21 +289,25 @@ impl<'p> Meant<'p> {
         each > 2 && parts.values().all(|n| *n == each)
     }
 
-    /// True if all that is numbered so is equal to what is numbered otherwise, two tensors or more: a layer that was
-    /// made of another.
-    fn doubled(&self, from: String, to: String) -> bool {
-        if let Some(known) = self.layers.borrow().get(&(from.clone(), to.clone())) {
+    /// True if all of one layer is equal to all of another, two tensors or more: the layers' numbers are where the two
+    /// names differ.
+    fn doubled(&self, a: &str, b: &str) -> bool {
+        let (from, to) = match &middles(a, b) {
+            (x, y) if x.len() == 1 && y.len() == 1 && renumbered(x[0], y[0]) => (x[0], y[0]),
+            _ => return false,
+        };
+        let position = a.split('.').zip(b.split('.')).take_while(|(x, y)| x == y).count();
+        let start: String = a.split('.').take(position).map(|part| format!("{part}.")).collect();
+        let key = (format!("{start}{from}"), to.to_string());
+        if let Some(known) = self.layers.borrow().get(&key) {
             return *known;
         }
+        let (own, theirs) = (format!("{start}{from}."), format!("{start}{to}."));
         let (mut equal, mut other) = (0u64, 0u64);
-        for (name, own) in &self.names {
-            let parts: Vec<&str> = name.split('.').collect();
-            // `layers.3` and `layers_3`.
-            let swapped: Vec<String> = parts.iter().map(|part| renumber(part, &from, &to)).collect();
-            let Some(theirs) = self.names.get(swapped.join(".").as_str()).filter(|t| *t != own) else {
-                continue;
-            };
-            for (&a, &b) in own.iter().zip(theirs) {
+        for (name, tensors) in &self.names {
+            let Some(rest) = name.strip_prefix(own.as_str()) else { continue };
+            let Some(others) = self.names.get(format!("{theirs}{rest}").as_str()) else { continue };
+            for (&a, &b) in tensors.iter().zip(others) {
                 match self.same(a, b) {
                     true => equal += 1,
                     false if self.says_nothing(a) && self.says_nothing(b) => {}
@@ -272,7 +316,7 @@ impl<'p> Meant<'p> {
             }
         }
         let doubled = equal > 1 && other == 0;
-        self.layers.borrow_mut().insert((from, to), doubled);
+        self.layers.borrow_mut().insert(key, doubled);
         doubled
     }
 
@@ -286,15 +330,6 @@ impl<'p> Meant<'p> {
     }
 }
 
-/// A part of a name with its number exchanged, if it has that one.
-fn renumber(part: &str, from: &str, to: &str) -> String {
-    let start = part.trim_end_matches(|c: char| c.is_ascii_digit()).len();
-    match &part[start..] == from {
-        true => format!("{}{to}", &part[..start]),
-        false => part.to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -303,32 +338,58 @@ mod tests {
     fn copies_of_a_model_are_told_by_words() {
         assert!(of_copies("model.layers.0.w", "ema.layers.0.w"));
         assert!(of_copies("params.layers.0.w", "ema.params.layers.0.w"));
+        assert!(of_copies("params.layers.0.w", "opt_state.1.0.ema.layers.0.w"));
         assert!(of_copies("text_encoder.w", "text_encoder_m.w"));
         assert!(!of_copies("encoder.layer.w", "decoder.layer.w"));
         assert!(!of_copies("layers.0.wk", "layers.0.wv"));
+        assert!(!of_copies("model.0.weight", "ema.1.weight"));
+        assert!(!of_copies("actor.fc1.weight", "critic.fc2.weight"));
+        assert!(!of_copies("state.w.exp_avg", "state.w.exp_avg_sq"));
+        assert!(!of_copies("fc_mean.weight", "fc_logvar.weight"));
     }
 
     #[test]
     fn heads_are_tied_to_embeddings_and_nothing_else_is() {
-        assert!(may_be_tied("model.embed_tokens.weight", "lm_head.weight"));
-        assert!(may_be_tied("0.word_embeddings.weight", "9.final_linear.weight"));
-        assert!(may_be_tied("embedding.word_embeddings.weight", "output_layer.weight"));
-        assert!(!may_be_tied(
-            "decoder.multihead_attention.query.kernel",
-            "decoder.multihead_attention.key.kernel"
-        ));
-        assert!(!may_be_tied("ensemble.query", "ensemble.key"));
-        assert!(may_be_tied("0.word_embeddings.weight", "9.word_embeddings.weight"));
-        assert!(!may_be_tied("up.weight", "down.weight"));
+        let tied = |a: &str, b: &str| may_be_tied(a, b) || are_one_table(a, b);
+        assert!(tied("model.embed_tokens.weight", "lm_head.weight"));
+        assert!(tied("0.word_embeddings.weight", "9.final_linear.weight"));
+        assert!(tied("0.word_embeddings.weight", "9.word_embeddings.weight"));
+        assert!(tied("embedding.word_embeddings.weight", "output_layer.weight"));
+        assert!(tied("shared.weight", "encoder.embed_tokens.weight"));
+        assert!(tied("eagle.lm_head.weight", "lm_head.weight"));
+        assert!(tied("cls.predictions.bias", "cls.predictions.decoder.bias"));
+        assert!(!tied("decoder.multihead_attention.query.kernel", "decoder.multihead_attention.key.kernel"));
+        assert!(!tied("ensemble.query", "ensemble.key"));
+        assert!(!tied("up.weight", "down.weight"));
+        assert!(!tied("layers_0.shared_experts.wi_0.kernel", "layers_1.shared_experts.wi_0.kernel"));
+        assert!(!tied("bert.embeddings.LayerNorm.weight", "bert.encoder.layer.0.output.LayerNorm.weight"));
+    }
+
+    #[test]
+    fn buffers_are_what_is_computed() {
+        for name in [
+            "layers.0.rotary_emb.inv_freq",
+            "rotary_emb.cos_cached",
+            "encoder.pos.pe",
+            "sched.alphas_cumprod",
+        ] {
+            assert!(is_buffer(name), "{name}");
+        }
+        for name in [
+            "mask_decoder.transformer.layers.0.q_proj",
+            "encoder.layers.0.self_attn.linear_pos.weight",
+            "layers.0.attn.relative_position_bias_table",
+            "layers.0.attn.q_rope_proj.kernel",
+            "position_emb.emb_var",
+        ] {
+            assert!(!is_buffer(name), "{name}");
+        }
     }
 
     #[test]
     fn numbers_in_names() {
-        assert_eq!(renumbered("layers.3.w", "layers.12.w"), Some(("3".into(), "12".into())));
-        assert_eq!(renumbered("layers.3.e.1", "layers.4.e.2"), None);
-        assert_eq!(renumbered("layers.3.wk", "layers.3.wv"), None);
-        assert_eq!(renumber("layers_3", "3", "5"), "layers_5");
-        assert_eq!(renumber("13", "3", "5"), "13");
+        assert!(renumbered("layers_3", "layers_12") && renumbered("3", "12"));
+        assert!(!renumbered("wk", "wv") && !renumbered("3", "3"));
         assert_eq!(of_any_expert("layers.0.experts.3.w1"), "layers.0.experts.#.w1");
     }
 }
