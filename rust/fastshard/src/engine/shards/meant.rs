@@ -135,8 +135,8 @@ fn is_table(name: &str) -> bool {
 }
 
 fn is_head(name: &str) -> bool {
-    let in_layer =
-        words(name).any(|word| word.starts_with("layer") || word.starts_with("block") || word == "h");
+    let of_layers = |part: &str| part.starts_with("layer") || part.starts_with("block") || part == "h";
+    let in_layer = name.split('.').any(of_layers);
     let last = tail(name, 2);
     !in_layer && !is_of_experts(name) && (has_word(last, &HEADS) || last.contains("lm_head"))
 }
@@ -265,11 +265,12 @@ impl<'p> Meant<'p> {
         if a == b {
             // All of them in one array: along one of its dimensions.
             let Some(contents) = self.tensors.get(&a) else { return false };
-            return (0..self.stored(a).shape.len()).any(|dim| {
+            let rank = contents.keys().map(Vec::len).min().unwrap_or(0);
+            return (0..rank).any(|dim| {
                 let mut lines: HashMap<Vec<u64>, Vec<u64>> = HashMap::new();
                 for (at, content) in contents {
                     let mut line = at.clone();
-                    line.get_mut(dim).map(|n| *n = 0);
+                    line[dim] = 0;
                     lines.entry(line).or_default().push(*content);
                 }
                 lines.values().all(|line| line.len() > 2 && line.iter().all(|content| *content == line[0]))
