@@ -156,7 +156,8 @@ class HuggingFace:
         if "" in holding and options.step is None:
             # The directory given is the model itself.
             return "", None
-        places = [(f.root, f.folder) for f in listing.files if f.folder in set(holding)]
+        folders = set(holding)
+        places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
         folder, chosen, _ = folder_of(listing, places, options)
         return folder, chosen
 

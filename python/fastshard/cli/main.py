@@ -202,7 +202,7 @@ def not_proven(findings: list[Finding], command: str) -> str:
             "that the values are right: distributions show what is lost or broken, not what is slightly off"
         )
     unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
-    lookalikes = [f"; {f.message}; {f.help}" for f in findings if f.code == "FS114"]
+    told = "that the layout is right for the model: a hash cannot tell, logits can"
     if unprovable:
-        return "".join([f"{unprovable.message}; {unprovable.help}", *lookalikes])
-    return "".join(["that the layout is right for the model: a hash cannot tell, logits can", *lookalikes])
+        told = f"{unprovable.message}; {unprovable.help}"
+    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code == "FS114")])

@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::error::Result;
 use crate::plan::Plan;
+use crate::standing::digest_of;
 use crate::storage::{BlockBytes, SourceFile};
 
 use super::without_panic;
@@ -33,20 +34,12 @@ pub fn sample_of(bytes: &[u8]) -> u64 {
     // Elements have 1, 2, 4 or 8 bytes.
     let mut words = runs().flat_map(|run| run.chunks_exact(8));
     let first = words.next();
-    let mut hasher = blake3::Hasher::new();
-    if words.all(|word| Some(word) == first) {
-        let mut all = bytes.chunks_exact(8);
-        if all.all(|word| Some(word) == first) {
-            return CONSTANT;
-        }
+    let digest = match words.all(|word| Some(word) == first) {
+        true if bytes.chunks_exact(8).all(|word| Some(word) == first) => return CONSTANT,
         // Sparse, or with columns of zeros: all of it is the sample.
-        hasher.update(bytes);
-    } else {
-        runs().for_each(|run| {
-            hasher.update(run);
-        });
-    }
-    let digest = u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("eight bytes"));
+        true => digest_of(bytes),
+        false => digest_of(&runs().collect::<Vec<_>>().concat()),
+    };
     digest.max(CONSTANT + 1)
 }
 

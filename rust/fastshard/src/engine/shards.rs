@@ -16,8 +16,8 @@ use crate::error::{Finding, Result, Severity};
 use crate::kernel;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
 use crate::standing::{each_blob, each_use, Standing, Use};
-
 use crate::tensor::{c_strides, element_count};
+
 use contents::Contents;
 use meant::Meant;
 
@@ -45,8 +45,20 @@ pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
     }
 }
 
+/// What is known of a plan's contents once all is read, where some of it is there twice.
+#[derive(Clone, Copy)]
+struct Equal<'a, 'p> {
+    plan: &'p Plan,
+    sources: &'a Sources<'p>,
+    standing: &'a Standing,
+    contents: &'a Contents,
+    /// Blob -> what stands there, of those that hold what others hold.
+    uses: &'a HashMap<u32, Vec<Use>>,
+    meant: &'a Meant<'a>,
+}
+
 /// Whole files and blocks that are copies of others.
-pub(super) fn copied(plan: &Plan, sources: &Sources) -> Result<(Vec<Finding>, Vec<Finding>)> {
+pub(super) fn copied<'p>(plan: &'p Plan, sources: &Sources<'p>) -> Result<(Vec<Finding>, Vec<Finding>)> {
     let Some(standing) = Standing::of(plan) else { return Ok((Vec::new(), Vec::new())) };
     let contents = Contents::of(plan, sources, &standing)?;
     if contents.all_differ() {
@@ -61,9 +73,8 @@ pub(super) fn copied(plan: &Plan, sources: &Sources) -> Result<(Vec<Finding>, Ve
         });
     }
     let meant = Meant::of(plan, &standing, &contents);
-    let files = copied::copied_files(plan, sources, &standing, &contents, &uses, &meant)?;
-    let blocks = repeated_blocks::repeated_blocks(plan, sources, &standing, &contents, &uses, &meant)?;
-    Ok((files, blocks))
+    let equal = Equal { plan, sources, standing: &standing, contents: &contents, uses: &uses, meant: &meant };
+    Ok((copied::copied_files(equal)?, repeated_blocks::repeated_blocks(equal)?))
 }
 
 /// Makes a copy that was made on purpose, as the user says, a warning.

@@ -2,15 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::contents::Contents;
-use super::meant::{Meant, Verdict};
-use super::CHUNK;
+use super::meant::Verdict;
+use super::{Equal, CHUNK};
 use crate::codes;
-use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::plan::Plan;
-use crate::standing::{mixed, Standing, Use};
+use crate::standing::{mixed, Use};
 
 /// A file that is a copy.
 struct Copy {
@@ -24,14 +22,8 @@ struct Copy {
 /// Files of which all that is taken is in another file as well, and must be something else.
 ///
 /// Digests of headers, and samples, find suspects; bytes decide.
-pub(super) fn copied_files(
-    plan: &Plan,
-    sources: &Sources,
-    standing: &Standing,
-    contents: &Contents,
-    uses: &HashMap<u32, Vec<Use>>,
-    meant: &Meant,
-) -> Result<Vec<Finding>> {
+pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
+    let Equal { plan, standing, contents, uses, .. } = equal;
     let mut blobs: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     let mut holders: HashMap<u32, Vec<u32>> = HashMap::new();
     let in_files = |i: &u32| !plan.blobs[*i as usize].encoded && contents.is_used(*i);
@@ -50,7 +42,7 @@ pub(super) fn copied_files(
         });
         stands.insert(file, digest);
     }
-    let search = Search { plan, sources, standing, contents, uses, meant, blobs, holders, stands };
+    let search = Search { equal, blobs, holders, stands };
     let mut elsewhere = HashSet::new();
     for &file in search.blobs.keys() {
         let shares = search.blobs[&file].iter().any(|blob| contents.class(*blob).is_some());
@@ -77,12 +69,7 @@ pub(super) fn copied_files(
 }
 
 struct Search<'a, 'p> {
-    plan: &'p Plan,
-    sources: &'a Sources<'p>,
-    standing: &'a Standing,
-    contents: &'a Contents,
-    uses: &'a HashMap<u32, Vec<Use>>,
-    meant: &'a Meant<'p>,
+    equal: Equal<'a, 'p>,
     /// File -> its blobs that something is made of.
     blobs: BTreeMap<u32, Vec<u32>>,
     /// Content -> blobs that hold it.
@@ -93,14 +80,14 @@ struct Search<'a, 'p> {
 
 impl Search<'_, '_> {
     fn file(&self, blob: u32) -> u32 {
-        self.plan.blobs[blob as usize].file
+        self.equal.plan.blobs[blob as usize].file
     }
 
     /// What stands at one place of two blobs, if it is not one thing.
     fn differing(&self, a: u32, b: u32) -> Option<(&Use, &Use)> {
-        let (a, b) = (self.uses.get(&a)?, self.uses.get(&b)?);
+        let (a, b) = (self.equal.uses.get(&a)?, self.equal.uses.get(&b)?);
         b.iter().find_map(|other| {
-            if a.iter().any(|own| self.standing.same(own, other)) {
+            if a.iter().any(|own| self.equal.standing.same(own, other)) {
                 return None;
             }
             Some((a.iter().find(|own| own.offset == other.offset)?, other))
@@ -110,7 +97,7 @@ impl Search<'_, '_> {
     /// True if something is taken of the same place of two blobs that are equal. Files of layers can each hold the one
     /// storage of all of them, of which each takes its own part.
     fn alike(&self, a: u32, b: u32) -> bool {
-        let (Some(a), Some(b)) = (self.uses.get(&a), self.uses.get(&b)) else { return false };
+        let (Some(a), Some(b)) = (self.equal.uses.get(&a), self.equal.uses.get(&b)) else { return false };
         b.iter().any(|other| a.iter().any(|own| own.offset == other.offset))
     }
 
@@ -118,8 +105,8 @@ impl Search<'_, '_> {
     /// are asked no further.
     fn is_elsewhere(&self, file: u32) -> Result<bool> {
         for &blob in &self.blobs[&file] {
-            let alone = self.contents.shared(blob).is_none();
-            if alone && self.contents.tells(self.plan, self.sources, blob)? {
+            let alone = self.equal.contents.shared(blob).is_none();
+            if alone && self.equal.contents.tells(self.equal.plan, self.equal.sources, blob)? {
                 return Ok(false);
             }
         }
@@ -129,7 +116,8 @@ impl Search<'_, '_> {
     /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some; `elsewhere`:
     /// files that can be.
     fn copy(&self, file: u32, copies: &HashSet<u32>, elsewhere: &HashSet<u32>) -> Result<Option<Copy>> {
-        let holders = self.blobs[&file].iter().filter_map(|b| self.holders.get(&self.contents.class(*b)?));
+        let holders =
+            self.blobs[&file].iter().filter_map(|b| self.holders.get(&self.equal.contents.class(*b)?));
         // An original holds all of it: the content that the fewest hold too.
         let Some(fewest) = holders.min_by_key(|blobs| blobs.len()) else { return Ok(None) };
         let originals: BTreeSet<u32> = fewest.iter().map(|blob| self.file(*blob)).collect();
@@ -153,9 +141,13 @@ impl Search<'_, '_> {
     fn within(&self, file: u32, other: u32) -> bool {
         let mut held: HashMap<u32, Vec<u32>> = HashMap::new();
         for &blob in &self.blobs[&other] {
-            self.contents.class(blob).into_iter().for_each(|class| held.entry(class).or_default().push(blob));
+            self.equal
+                .contents
+                .class(blob)
+                .into_iter()
+                .for_each(|class| held.entry(class).or_default().push(blob));
         }
-        self.blobs[&file].iter().filter_map(|blob| Some((blob, self.contents.class(*blob)?))).all(
+        self.blobs[&file].iter().filter_map(|blob| Some((blob, self.equal.contents.class(*blob)?))).all(
             |(blob, class)| {
                 held.get(&class).is_some_and(|theirs| theirs.iter().any(|&a| self.alike(a, *blob)))
             },
@@ -164,16 +156,16 @@ impl Search<'_, '_> {
 
     fn judge(&self, original: u32, file: u32) -> Result<Option<Copy>> {
         let own: Vec<u32> =
-            self.blobs[&file].iter().copied().filter(|b| self.contents.class(*b).is_some()).collect();
+            self.blobs[&file].iter().copied().filter(|b| self.equal.contents.class(*b).is_some()).collect();
         let mut at: HashMap<u32, Vec<u32>> = HashMap::new();
         for &blob in &self.blobs[&original] {
-            if let Some(class) = self.contents.class(blob) {
+            if let Some(class) = self.equal.contents.class(blob) {
                 at.entry(class).or_default().push(blob);
             }
         }
         let mut verdicts: BTreeMap<Verdict, Vec<(u32, u32)>> = BTreeMap::new();
         for &b in &own {
-            let partners: Vec<u32> = at[&self.contents.class(b).unwrap_or_default()]
+            let partners: Vec<u32> = at[&self.equal.contents.class(b).unwrap_or_default()]
                 .iter()
                 .copied()
                 .filter(|&a| self.alike(a, b))
@@ -183,10 +175,10 @@ impl Search<'_, '_> {
             }
             let judged = partners.iter().filter_map(|&a| {
                 let (x, y) = self.differing(a, b)?;
-                Some((self.meant.verdict(x, y, own.len() == 1), a, (x.stored, y.stored)))
+                Some((self.equal.meant.verdict(x, y, own.len() == 1), a, (x.stored, y.stored)))
             });
             let Some((verdict, a, pair)) = judged.max_by_key(|(verdict, ..)| *verdict) else { continue };
-            if !self.equal(a, b)? {
+            if !self.same_bytes(a, b)? {
                 return Ok(None);
             }
             verdicts.entry(verdict).or_default().push(pair);
@@ -195,13 +187,13 @@ impl Search<'_, '_> {
         Ok(worst.map(|(verdict, tensors)| Copy { original, file, tensors, verdict }))
     }
 
-    fn equal(&self, a: u32, b: u32) -> Result<bool> {
-        let len = self.plan.blobs[a as usize].len;
+    fn same_bytes(&self, a: u32, b: u32) -> Result<bool> {
+        let len = self.equal.plan.blobs[a as usize].len;
         let (mut x, mut y) = (vec![0; CHUNK], vec![0; CHUNK]);
         for at in (0..len).step_by(CHUNK) {
             let n = (len - at).min(CHUNK as u64) as usize;
-            self.sources.read_blob(a, at, &mut x[..n])?;
-            self.sources.read_blob(b, at, &mut y[..n])?;
+            self.equal.sources.read_blob(a, at, &mut x[..n])?;
+            self.equal.sources.read_blob(b, at, &mut y[..n])?;
             if x[..n] != y[..n] {
                 return Ok(false);
             }
@@ -214,11 +206,11 @@ impl Search<'_, '_> {
     fn double(&self, found: &mut [Copy]) {
         let mut kinds: HashMap<u64, HashSet<u32>> = HashMap::new();
         for (&file, blobs) in &self.blobs {
-            let kind = blobs.iter().fold(1, |kind, b| mixed(kind, self.plan.blobs[*b as usize].len));
+            let kind = blobs.iter().fold(1, |kind, b| mixed(kind, self.equal.plan.blobs[*b as usize].len));
             kinds.entry(kind).or_default().insert(file);
         }
         let by_name = |&(a, b): &(u32, u32)| {
-            let (a, b) = (&self.plan.stored[a as usize], &self.plan.stored[b as usize]);
+            let (a, b) = (&self.equal.plan.stored[a as usize], &self.equal.plan.stored[b as usize]);
             a.rule == b.rule && a.shard == b.shard && a.index != b.index
         };
         for files in kinds.values().filter(|files| files.len() > 3) {

@@ -2,14 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::contents::Contents;
-use super::meant::{Meant, Verdict};
+use super::meant::Verdict;
+use super::Equal;
 use crate::codes;
-use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::plan::{BoxPiece, Pieces, Plan, StoredTensor};
-use crate::standing::{Standing, Use};
+use crate::standing::Use;
 
 /// Two stored tensors, and the blocks of each that are equal.
 type Pairs = BTreeMap<(u32, u32), Vec<(u32, u32)>>;
@@ -24,14 +23,8 @@ struct Content {
 /// Blocks that are equal to another block of which something else is made.
 ///
 /// Samples of what was decoded find suspects; a digest of all of it decides.
-pub(super) fn repeated_blocks(
-    plan: &Plan,
-    sources: &Sources,
-    standing: &Standing,
-    contents: &Contents,
-    uses: &HashMap<u32, Vec<Use>>,
-    meant: &Meant,
-) -> Result<Vec<Finding>> {
+pub(super) fn repeated_blocks(equal: Equal) -> Result<Vec<Finding>> {
+    let Equal { plan, sources, standing, contents, uses, meant } = equal;
     let mut classes: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     for i in (0..plan.blobs.len() as u32).filter(|i| plan.blobs[*i as usize].encoded) {
         if let Some(class) = contents.class(i) {
