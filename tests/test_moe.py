@@ -103,7 +103,7 @@ def test_qwen_has_other_names_for_the_same(version: int, tmp_path: Path) -> None
 def test_dense_layers_among_experts_are_refused_by_name(tmp_path: Path) -> None:
     moe_maker.qwen(3, mlp_only_layers=[1]).save_pretrained(tmp_path / "hf")
     assert_refused(
-        tmp_path / "hf", tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "hf"), message="dense layers"
+        tmp_path / "hf", tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "dcp", "--tp", "2"), message="dense layers"
     )  # fmt: skip
     # A merge copies whole tensors as they are.
     assert cli("merge", tmp_path / "hf", tmp_path / "merged").code == 0

@@ -25,6 +25,7 @@ __all__ = [
     "histogram_edges",
     "manifest_entry",
     "manifest_files",
+    "vocabulary",
 ]
 
 __version__: str
@@ -199,3 +200,16 @@ def histogram_edges() -> list[float]:
 
 def dcp_metadata(path: str | PathLike[str]) -> str:
     """What a `.metadata` file says, as JSON. Raises CoreError if it is none."""
+
+def vocabulary(path: str | PathLike[str], kind: str, wanted: list[str]) -> str:
+    """The largest id of a tokenizer's vocabulary and the ids of the tokens wanted, as JSON: ``largest``, ``ids``.
+
+    Args:
+        path: the file, read in bounded memory.
+        kind: ``tokenizers`` (tokenizer.json), ``ids`` (vocab.json, added_tokens.json), ``sentencepiece`` or
+            ``lines`` (vocab.txt).
+        wanted: tokens.
+
+    Raises:
+        CoreError: ``FS211`` if the file is none of this kind.
+    """

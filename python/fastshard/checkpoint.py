@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _core, adapters, budget, regular
+from . import _core, adapters, budget, companions, regular
 from .adapters import copies
 from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
 from .adapters.renamed import renamed
@@ -97,6 +97,9 @@ def open(
         source.family = layouts.family(source.layout)
         source.layout_text = source.rules = None
         source.pass_unknown = False
+    if not source.places:
+        places = companions.places(listing, found.notes.get("folder") or "")
+        source.places = places or list(listing.roots)
     findings += source.findings
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.

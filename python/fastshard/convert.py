@@ -6,11 +6,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from . import _core, budget, regular
-from .adapters.hf_target import COMPANIONS
+from . import _core, budget, companions
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
@@ -19,6 +17,8 @@ from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .tokenizer import Tokenizer
+from .tokenizer import find as find_tokenizer
 
 __all__ = ["convert", "merge", "plan"]
 
@@ -62,6 +62,7 @@ def plan(
     param_scan_axis: int | None = None,
     fused_qkv: bool | None = None,
     rope_type: str | None = None,
+    tokenizer: StrPath | None = None,
     **opening: Any,
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
@@ -87,6 +88,7 @@ def plan(
         fused_qkv: whether a GPT-3 of MaxText has one projection for queries, keys and values.
         rope_type: ``default`` or ``llama3.1``, as a MaxText result will be run; it decides the order of
             queries and keys. Default ``llama3.1``, whose order MaxText's own converter writes.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
         opening: as for :func:`fastshard.open`.
 
     Raises:
@@ -99,6 +101,7 @@ def plan(
         max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by, param_scan_axis=param_scan_axis,
         fused_qkv=fused_qkv, rope_type=rope_type, zarr2=zarr2,
+        tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
     )  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def convert(
         to: target layout; None merges under the source's own names.
         expect: a manifest to check the source (or the result) against, or a config as for
             :func:`fastshard.open`. A manifest beside the source is used by itself.
-        tokenizer: directory to take tokenizer files from; default the source's.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
         memory: anonymous memory of the process that is not exceeded, baseline included. Default
             256 MiB, or 128 MiB on top of what the process holds already where that is more.
         threads: worker threads; default all cores.
@@ -158,7 +161,8 @@ def convert(
     expected = expected_by(expect)
     options = expected.opening(options)
     checkpoint = _opened(source, **options) if options else _opened(source)
-    made = make_plan(checkpoint.opened, to, **planning)
+    words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
+    made = make_plan(checkpoint.opened, to, tokenizer=words, **planning)
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)
@@ -168,7 +172,7 @@ def convert(
         # What was compared with a manifest is where it belongs.
         settled = (expected.manifest or beside(checkpoint)) is not None
         planned = [f for f in made.findings if not settled or f.code != "FS114"]
-        copies = companions(checkpoint, made, tokenizer)
+        copies = _along(made, words, given=tokenizer is not None)
         options_json = json.dumps({
             **run,
             "resume": resume,
@@ -225,25 +229,20 @@ def merge(source: Source, out: StrPath, **options: Any) -> Manifest:
     return convert(source, out, None, **options)
 
 
-def companions(checkpoint: Checkpoint, made: Plan, tokenizer: StrPath | None) -> list[tuple[str, str]]:
-    """Tokenizer and generation files, and a merge's config.json: (name, path).
+def _along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
+    """Files that go along with the result: (name, path).
 
     Raises:
         FastshardError: ``FS601`` if one of these names is no regular file's.
     """
-    folders = [Path(tokenizer)] if tokenizer is not None else list(checkpoint.roots)
-    if tokenizer is not None and not folders[0].is_dir():
-        raise FastshardError.of("FS501", "no such directory", file=str(tokenizer))
-    names = list(COMPANIONS)
-    if made.target == "merge" and made.source.hf_names:
-        folders = [*folders, *checkpoint.roots]
-        names.append("config.json")
-    if made.target == "merge" and not made.source.hf_names and tokenizer is None:
-        return []
-    found: dict[str, str] = {}
-    names = [name for name in names if name not in made.summary["texts"]]
-    for folder in folders:
-        for name in names:
-            if regular.is_file(folder / name):
-                found.setdefault(name, str(folder / name))
-    return sorted(found.items())
+    source, merged = made.source, made.target == "merge"
+    if merged and not source.hf_names:
+        return (
+            sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
+        )
+    config = source.config_file or companions.first(source.places, "config.json")
+    found = companions.beside(source.places, config if source.hf_names else None)
+    found |= tokenizer.files if tokenizer else {}
+    if config is not None and source.hf_names and (merged or made.keeps_names):
+        found["config.json"] = config
+    return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])

@@ -17,6 +17,7 @@ from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .sizes import parse_size
+from .tokenizer import Tokenizer
 
 #: Threads at most; no machine has as many cores.
 _MAX_THREADS = 1 << 14
@@ -69,6 +70,7 @@ class Plan:
         source: Source,
         target: str,
         writes_arrays: bool = False,
+        keeps_names: bool = False,
     ) -> None:
         self.core = core
         self.findings = findings
@@ -76,6 +78,8 @@ class Plan:
         self.target = target
         #: True for a result that is a store of arrays.
         self.writes_arrays = writes_arrays
+        #: True for a conversion of a model without a table, whose names and config stay.
+        self.keeps_names = keeps_names
 
     @cached_property
     def maps(self) -> Maps:
@@ -132,6 +136,7 @@ def make_plan(
     param_scan_axis: int | None = None,
     fused_qkv: bool | None = None,
     rope_type: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
     if dtype not in _DTYPES:
@@ -161,7 +166,6 @@ def make_plan(
         "exclude": exclude,
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
-    quantised = dtype != "keep" and "quantization_config" in (source.config or {})
     if dtype != "keep":
         request["source"]["dequantise"] = hf_config.weight_block(source.config)
         source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
@@ -183,11 +187,6 @@ def make_plan(
     findings += planned if source.rules is None else _grouped(planned)
     if dtype != "keep":
         findings += _quantised(core, dtype)
-        if to is None and source.hf_names and source.config and quantised:
-            # With the old one transformers would take the tensors for quantised ones.
-            config = hf_config.with_dtype(source.config, _TORCH_DTYPES[str(_DTYPES[dtype])])
-            request["texts"] = {"config.json": json.dumps(config, indent=2) + "\n"}
-            core = _plan(opened.catalog, request)
     if not source.provable:
         findings.append(
             Finding.of(
@@ -196,10 +195,11 @@ def make_plan(
                 help="give --expect CONFIG (a config.json or the training config)",
             )
         )
+    summary = json.loads(core.summary())
+    findings += _words(source, summary["axes"], tokenizer)
+    dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
+    main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
     if target is not None and not any(f.severity == "error" for f in findings):
-        summary = json.loads(core.summary())
-        dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
-        main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
         bound = Bound(
             axes=summary["axes"],
             shapes={output[0]: output[2] for output in core.outputs()},
@@ -208,18 +208,29 @@ def make_plan(
             stored=[name for unit in source.units for name in opened.catalog.names(unit.file)],
             dtype=main,
             whole=lambda: _whole_shapes(opened.catalog, request),
+            tokenizer=tokenizer,
         )
         # What the files are called and hold follows from the tensors that there are.
         request["target"]["files"], request["texts"], assumed = target.complete(bound)
         if target_dtypes := getattr(target, "dtypes", None):
             request["target"]["dtypes"] = target_dtypes(bound)
         core = _plan(opened.catalog, request)
-        findings += assumed + _vocabulary(source, summary["axes"])
+        findings += assumed + _vocabulary(source, summary["axes"], tokenizer)
         findings += [
             f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
         ]
-    arrays = getattr(target, "writes_arrays", False)
-    return Plan(core, findings, source, to or "merge", writes_arrays=arrays)
+    if (to is None or getattr(target, "keeps_names", False)) and source.hf_names and source.config:
+        cast = dtype != "keep" or (source.masters and (weights or source.weights) == "masters")
+        # With the old one transformers would cast the tensors back, or take them for quantised ones.
+        config = hf_config.with_dtype(source.config, main) if cast else source.config
+        if config != opened.source.config or (to is not None and source.config_file is None):
+            request["texts"] = {
+                **request.get("texts", {}),
+                "config.json": json.dumps(config, indent=2) + "\n",
+            }
+            core = _plan(opened.catalog, request)
+    arrays, keeps = getattr(target, "writes_arrays", False), getattr(target, "keeps_names", False)
+    return Plan(core, findings, source, to or "merge", writes_arrays=arrays, keeps_names=keeps)
 
 
 def _weights(
@@ -317,15 +328,51 @@ def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
     ]
 
 
-def _vocabulary(source: Source, axes: dict[str, int]) -> list[Finding]:
+def _words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
+    """Whether each word of the tokenizer has its row."""
+    rows = axes.get("P", axes.get("V"))
+    if tokenizer is None or tokenizer.largest is None or rows is None:
+        return []
+    kept, words = min(rows, axes.get("V", rows)), tokenizer.largest + 1
+    if kept < min(rows, words):
+        return [
+            Finding.of(
+                "FS211",
+                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}",
+                file=tokenizer.path,
+                expected=f"{words} of {rows} rows stored",
+                got=str(kept),
+                help=f"--vocab-size {min(words, rows)} keeps them; or give the tokenizer that belongs to the model with --tokenizer",
+            )
+        ]
+    if rows < words:
+        return [
+            Finding.of(
+                "FS215",
+                f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
+                severity="warning",
+                file=tokenizer.path,
+                expected=f"{rows - 1} at most",
+                got=str(tokenizer.largest),
+                help="tokens beyond have no row: the tokenizer was extended, or belongs to another model",
+            )
+        ]
+    return []
+
+
+def _vocabulary(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
     """Padding of a vocabulary whose true size nothing states is taken for words."""
     if "P" not in axes or source.vocab_size is not None or "V" in source.axes:
         return []
+    if tokenizer is not None and tokenizer.largest is not None and tokenizer.largest < axes["P"]:
+        number = f"--vocab-size {tokenizer.largest + 1}, by {tokenizer.path}"
+    else:
+        number = "the tokenizer's size with --vocab-size"
     return [
         Finding.of(
             "FS109",
             f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding too if there is any",
-            help="give the tokenizer's size with --vocab-size",
+            help=f"give {number}",
         )
     ]
 

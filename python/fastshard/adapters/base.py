@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _core, layouts
 from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
+from ..tokenizer import Tokenizer
 
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
@@ -260,6 +262,14 @@ class Source:
     step: str | None = None
     #: The model's config as found, for a target that needs one.
     config: dict[str, Any] | None = None
+    #: The file that it was read from.
+    config_file: Path | None = None
+    #: Where config and tokenizer are looked for, the nearest first.
+    places: list[Path] = field(default_factory=list)
+    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    no_table: str | None = None
+    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    headless: str | None = None
     #: Contents for the manifest.
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
@@ -303,7 +313,7 @@ class Source:
     def model(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
         if not self.weights_prefix and not any(
-            _is_state(name) for a in self.assembled for name, *_ in a.tensors
+            is_state(name) for a in self.assembled for name, *_ in a.tensors
         ):
             return self
         if not self.hf_names:
@@ -322,12 +332,12 @@ class Source:
             tensors = [
                 (name.removeprefix(self.weights_prefix), shape, pieces)
                 for name, shape, pieces in group.tensors
-                if name.startswith(self.weights_prefix) and not _is_state(name)
+                if name.startswith(self.weights_prefix) and not is_state(name)
             ]
             left += [
                 name
                 for name, *_ in group.tensors
-                if not name.startswith(self.weights_prefix) and not _is_state(name)
+                if not name.startswith(self.weights_prefix) and not is_state(name)
             ]
             kept.append(replace(group, tensors=tensors))
         where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
@@ -377,7 +387,8 @@ class Source:
 _STATE = ("optim.", "optimizer.", "optimizer_states.", "lr_scheduler", "train_state", "dataloader")
 
 
-def _is_state(name: str) -> bool:
+def is_state(name: str) -> bool:
+    """True for a tensor that no model has, by its name."""
     return name.startswith(_STATE)
 
 
@@ -403,6 +414,8 @@ class Bound:
     dtype: str | None
     #: Shapes of the whole tensors, by name.
     whole: Callable[[], dict[str, list[int]]]
+    #: The model's, if one was given or found.
+    tokenizer: Tokenizer | None = None
 
 
 def positive(options: dict[str, Any], single: str | None = None) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from .. import layouts
 from ..discover import File, Listing
 from ..errors import Finding
-from . import colossalai_optim, hf_config
+from . import colossalai_optim, hf_model
 from .base import Assembled, Contents, Found, Options, Source, Unit, missing
 from .colossalai_index import PARTIAL, join, read_indexes
-from .hf import config_of, read_json
+from .hf import read_json
 from .steps import Chosen, folder_of, is_step
 
 _SHARD = re.compile(
@@ -115,15 +115,10 @@ class ColossalAI:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         notes = found.notes
-        config, path = config_of(listing, notes["folder"], options)
-        source = Source(
-            found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True, config=config
-        )
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True)
         source.vocab_size = options.vocab_size
-        layout = hf_config.layout_of(config) if config else None
-        if config and layout:
-            source.layout, source.family = layout, layout.removeprefix("hf.")
-            source.axes, source.facts = hf_config.axes_and_facts(config, path, contents.names())
+        config, path = hf_model.config_of(listing, notes["folder"], options)
+        hf_model.describe(source, listing, config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
         expected: dict[str, int] = {}
@@ -138,7 +133,7 @@ class ColossalAI:
         source.expected_names = set(expected)
         notes["weight_map"] = expected
         # A save that lost a stage's index loses that stage's names: only the config tells.
-        source.provable = layout is not None or (
+        source.provable = source.layout is not None or (
             bool(notes["map"]) and not notes["stages"] and not notes["whole"]
         )
         source.findings += self._missing_layers(found, config, held)
@@ -153,8 +148,6 @@ class ColossalAI:
             source.units.append(Unit(file=i, only=only, rank=rank))
         shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
         colossalai_optim.declare(source, found, contents, shapes)
-        if options.vocab_size:
-            source.axes.pop("V", None)
         return source
 
     @staticmethod

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _core, layouts, regular
+from .. import _core, regular
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
-from . import hf_config, megatron_config, megatron_optim
-from .base import Assembled, Contents, Found, Options, Source, missing
-from .hf import config_of, safe_relative
+from . import hf_model, megatron_config, megatron_optim
+from .base import Assembled, Contents, Found, Options, Source, is_state, missing
+from .hf import safe_relative
 from .steps import folder_of
 
 _METADATA = ".metadata"
@@ -27,6 +27,10 @@ _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+#: What no model has below a part that it calls "model".
+_NOT_BELOW_MODEL = {"model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"}
+#: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
+_WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
 def chunk_name(name: str, at: Iterable[int]) -> str:
@@ -282,20 +286,31 @@ class Dcp:
     @staticmethod
     def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
-        config, path = config_of(listing, found.notes["folder"], options)
-        layout = hf_config.layout_of(config) if config else None
-        fitting = [p for p in _PREFIXES if any(p + name in names for name in _TELLING)]
-        prefix = fitting[0] if fitting else None
-        if config and layout and prefix is not None:
-            source.config, source.hf_names, source.weights_prefix = config, True, prefix
-            source.other_prefixes = fitting[1:]
-            source.layout, source.family = layout, layout.removeprefix("hf.")
-            if prefix:
-                # The same table with the names as they are here, so that a merge keeps them.
-                source.layout_text = layouts.get(layout).replace('\nname = "', f'\nname = "{prefix}')
-            source.axes, source.facts = hf_config.axes_and_facts(config, path, names)
-            if options.vocab_size:
-                source.axes.pop("V", None)
+        config, path = hf_model.config_of(listing, found.notes["folder"], options)
+        if config is None:
+            return
+        fitting = _fitting(names, config)
+        source.weights_prefix, source.other_prefixes = fitting[0], fitting[1:]
+        hf_model.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+def _fitting(names: set[str], config: dict[str, Any]) -> list[str]:
+    """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
+    if fitting := [p for p in _PREFIXES if any(p + name in names for name in _TELLING)]:
+        return fitting
+    weights = {name for name in names if not is_state(name)}
+    # torch names the optimizer's state by the names that the model itself gives its parameters.
+    for state in (name.removeprefix("optim.").removeprefix("state.") for name in names - weights):
+        own = state.rpartition(".")[0]
+        if fitting := [p for p in _PREFIXES if p + own in weights]:
+            return fitting[:1]
+    inner = [p for p in _PREFIXES if p and weights and all(name.startswith(p) for name in weights)]
+    if not inner:
+        return [""]
+    begins = {name.removeprefix(inner[0]).partition(".")[0] for name in weights}
+    # Many models call what is without a head "model" themselves.
+    nested = inner[0] != "model." or weights != names or begins & _NOT_BELOW_MODEL
+    return [inner[0] if nested or config.get("model_type") in _WITHOUT_BASE else ""]
 
 
 def _unstored(found: Found, name: str, lo: list[int]) -> Finding:

@@ -85,7 +85,7 @@ class DcpTarget:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
         positive({"--tp": tp, "--pp": pp}, single="--pp")
-        return cls(HfTarget.of(source), tp)
+        return cls(HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp)
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request."""

@@ -12,10 +12,9 @@ from typing import Any
 
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
-from . import hf_config, zero
+from . import hf_model, zero
 from .base import Contents, Found, Options, Source, Unit, missing
 from .gpt_neox import GptNeox
-from .hf import config_of
 from .steps import Step, choose
 from .zero.model import name_list, tensor_index
 
@@ -302,18 +301,9 @@ def _plain(
                 )
             )
     _all_ranks(found, states, source.findings)
-    config, path = config_of(listing, notes["folder"], options)
-    if config is None and "/" in f"/{notes['folder']}":
-        # The Hugging Face Trainer keeps config.json beside the step's folder.
-        config, path = config_of(listing, notes["folder"].rpartition("/")[0], options)
-    layout = hf_config.layout_of(config) if config else None
+    config, path = hf_model.config_of(listing, notes["folder"], options)
     names = {str(name) for state in states for name in _dict(state.get("module"))}
-    if config and layout and names & {"model.embed_tokens.weight", "gpt_neox.embed_in.weight"}:
-        source.config, source.hf_names = config, True
-        source.layout, source.family = layout, layout.removeprefix("hf.")
-        source.axes, source.facts = hf_config.axes_and_facts(config, path, names)
-        if options.vocab_size:
-            source.axes.pop("V", None)
+    hf_model.describe(source, listing, config, path, names)
     return source, str
 
 

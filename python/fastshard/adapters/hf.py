@@ -7,10 +7,10 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from .. import regular
+from .. import companions, regular
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
-from . import hf_config
+from . import hf_model
 from .base import Contents, Found, Options, Source, Unit, missing
 from .steps import Chosen, folder_of, is_step
 
@@ -47,20 +47,6 @@ def safe_relative(name: object) -> bool:
         or ".." in parts
         or (len(name) > 1 and name[1] == ":")
     )
-
-
-def config_of(listing: Listing, folder: str, options: Options) -> tuple[dict[str, Any] | None, str | None]:
-    """The model's config: the one given, else config.json in the folder. Returns it with its path."""
-    if options.config is not None:
-        return options.config, options.config_path
-    path = f"{folder}/config.json" if folder else "config.json"
-    file = listing.find(path)
-    if file is None or listing.single:
-        return None, None
-    config = read_json(listing, file)
-    if not isinstance(config, dict):
-        raise FastshardError.of("FS211", "config.json is not an object", file=file.path)
-    return config, file.path
 
 
 def slices_as_wholes(
@@ -264,7 +250,6 @@ class HuggingFace:
 
     def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
-        config, path = config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,
             step=found.step,
@@ -272,17 +257,14 @@ class HuggingFace:
             pass_unknown=True,
             layers_may_repeat=True,
             hf_names=True,
-            config=config,
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,
         )
         source.provable = bool(source.expected_names)
-        layout = hf_config.layout_of(config) if config else None
-        if config and layout:
-            source.layout = layout
-            source.family = layout.removeprefix("hf.")
-            source.axes, source.facts = hf_config.axes_and_facts(config, path, values.names())
-            source.provable = True
-            if options.vocab_size:
-                source.axes.pop("V", None)
+        folder = found.notes["folder"]
+        # A model's own folder says what it is; that of a step may leave it to the one above.
+        above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
+        source.places = companions.places(listing, folder, above=above)
+        config, path = hf_model.config_of(listing, folder, options, above=above)
+        hf_model.describe(source, listing, config, path, values.names())
         return source

@@ -16,8 +16,38 @@ LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama"
            "qwen3_moe": "hf.qwen_moe"}  # fmt: skip
 
 
+#: How the names of the model itself begin, without its head. source: base_model_prefix in transformers
+BASES = {"hf.gpt_neox": "gpt_neox.", "hf.llama": "model.", "hf.mixtral": "model.", "hf.qwen_moe": "model."}
 #: The output layer in the models known.
-_HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+#: What takes its place. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
+_OTHER_HEADS = {
+    "ForSequenceClassification": "score.weight", "ForTokenClassification": "score.weight",
+    "GPTNeoXForTokenClassification": "classifier.weight", "ForQuestionAnswering": "qa_outputs.weight",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The class of transformers that a config names."""
+
+    name: str
+    #: True for one with an output layer over the vocabulary.
+    is_causal: bool
+    #: The tensor that it has in the place of one, if its name tells.
+    head: str | None = None
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture | None:
+    """The first of a config's ``architectures``; None if it states none."""
+    stated = config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else None
+    if not isinstance(name, str):
+        return None
+    # Code of its own may call things otherwise.
+    ends = [end for end in _OTHER_HEADS if name.endswith(end)] if "auto_map" not in config else []
+    head = _OTHER_HEADS[max(ends, key=len)] if ends else None
+    return Architecture(name, "ForCausalLM" in name or "LMHeadModel" in name, head)
 
 
 def layout_of(config: dict[str, Any]) -> str | None:
@@ -76,7 +106,7 @@ def axes_and_facts(
     axes["d"] = head_dim
     # transformers: tie_word_embeddings defaults to False for these three model types.
     facts = {"tied": bool(config.get("tie_word_embeddings", False))}
-    facts["head"] = not facts["tied"] or any(name.endswith(_HEADS) for name in names)
+    facts["head"] = not facts["tied"] or any(name.endswith(HEADS) for name in names)
     if config.get("model_type") == "gpt_neox":
         axes["g"] = heads
         # transformers: configuration_gpt_neox.py, attention_bias = True
@@ -202,11 +232,19 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """The config with the weights' dtype, by its torch name."""
-    if dtype:
-        # transformers 4 reads torch_dtype, 5 reads dtype and writes only that.
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        config = {**config, key: dtype}
-    return config
+    if not dtype:
+        return config
+    # transformers 4 reads torch_dtype, 5 reads dtype and writes only that.
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    # A config of several models (text_config, vision_config) says it for each.
+    parts = {
+        name: {**part, own: dtype}
+        for name, part in config.items()
+        if isinstance(part, dict) and name.endswith("_config")
+        for own in ("dtype", "torch_dtype")
+        if own in part
+    }
+    return {**config, **parts, key: dtype}
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:
@@ -221,8 +259,8 @@ def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
     """Facts that the presence of tensors decides."""
     have = list(names)
     return {
-        "tied": not any(name in _HEADS for name in have),
-        "head": any(name in _HEADS for name in have),
+        "tied": not any(name in HEADS for name in have),
+        "head": any(name in HEADS for name in have),
         "attention_bias": any(name.endswith(("q_proj.bias", "query_key_value.bias")) for name in have),
         "out_bias": any(name.endswith("o_proj.bias") for name in have),
         "qk_norm": any(name.endswith("q_norm.weight") for name in have),

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
-from . import hf_config
+from . import hf_config, hf_model
 from .base import Assembled, Contents, Found, Options, Source, missing
-from .hf import config_of, slices_as_wholes
+from .hf import slices_as_wholes
 from .steps import folder_of, is_step, within_this
 
 _SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
@@ -116,19 +116,12 @@ class HfRankShards:
         ]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         source.assembled += _copies(tensors, again, found.files)
-        config, path = config_of(listing, found.notes["folder"], options)
-        source.config = config
-        layout = hf_config.layout_of(config) if config else hf_config.layout_by_names(chunks)
-        if layout is not None:
+        config, path = hf_model.config_of(listing, found.notes["folder"], options)
+        hf_model.describe(source, listing, config, path, chunks)
+        if config is None and (layout := hf_config.layout_by_names(chunks)) is not None:
             source.layout, source.family = layout, layout.removeprefix("hf.")
-            if config:
-                source.axes, source.facts = hf_config.axes_and_facts(config, path, chunks)
-                source.provable = True
-            else:
-                # Rows of heads are enough to check shapes; how they divide only a config tells.
-                source.facts, source.axes = hf_config.facts_by_names(chunks), {"d": 1}
-            if options.vocab_size:
-                source.axes.pop("V", None)
+            # Rows of heads are enough to check shapes; how they divide only a config tells.
+            source.facts, source.axes = hf_config.facts_by_names(chunks), {"d": 1}
         source.findings += slices_as_wholes(
             listing, found.notes["folder"], found.files, contents, "shards of ranks"
         )

@@ -6,24 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..configs import shown
 from ..errors import FastshardError, Finding
+from ..tokenizer import Tokenizer
 from . import hf_config, maxtext_config, megatron_config, neox_to_hf
 from .base import Bound, Completed, Source
+from .hf_model import wrapped
 
-#: Files that go along with a model if they are there.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 #: Layouts whose config is MaxText's.
 _JAX = ("maxtext.llama", "maxtext.gpt3", "paxml.gpt3")
 
@@ -43,36 +31,51 @@ class HfTarget:
 
         Raises:
             FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
-                that decides values is unknown.
+                that decides values is unknown, or the model is.
         """
         config = source.config or {}
+        if (
+            source.hf_names
+            and source.layout in hf_config.BASES
+            and not (source.headless or source.layout_text)
+        ):
+            return cls(source, source.layout, hf_config.axes_and_facts(config)[1])
         if source.hf_names:
-            layout = hf_config.layout_of(config)
-            if layout is None:
-                raise FastshardError.of(
-                    "FS514" if config else "FS209",
-                    f"no layout for model_type {shown(config.get('model_type'))}"
-                    + (
-                        " with dense layers among the others"
-                        if str(config.get("model_type")) in hf_config.LAYOUTS
-                        else ""
-                    )
-                    if config
-                    else "the model's config is not known",
-                    help="give the config.json with --config; `fastshard merge` needs none",
-                )
-            return cls(source, layout, hf_config.axes_and_facts(config)[1])
+            return cls(source, _kept(source), {})
         if "features" in source.values and source.family in ("gpt_neox", "llama"):
             return cls(source, *neox_to_hf.facts_of(source))
         if source.layout in ("megatron.legacy", "megatron.dist"):
             return cls(source, *megatron_config.facts_of(source))
         if source.layout in _JAX:
             return cls(source, *maxtext_config.facts_of(source))
+        if source.family is None:
+            raise _unknown()
         raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
+
+    @classmethod
+    def known(cls, source: Source, what: str) -> HfTarget:
+        """The same, where a table must say what the tensors are: ``what`` is to be made of them.
+
+        Raises:
+            FastshardError: as :meth:`of`, and ``FS514`` for a model without a table.
+        """
+        whole = cls.of(source)
+        if whole.keeps_names:
+            raise FastshardError.of(
+                "FS514",
+                f"{_why(source)}: nothing says what its tensors are, as {what} needs",
+                help="describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
+            )
+        return whole
+
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay."""
+        return not self.layout
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return {"name": self.name, "layout": table, "facts": self.facts}
+        return {"name": self.name} | ({"layout": table, "facts": self.facts} if self.layout else {})
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
@@ -88,7 +91,91 @@ class HfTarget:
         return neox_to_hf.config_json(self.source, axes)
 
     def complete(self, bound: Bound) -> Completed:
-        """The config.json of the result, and what had to be assumed."""
+        """The config.json of the result, and what had to be assumed.
+
+        Raises:
+            FastshardError: ``FS514`` for names that stay and are not the model's own.
+        """
+        if self.keeps_names:
+            return [], {}, [_unproven(self.source, bound)]
         config, assumed = self.config(bound.axes)
+        if not self.source.hf_names:
+            config, told = _special_tokens(config, bound.tokenizer, self.source)
+            assumed += told
         text = json.dumps(hf_config.with_dtype(config, bound.dtype), indent=2) + "\n"
         return [], {"config.json": text}, assumed
+
+
+def _kept(source: Source) -> str:
+    """No layout: names and shapes stay.
+
+    Raises:
+        FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no table and
+            whose vocabulary is to be cut.
+    """
+    if not source.config:
+        raise _unknown()
+    if source.vocab_size is not None:
+        raise FastshardError.of(
+            "FS514",
+            f"--vocab-size: {_why(source)}, so that nothing tells which rows are words",
+            help="leave it out, or describe the model in a table of your own (--layout FILE)",
+        )
+    return ""
+
+
+def _unknown() -> FastshardError:
+    return FastshardError.of(
+        "FS209",
+        "the model is not known: no config.json of a model is beside or above the checkpoint",
+        help="give it with --config; `fastshard merge` needs none and keeps the names as they are",
+    )
+
+
+def _why(source: Source) -> str:
+    """Why the names of a model of Hugging Face stay."""
+    if source.no_table is None and source.headless is None:
+        return "the model lies below names of its own"
+    return source.no_table or f"architectures says {source.headless}"
+
+
+def _unproven(source: Source, bound: Bound) -> Finding:
+    """What is not proven of names that stay."""
+    if (changed := wrapped(bound.shapes)) is not None:
+        name, by = changed
+        raise FastshardError.of(
+            "FS514",
+            f"names that {by} has changed: not the model's own, so that nothing would load them",
+            tensor=name,
+            help="save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
+        )
+    return Finding.of(
+        "FS109",
+        f"{_why(source)}: names and shapes stay as they are stored, and no table says that they are the model's",
+        help="--expect a manifest or --layout a table of your own proves them",
+    )
+
+
+def _special_tokens(
+    config: dict[str, Any], tokenizer: Tokenizer | None, source: Source
+) -> tuple[dict[str, Any], list[Finding]]:
+    """A config that nobody else has written, with the ids that its tokenizer gives its special tokens: transformers
+    has defaults of its own, by which a model generates past the end."""
+    if tokenizer is None:
+        return config, []
+    special = dict(tokenizer.special or {})
+    if source.framework == "GPT-NeoX" and tokenizer.end_of_document is not None:
+        special.setdefault("eos_token_id", tokenizer.end_of_document)
+    notes = [
+        Finding.of(
+            "FS109",
+            f"config: {key} is the tokenizer's",
+            severity="note",
+            file="config.json",
+            expected=f"{config[key]} by the training config",
+            got=str(number),
+        )
+        for key, number in special.items()
+        if isinstance(config.get(key), int) and config[key] != number
+    ]
+    return config | special, notes

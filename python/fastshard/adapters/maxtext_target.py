@@ -89,7 +89,7 @@ class MaxTextTarget:
         elif source.layout == "maxtext.llama":
             facts, whole = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
         else:
-            whole = HfTarget.of(source)
+            whole = HfTarget.known(source, "MaxText")
             _refuse(whole)
             facts = {"tied": whole.facts["tied"], "interleaved": _order(source, rope_type)}
         layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"

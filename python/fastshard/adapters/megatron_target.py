@@ -89,7 +89,7 @@ class MegatronTarget:
             ):
                 multiple = stated
         else:
-            whole = HfTarget.of(source)
+            whole = HfTarget.known(source, "Megatron-LM")
             if whole.layout != "hf.llama":
                 raise FastshardError.of(
                     "FS514",

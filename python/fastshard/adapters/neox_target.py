@@ -95,18 +95,12 @@ class NeoxTarget:
                 got=str(pp),
                 help="take --to gpt_neox:pipeline",
             )
+        whole = None if "features" in source.values else HfTarget.known(source, "GPT-NeoX")
         layout = _LAYOUTS.get(source.family or "")
         if layout is None:
-            raise FastshardError.of(
-                "FS514" if source.family or source.config else "FS209",
-                f"no GPT-NeoX layout for the family {source.family!r}"
-                if source.family
-                else "the model's config is not known",
-                help="give the model's config with --config",
-            )
+            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.family!r}")
         config = source.config or {}
         facts = dict(source.facts)
-        whole = None if "features" in source.values else HfTarget.of(source)
         if whole is not None:
             # transformers configuration_gpt_neox.py: use_parallel_residual = True
             parallel = config.get("use_parallel_residual", True)

@@ -26,6 +26,8 @@ TARGETS = (
 KEEPING = ("orbax",)
 #: Targets that hold whole tensors.
 _WHOLE = ("hf", "orbax", "maxtext", "maxtext:scan", "maxtext:unscan")
+#: Targets that take a model whatever its head is.
+_ANY_HEAD = ("hf", "orbax", "dcp", "tp-safetensors")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,14 @@ def target_of(source: Source, to: str, wanted: Wanted) -> Target:
     if not maxtext and (stray := next((n for n, value in options.items() if value is not None), None)):
         raise FastshardError.of(
             "FS515", f"--{stray.replace('_', '-')}: an option of MaxText", expected="--to maxtext", got=to
+        )
+    if source.headless and to not in _ANY_HEAD:
+        raise FastshardError.of(
+            "FS514",
+            f"architectures says {source.headless}, which has no output layer; {to} holds models that have one",
+            expected="a causal language model",
+            got=source.headless,
+            help="`fastshard merge`, or --to hf, keeps it as it is",
         )
     if to == "orbax":
         return OrbaxTarget.of(source, wanted.zarr2)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
-from . import hf_config
+from . import hf_model
 from .base import Contents, Found, Options, Source, Unit, missing
-from .hf import config_of, read_json, slices_as_wholes
+from .hf import read_json, slices_as_wholes
 from .steps import folder_of, is_step, within_this
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
@@ -127,7 +127,7 @@ class TpSafetensors:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
         layout: dict[str, Any] | None = found.notes["layout"]
         path: str = found.notes["layout_path"]
-        config, config_path = config_of(listing, found.notes["folder"], options)
+        config, config_path = hf_model.config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,
             step=found.step,
@@ -136,18 +136,12 @@ class TpSafetensors:
                 for i, rank in enumerate(found.notes["ranks"])
             ],
             degrees={"tp": found.notes["tp"]},
-            config=config,
         )
-        table = hf_config.layout_of(config) if config else None
-        if config and table:
-            source.layout = table
-            source.family = table.removeprefix("hf.")
-            source.hf_names = True
-            source.axes, source.facts = hf_config.axes_and_facts(config, config_path, values.names())
+        hf_model.describe(source, listing, config, config_path, values.names())
+        if source.layout is not None:
             # Each rank holds rows of the padded vocabulary: its extent comes from the shards.
             source.axes.pop("P", None)
             source.vocab_size = source.axes.get("V")
-            source.provable = True
         if layout is not None:
             source.provable = True
             if vocab := _positive(layout, "vocab_size", path):

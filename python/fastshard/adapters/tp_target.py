@@ -35,7 +35,9 @@ class TpTarget:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
         positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple}, single="--pp")
-        return cls(HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE)
+        return cls(
+            HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE
+        )
 
     def request(self, table: str) -> dict[str, Any]:
         """The target's side of the core's request."""

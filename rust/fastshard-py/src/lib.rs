@@ -651,6 +651,20 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     to_json(&py.detach(read).map_err(raise)?)
 }
 
+/// What is kept of a tokenizer's vocabulary, as JSON; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
+#[pyfunction]
+fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) -> PyResult<String> {
+    use fastshard::format::vocabulary::{read, Kind};
+    let kind = match kind {
+        "tokenizers" => Kind::Tokenizers,
+        "ids" => Kind::Ids,
+        "sentencepiece" => Kind::SentencePiece,
+        "lines" => Kind::Lines,
+        other => return Err(PyValueError::new_err(format!("no kind of vocabulary: {other}"))),
+    };
+    to_json(&py.detach(|| read(&SourceFile::open(&path)?, kind, &wanted)).map_err(raise)?)
+}
+
 /// Findings about the files below `roots` that `manifest` lists and that hold no tensors, as JSON.
 #[pyfunction]
 fn manifest_files(py: Python<'_>, manifest: PathBuf, roots: Vec<PathBuf>) -> PyResult<String> {
@@ -698,6 +712,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(check_layout, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
+    m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
     m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;
     Ok(())

@@ -10,6 +10,7 @@ pub mod packed;
 pub mod pickle;
 pub mod safetensors;
 pub mod torch_zip;
+pub mod vocabulary;
 
 use serde::Serialize;
 

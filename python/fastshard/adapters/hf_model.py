@@ -1,0 +1,170 @@
+"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names that stay."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import companions, layouts, regular
+from ..configs import shown
+from ..discover import Listing
+from ..errors import FastshardError, Finding
+from . import hf_config
+from .base import Options, Source, is_state
+
+#: What a layer's tensor is called, and what precedes the word.
+_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+#: Parts of names that wrappers and adapters put in, by which no model's own names are told any more.
+#: source: torch (_dynamo/eval_frame.py, distributed/fsdp, distributed/algorithms/_checkpoint), PEFT, TRL, Lightning
+_WRAPPERS = {
+    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_checkpoint_wrapped_module": "torch's activation checkpointing",
+    "_forward_module": "Lightning", "base_layer": "PEFT", "modules_to_save": "PEFT", "pretrained_model": "TRL",
+}  # fmt: skip
+#: The same where a name begins so.
+_FIRST = {"module.": "DistributedDataParallel", "base_model.model.": "PEFT"}
+#: Keys that tell a config of Hugging Face from others of the name.
+_TELLING = {"model_type", "architectures", "transformers_version"}
+#: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
+_PLAIN = ("fp8",)
+
+
+def config_of(
+    listing: Listing, folder: str, options: Options, *, above: bool = True
+) -> tuple[dict[str, Any] | None, Path | None]:
+    """The model's config: the one given, else config.json where :func:`fastshard.companions.places` finds it.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the tensors.
+        options: what the caller said.
+        above: whether to look above the checkpoint too.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not a JSON object.
+    """
+    if options.config is not None:
+        return options.config, Path(options.config_path) if options.config_path else None
+    path = companions.first(companions.places(listing, folder, above=above), "config.json")
+    if path is None:
+        return None, None
+    label = _label(listing, path)
+    try:
+        config = json.loads(regular.read_text(path, regular.MAX_TEXT, label=label))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=label) from None
+    if not isinstance(config, dict):
+        raise FastshardError.of("FS211", "config.json is not an object", file=label)
+    return config, path
+
+
+def _label(listing: Listing, path: Path) -> str:
+    """The path as messages name it: relative to the root that holds it."""
+    root = next((root for root in listing.roots if path.is_relative_to(root)), None)
+    return str(path if root is None else path.relative_to(root))
+
+
+def describe(
+    source: Source,
+    listing: Listing,
+    config: dict[str, Any] | None,
+    path: Path | None,
+    names: Collection[str],
+    *,
+    outer: str = "",
+) -> None:
+    """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
+
+    Where none does the names stay what they are, and the declaration says why in :attr:`.Source.no_table`.
+
+    Args:
+        source: the declaration.
+        listing: what the roots hold.
+        config: content of config.json, if there is one.
+        path: its file.
+        names: of the tensors stored.
+        outer: where the model's own names begin.
+    """
+    if config is None or not (source.hf_names or config.keys() & _TELLING):
+        return
+    label = None if path is None else _label(listing, path)
+    source.config, source.config_file, source.hf_names = config, path, True
+    layout = hf_config.layout_of(config)
+    source.no_table = _why_not(config, layout)
+    if layout is None or source.no_table is not None:
+        return
+    base = hf_config.BASES[layout]
+    names = [name for name in names if name.startswith(outer) and not is_state(name)]
+    begins = _beginning(names)
+    prefix = f"{outer}{base}" if begins is None else begins
+    kind = hf_config.architecture_of(config)
+    stored = {name.removeprefix(outer) for name in names}
+    source.layout, source.family = layout, layout.removeprefix("hf.")
+    source.axes, source.facts = hf_config.axes_and_facts(config, label, stored)
+    source.provable = True
+    if prefix != base:
+        source.layout_text = _prefixed(layout, base, prefix)
+    if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
+        source.headless = kind.name if kind else "a model without a head, by the names of its tensors"
+        source.facts["head"] = any(name.endswith(hf_config.HEADS) for name in stored)
+        source.findings += _own_head(kind, stored)
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
+def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
+    """Why a model has no table; None if it has one."""
+    model_type = config.get("model_type")
+    if layout is None:
+        mixed = " with dense layers among the others" if str(model_type) in hf_config.LAYOUTS else ""
+        return f"model_type {shown(model_type)}{mixed} has no table"
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if isinstance(quantised, dict) and method not in _PLAIN:
+        return f"quantization_config ({shown(method)}) stores other tensors than the table has"
+    return None
+
+
+def _beginning(names: Iterable[str]) -> str | None:
+    """What precedes ``layers.N`` in most names; None where there are no such names."""
+    found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
+    return found.most_common(1)[0][0] if found else None
+
+
+def _prefixed(layout: str, base: str, prefix: str) -> str:
+    """The table with the names as they are stored, so that a merge keeps them."""
+    outer = prefix.removesuffix(base) if prefix.endswith(base) else ""
+    text = layouts.get(layout).replace('\nname = "', f'\nname = "{outer}')
+    return text.replace(f'\nname = "{outer}{base}', f'\nname = "{prefix}')
+
+
+def _own_head(kind: hf_config.Architecture | None, names: Iterable[str]) -> list[Finding]:
+    """What an architecture has in the place of the output layer must be there."""
+    head = kind.head if kind else None
+    if kind is None or head is None or any(name == head or name.endswith(f".{head}") for name in names):
+        return []
+    return [
+        Finding.of(
+            "FS102",
+            f"architectures says {kind.name}, which has this tensor",
+            tensor=head,
+            help="the file that holds it is missing or was cut short: copy it again",
+        )
+    ]
+
+
+def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
+    """A name that a wrapper or an adapter has changed, and which one did; None if there is none."""
+    for name in names:
+        for part in name.split("."):
+            if part in _WRAPPERS:
+                return name, _WRAPPERS[part]
+            if part.startswith("lora_"):
+                return name, "PEFT"
+        for first, wrapper in _FIRST.items():
+            if name.startswith(first):
+                return name, wrapper
+    return None

@@ -1,0 +1,88 @@
+"""Files that go along with a model: its config, its tokenizer, code of its own; and where they are looked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import regular
+from .discover import Listing
+from .errors import FastshardError
+
+#: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
+_OTHERS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+#: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
+_SUBFOLDER = "huggingface"
+#: Code at most that a model brings along.
+_MAX_CODE = 64
+
+
+def places(listing: Listing, folder: str, *, above: bool = True) -> list[Path]:
+    """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors, those
+    above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the tensors, relative to a root.
+        above: whether to look above the checkpoint too.
+    """
+    if listing.single:
+        return []
+    levels: list[list[Path]] = []
+    for root in listing.roots:
+        at = folder
+        chain = [root / at if at else root]
+        while at:
+            at = at.rpartition("/")[0]
+            chain.append(root / at if at else root)
+        if above:
+            chain.append(root.absolute().parent)
+        for i, one in enumerate(chain):
+            levels.extend([] for _ in range(i + 1 - len(levels)))
+            levels[i].append(one)
+    found = [place for level in levels for one in level for place in (one, one / _SUBFOLDER)]
+    return list(dict.fromkeys(found))
+
+
+def first(folders: Iterable[Path], name: str) -> Path | None:
+    """The file of this name in the first folder that has it.
+
+    Raises:
+        FastshardError: ``FS601`` if something else has the name.
+    """
+    return next((folder / name for folder in folders if regular.is_file(folder / name)), None)
+
+
+def beside(folders: list[Path], config: Path | None) -> dict[str, Path]:
+    """Files that go along besides the tokenizer's and config.json: by name.
+
+    Args:
+        folders: where they are looked for, the nearest first.
+        config: the model's config.json, beside which code of its own lies.
+    """
+    found = {name: path for name in _OTHERS if (path := first(folders, name)) is not None}
+    return found | ({} if config is None else _code(config))
+
+
+def _code(config: Path) -> dict[str, Path]:
+    """Modules that ``auto_map`` of a config.json needs: those beside it, since they import each other."""
+    try:
+        content = json.loads(regular.read_text(config, regular.MAX_CONFIG))
+    except ValueError:
+        return {}
+    if not isinstance(content, dict) or not isinstance(content.get("auto_map"), dict):
+        return {}
+    paths = sorted(path for path in config.parent.glob("*.py") if regular.is_file(path))
+    if len(paths) > _MAX_CODE:
+        raise FastshardError.of(
+            "FS514",
+            "a model with code of its own (auto_map) whose folder holds other programs too",
+            file=str(config.parent),
+            expected=f"{_MAX_CODE} modules at most",
+            got=str(len(paths)),
+            help="give a folder that holds only the model's with --config",
+        )
+    return {path.name: path for path in paths}
