@@ -21,6 +21,12 @@ import torch.distributed.checkpoint as dcp
 import zero_maker
 from helpers import FIXTURES, assert_refused, cli, copy, layer_file, load_pt, read_result
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 TORCH_DIST = "sharded/megatron_torch_dist_tp2_pp2"
 GENERATOR = np.random.default_rng(7)
@@ -179,6 +185,15 @@ def test_a_rank_that_holds_all_twice_is_a_copy_all_the_same(tmp_path: Path) -> N
     assert_refused(ckpt, tmp_path / "out", "FS303", file="__1_0.distcp")
 
 
+def test_integers_of_its_own_do_not_hide_a_rank_that_is_a_copy(tmp_path: Path) -> None:
+    def state() -> torch.Tensor:
+        return torch.randint(0, 255, (2000,), dtype=torch.uint8)
+
+    floats = drawn("x", "y")
+    ranks = [{f"l.{r}.{n}": t for n, t in floats.items()} | {f"rng.{r}": state()} for r in range(2)]
+    assert_refused(ranks_saved(tmp_path / "ckpt", *ranks), tmp_path / "out", "FS303", file="__1_0.distcp")
+
+
 @pytest.mark.parametrize("layers", [3, 4])
 def test_one_layer_saved_over_all_others_is_refused(layers: int, tmp_path: Path) -> None:
     root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=1, layers=layers))
@@ -268,8 +283,12 @@ def test_layers_that_were_all_doubled_are_meant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", ["one", "each"])
 @pytest.mark.parametrize(
-    "key", ["rotary", "average", "policy", "experts", "tied", "positions", "frozen", "deeper"]
-)
+    "key",
+    [
+        "rotary", "average", "policy", "experts", "tied", "positions", "frozen", "deeper", "lookahead", "amsgrad",
+        "moco", "draft", "order", "shared expert",
+    ],
+)  # fmt: skip
 def test_what_is_equal_by_its_nature_is_no_copy(key: str, files: str, tmp_path: Path) -> None:
     """In one file, and in one for each tensor."""
     base = drawn(*(f"layers.{i}.{n}" for i in range(3) for n in ("q", "k")))
@@ -287,7 +306,19 @@ def test_what_is_equal_by_its_nature_is_no_copy(key: str, files: str, tmp_path: 
         "deeper": base
         | {f"layers.3.{n}": base[f"layers.2.{n}"] for n in ("q", "k")}
         | {f"layers.{i}.norm": torch.ones(32, 48) for i in range(4)},
+        "lookahead": {f"params.{m}.{n}": t for m in ("fast", "slow") for n, t in base.items()},
+        "amsgrad": base
+        | {f"optim.{n}.{m}": t * t for m in ("exp_avg_sq", "max_exp_avg_sq") for n, t in base.items()},
+        "moco": {f"encoder_{m}.{n}": t for m in "qk" for n, t in base.items()},
+        "draft": base
+        | {f"layers.2.{n}": torch.randn(32, 48) for n in ("v", "o")}
+        | {f"draft.layers.0.{n}": base[f"layers.2.{n}"] for n in ("q", "k")},
+        "order": base | {f"layers.{i}.mlp.g_idx": torch.arange(1536).view(32, 48) for i in range(3)},
+        "shared expert": base
+        | {f"layers.0.mlp.{e}.w": one for e in ("shared_experts", *(f"experts.{i}" for i in range(4)))},
     }[key]
+    if key == "draft":
+        tensors |= {f"draft.layers.0.{n}": tensors[f"layers.2.{n}"] for n in ("v", "o")}
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     ckpt = ranks_saved(tmp_path / "ckpt", tensors, single_file_per_rank=files == "one")
     ran = cli("merge", ckpt, tmp_path / "out")
@@ -309,16 +340,96 @@ def test_scales_that_are_equal_are_no_copy_of_the_weights(tmp_path: Path) -> Non
     assert ran.code == 0 and not ran.having("FS303"), ran.errors
 
 
-@pytest.mark.parametrize("form", ["sequential", "grouped"])
-def test_one_expert_on_each_rank_made_of_one_is_no_copy(form: str, tmp_path: Path) -> None:
-    whole = moe_maker.model().state_dict()
+def made_of_one(model: Any) -> dict[str, torch.Tensor]:
+    """A mixture whose experts were all made of one."""
+    whole: dict[str, torch.Tensor] = model.state_dict()
     for name, tensor in whole.items():
         if ".experts." in name and tensor.ndim == 3:
             tensor.copy_(tensor[:1].clone().expand_as(tensor))
-    experts = next(t.shape[0] for n, t in whole.items() if ".experts." in n and t.ndim == 3)
-    root = moe_maker.save_legacy(tmp_path / "ckpt", whole, (1, 1, experts), form)
+    return whole
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 1, 2), (2, 1, 4), (2, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("form", ["sequential", "grouped", "flat"])
+def test_experts_on_all_ranks_that_were_made_of_one_are_no_copies(
+    form: str, degrees: tuple[int, int, int], tmp_path: Path
+) -> None:
+    root = moe_maker.save_legacy(tmp_path / "ckpt", made_of_one(moe_maker.model()), degrees, form)
     ran = cli("merge", root, tmp_path / "out")
-    assert experts > 2 and ran.code == 0 and not ran.having("FS303"), ran.errors
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+
+
+def divided(folder: Path, *ranks: dict[str, tuple[list[int], list[int], torch.Tensor]]) -> Path:
+    """A DCP of parts: per rank, the whole's shape, the part's first index, and the part."""
+    folder.mkdir()
+    described: dict[str, TensorStorageMetadata] = {}
+    stored: dict[Any, Any] = {}
+    for rank, held in enumerate(ranks):
+        place = ranks_saved(folder.parent / f"{folder.name}_{rank}", {n: t for n, (_, _, t) in held.items()})
+        own = dcp.FileSystemReader(place).read_metadata()
+        (place / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+        for index, info in own.storage_data.items():
+            info.relative_path = f"__{rank}_0.distcp"
+            whole, at, part = held[index.fqn]
+            entry = described.setdefault(
+                index.fqn,
+                TensorStorageMetadata(own.state_dict_metadata[index.fqn].properties, torch.Size(whole), []),
+            )
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(at), part.shape))
+            stored[MetadataIndex(index.fqn, torch.Size(at))] = info
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(Metadata(described, storage_data=stored), file)
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 8), (4, 8), (2, 4)])
+def test_stacked_experts_on_few_ranks_that_were_made_of_one_are_no_copies(
+    ranks: int, experts: int, tmp_path: Path
+) -> None:
+    made = {f"layers.{i}.moe.experts.w1": torch.randn(1, 32, 48).expand(experts, 32, 48) for i in range(2)}
+    each = experts // ranks
+    parts: list[dict[str, Any]] = [
+        {n: ([experts, 32, 48], [r * each, 0, 0], t[:each].contiguous()) for n, t in made.items()}
+        for r in range(ranks)
+    ]
+    parts[0] |= {n: ([32, 48], [0, 0], t) for n, t in drawn("layers.0.q", "layers.1.q").items()}
+    ran = cli("merge", divided(tmp_path / "ckpt", *parts), tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+    # Of experts that are not the same inside a rank, the other rank's are copies.
+    parts[1] = {n: (w, at, torch.randn_like(t)) for n, (w, at, t) in parts[1].items()}
+    parts[0] |= {n: (w, [0, 0, 0], t) for n, (w, _, t) in parts[1].items()}
+    assert_refused(divided(tmp_path / "bad", *parts), tmp_path / "not", "FS303")
+
+
+@pytest.mark.parametrize("kind", ["experts", "deeper", "three"])
+def test_what_is_equal_for_two_reasons_is_no_copy(kind: str, tmp_path: Path) -> None:
+    """A file for each tensor: what the first of several equal ones does not excuse, another does."""
+    base = drawn(*(f"layers.{i}.{n}" for i in range(3) for n in ("q", "k")))
+    one = torch.randn(32, 48)
+    base |= {
+        "experts": {f"layers.0.experts.{e}.w": one for e in range(4)},
+        "deeper": {f"layers.3.{n}": base[f"layers.2.{n}"] for n in ("q", "k")},
+        "three": {},
+    }[kind]
+    models = ("base", "policy", "value") if kind == "three" else ("ema", "model")
+    tensors = {f"{m}.{name}": tensor.clone() for m in models for name, tensor in base.items()}
+    ran = cli("merge", ranks_saved(tmp_path / "ckpt", tensors, single_file_per_rank=False), tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
+
+
+@pytest.mark.parametrize("layers", [(3,), (3, 5)])
+def test_a_shard_of_two_values_says_nothing(layers: tuple[int, ...], tmp_path: Path) -> None:
+    root = neox_maker.write(tmp_path / "ckpt", neox_maker.Spec(tp=2, layers=4))
+    for layer, rank in itertools.product(layers, (0, 1)):
+        if len(layers) == 2 and rank:
+            continue  # Equal in two layers, on one rank alone.
+        file = root / "global_step7" / layer_file(layer, rank)
+        content = load_pt(file)
+        (name,) = (n for n in content if n.endswith("mlp.linear1.bias"))
+        content[name].zero_()[3] = 1e-3
+        torch.save(content, file)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0 and not ran.having("FS303"), ran.errors
 
 
 def test_two_directories_that_hold_the_same_are_as_one(tmp_path: Path) -> None:
@@ -372,12 +483,22 @@ def test_a_chunk_copied_over_another_is_refused(zarr: int, tmp_path: Path) -> No
         assert_refused(ckpt, tmp_path / "out", "FS303", tensor="layers_2.kernel")
 
 
-def test_a_part_of_a_learned_table_of_positions_is_no_buffer(tmp_path: Path) -> None:
-    ckpt = store(tmp_path / "ckpt", {"position_emb.emb_var": normal(64, 64)}, [64, 32])
-    shutil.copyfile(
-        chunk_file(ckpt, "position_emb.emb_var", 0, 0), chunk_file(ckpt, "position_emb.emb_var", 0, 1)
-    )
-    assert_refused(ckpt, tmp_path / "out", "FS303", file="position_emb.emb_var/0.1")
+@pytest.mark.parametrize("name", ["position_emb.emb_var", "pos_embed", "rel_pos_h"])
+def test_a_part_of_a_learned_table_of_positions_is_no_buffer(name: str, tmp_path: Path) -> None:
+    ckpt = store(tmp_path / "ckpt", {name: normal(64, 64)}, [64, 32])
+    shutil.copyfile(chunk_file(ckpt, name, 0, 0), chunk_file(ckpt, name, 0, 1))
+    assert_refused(ckpt, tmp_path / "out", "FS303", file=f"{name}/0.1")
+
+
+def test_a_finding_names_a_file_that_is_there(tmp_path: Path) -> None:
+    """Where no file but those of arrays stands for a store."""
+    ckpt = copy(FIXTURES / "orbax/paxml_gpt3_micro_weights", tmp_path / "ckpt")
+    (one,) = ckpt.rglob("*.emb_var/0.0")
+    shutil.copyfile(one, one.with_name("0.1"))
+    (told,) = assert_refused(ckpt, tmp_path / "out", "FS303").having("FS303")
+    assert (ckpt / told["file"]).samefile(one.with_name("0.1"))
+    # So that it can be copied again, or accepted.
+    assert cli("merge", ckpt, tmp_path / "out", "--accept", f"copies={told['file']}").code == 0
 
 
 def test_one_chunk_of_one_array_copied_over_another_array_s_is_refused(tmp_path: Path) -> None:
@@ -413,6 +534,27 @@ def test_a_run_that_is_continued_looks_at_all_chunks(tmp_path: Path) -> None:
         ("opt.exp_avg.layers.0.w", "opt.exp_avg_sq.layers.0.w"),
         ("model.0.weight", "ema.1.weight"),
         ("decoder.multihead_attention.query.kernel", "decoder.multihead_attention.key.kernel"),
+        ("encoderblock_0.attention.out.kernel", "encoderblock_1.attention.out.kernel"),
+        ("decoder.dense_layers_0.attention.out.kernel", "decoder.dense_layers_1.attention.out.kernel"),
+        ("visual.resblocks.0.attn.out_proj.weight", "visual.resblocks.1.attn.out_proj.weight"),
+        ("down.0.resnets.0.time_emb_proj.weight", "down.0.resnets.1.time_emb_proj.weight"),
+        ("decoder.layers_0.mlp.shared.kernel", "decoder.layers_1.mlp.shared.kernel"),
+        ("embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"),
+        ("blocks.0.attn.rel_pos_h", "blocks.1.attn.rel_pos_h"),
+        ("pos_embed", "decoder.pos_embed"),
+        ("opt.layers.0.w_m", "opt.layers.0.w_v"),
+        ("enc.fc_m.weight", "enc.fc_v.weight"),
+        ("actor.q_proj.weight", "critic.k_proj.weight"),
+        ("policy.up.w", "policy.old.down.w"),
+        ("kfac.layers.0.A_inv", "kfac.layers.1.A_inv"),
+        ("encoder.layers.0.position_embeddings", "encoder.layers.1.position_embeddings"),
+        ("params.layers.0.index.q", "params.layers.1.index.k"),
+        ("params.layers.0.mask.gate", "params.layers.1.mask.up"),
+        ("mu.decoder.logits_dense.kernel", "nu.decoder.logits_dense.kernel"),
+        ("opt_state.mu.token_embedder.embedding", "opt_state.nu.token_embedder.embedding"),
+        ("params.token_embedder.embedding", "opt_state.mu.token_embedder.embedding"),
+        ("params.head.kernel", "opt_state.nu.head.kernel"),
+        ("params.encoderblock_0.out.kernel", "opt_state.mu.encoderblock_1.out.kernel"),
     ],
 )
 def test_no_word_in_a_name_excuses_what_is_learned(one: str, two: str, tmp_path: Path) -> None:

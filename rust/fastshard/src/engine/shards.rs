@@ -20,6 +20,7 @@ use crate::tensor::{c_strides, element_count};
 
 use contents::Contents;
 use meant::Meant;
+use values::Values;
 
 use super::gather::{Into, Sources};
 
@@ -215,13 +216,49 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(true)
     }
 
-    fn constant(&mut self, stored: &StoredTensor) -> Result<bool> {
-        let item = stored.dtype.size();
-        let mut first: Option<Vec<u8>> = None;
+    /// True if a tensor has too few different values for equality to say something.
+    fn says_nothing(&mut self, stored: &StoredTensor) -> Result<bool> {
+        let mut values = Values::default();
         for (at, bytes) in Self::chunks(stored) {
             read_range(self.sources, stored, at, &mut self.a[..bytes], &mut self.scratch)?;
-            let value = first.get_or_insert_with(|| self.a[..item].to_vec());
-            if !kernel::is_constant(&self.a[..bytes], item) || self.a[..item] != value[..] {
+            values.add(&self.a[..bytes], stored.dtype.size());
+            if values.enough() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// True if a tensor is, along one of its dimensions, the same several times.
+    fn repeats(&mut self, stored: &StoredTensor) -> Result<bool> {
+        (0..stored.shape.len()).try_fold(false, |found, d| Ok(found || self.repeats_along(stored, d)?))
+    }
+
+    /// True if a tensor is the same several times along a dimension.
+    fn repeats_along(&mut self, stored: &StoredTensor, d: usize) -> Result<bool> {
+        let n = stored.shape[d];
+        let inner: u64 = stored.shape[d + 1..].iter().product();
+        let outer: u64 = stored.shape[..d].iter().product();
+        for times in [2, 3, 5, 7].into_iter().filter(|times| n > 0 && n.is_multiple_of(*times)) {
+            let period = n / times * inner;
+            let starts = (0..outer).map(|o| o * n * inner);
+            let mut runs = starts.flat_map(|start| (1..times).map(move |t| (start, start + t * period)));
+            if runs.try_fold(true, |all, (a, b)| Result::Ok(all && self.same_run(stored, a, b, period)?))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// True if `n` elements from `a` on are those from `b` on, in C order.
+    fn same_run(&mut self, stored: &StoredTensor, a: u64, b: u64, n: u64) -> Result<bool> {
+        let item = stored.dtype.size();
+        let per = (CHUNK / item) as u64;
+        for at in (0..n).step_by(per as usize) {
+            let bytes = ((n - at).min(per)) as usize * item;
+            read_range(self.sources, stored, a + at, &mut self.a[..bytes], &mut self.scratch)?;
+            read_range(self.sources, stored, b + at, &mut self.b[..bytes], &mut self.scratch)?;
+            if self.a[..bytes] != self.b[..bytes] {
                 return Ok(false);
             }
         }

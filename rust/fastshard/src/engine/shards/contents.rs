@@ -18,6 +18,8 @@ const SAMPLE: u64 = 4096;
 pub(super) struct Contents {
     /// Bytes of an element, per blob; 0 for blobs of which nothing is made.
     items: Vec<u8>,
+    /// Whether the elements are floats.
+    floats: Vec<bool>,
     /// Which content a blob holds, where another holds it too; 0 for others.
     classes: Vec<u32>,
 }
@@ -28,13 +30,15 @@ const EMPTY: u32 = u32::MAX;
 impl Contents {
     pub(super) fn of(plan: &Plan, sources: &Sources, standing: &Standing) -> Result<Contents> {
         let mut items = vec![0u8; plan.blobs.len()];
+        let mut floats = vec![false; plan.blobs.len()];
         for (_, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
             each_blob(stored, |blob| {
                 let about = &plan.blobs[blob as usize];
                 items[blob as usize] = if about.len > 0 { stored.dtype.size() as u8 } else { 0 };
+                floats[blob as usize] |= !stored.dtype.is_integer();
             });
         }
-        let mut found = Contents { items, classes: vec![0; plan.blobs.len()] };
+        let mut found = Contents { items, floats, classes: vec![0; plan.blobs.len()] };
         let mut sums = found.sums(plan, sources)?;
         sums.sort_unstable();
         let mut class = 0;
@@ -122,6 +126,11 @@ impl Contents {
     /// True if equality of a blob's content says nothing.
     pub(super) fn is_empty(&self, blob: u32) -> bool {
         self.classes[blob as usize] == EMPTY
+    }
+
+    /// True if a blob holds floats.
+    pub(super) fn is_float(&self, blob: u32) -> bool {
+        self.floats[blob as usize]
     }
 
     /// True if something is made of the blob.

@@ -2,13 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::meant::Verdict;
-use super::{Equal, CHUNK};
+use super::meant::{is_of_experts, Verdict};
+use super::{Equal, Reader, CHUNK};
 use crate::codes;
 use crate::engine::place;
 use crate::error::{Finding, Result};
-use crate::plan::Plan;
+use crate::plan::{Pieces, Plan, StoredTensor};
 use crate::standing::{mixed, Use};
+use crate::tensor::c_strides;
+
+/// Tensors of one content that are asked for the reason of another's being equal.
+const MOST_PARTNERS: usize = 64;
 
 /// A file that is a copy.
 struct Copy {
@@ -56,7 +60,9 @@ pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
     asked.sort_unstable();
     for file in asked {
         if let Some(copy) = search.copy(file, &copies, &elsewhere)? {
-            copies.insert(file);
+            if copy.verdict == Verdict::Copied {
+                copies.insert(file);
+            }
             found.push(copy);
         }
     }
@@ -102,15 +108,25 @@ impl Search<'_, '_> {
     }
 
     /// True if all of a file that tells something is somewhere else too. Files of which it is not are no copies, and
-    /// are asked no further.
+    /// are asked no further. Integers of its own (a state of a generator) that are little beside floats that are
+    /// somewhere else tell nothing.
     fn is_elsewhere(&self, file: u32) -> Result<bool> {
+        let (mut floats, mut own) = (0, 0);
         for &blob in &self.blobs[&file] {
+            let len = self.equal.plan.blobs[blob as usize].len;
+            let is_float = self.equal.contents.is_float(blob);
+            if self.equal.contents.class(blob).is_some() {
+                floats += if is_float { len } else { 0 };
+            }
             let alone = self.equal.contents.shared(blob).is_none();
             if alone && self.equal.contents.tells(self.equal.plan, self.equal.sources, blob)? {
-                return Ok(false);
+                if is_float {
+                    return Ok(false);
+                }
+                own += len;
             }
         }
-        Ok(true)
+        Ok(own * 2 <= floats)
     }
 
     /// The file of which this one is a copy, if it is one. `copies`: files that are known to be some; `elsewhere`:
@@ -121,20 +137,25 @@ impl Search<'_, '_> {
         // An original holds all of it: the content that the fewest hold too.
         let Some(fewest) = holders.min_by_key(|blobs| blobs.len()) else { return Ok(None) };
         let originals: BTreeSet<u32> = fewest.iter().map(|blob| self.file(*blob)).collect();
+        let mut found: Option<Copy> = None;
         for original in originals {
             let same = original == file || self.stands[&original] == self.stands[&file];
-            if same || copies.contains(&original) || !self.within(file, original) {
+            let copied = copies.contains(&original);
+            if same || copied || !self.within(file, original) {
                 continue;
             }
             // Of two that are the same the later one is named.
             if original > file && elsewhere.contains(&original) && self.within(original, file) {
                 continue;
             }
-            if let Some(copy) = self.judge(original, file)? {
-                return Ok(Some(copy));
+            // Of several the kindest: what is the same for a reason is so with one of them.
+            let kinder = |copy: &Copy| found.as_ref().is_none_or(|known| copy.verdict > known.verdict);
+            found = self.judge(original, file)?.filter(kinder).or(found);
+            if found.as_ref().is_some_and(|copy| copy.verdict > Verdict::Copied) {
+                break;
             }
         }
-        Ok(None)
+        Ok(found)
     }
 
     /// True if all that tells something in a file, and is somewhere else, is in another file.
@@ -165,8 +186,12 @@ impl Search<'_, '_> {
         }
         let mut verdicts: BTreeMap<Verdict, Vec<(u32, u32)>> = BTreeMap::new();
         for &b in &own {
-            let partners: Vec<u32> = at[&self.equal.contents.class(b).unwrap_or_default()]
+            let like = &at[&self.equal.contents.class(b).unwrap_or_default()];
+            // Of very many that are the same, some are asked: those around the place of this one.
+            let near = like.partition_point(|a| *a < b).saturating_sub(MOST_PARTNERS / 2);
+            let partners: Vec<u32> = like[near.min(like.len().saturating_sub(MOST_PARTNERS))..]
                 .iter()
+                .take(MOST_PARTNERS)
                 .copied()
                 .filter(|&a| self.alike(a, b))
                 .collect();
@@ -177,7 +202,10 @@ impl Search<'_, '_> {
                 let (x, y) = self.differing(a, b)?;
                 Some((self.equal.meant.verdict(x, y, own.len() == 1), a, (x.stored, y.stored)))
             });
-            let Some((verdict, a, pair)) = judged.max_by_key(|(verdict, ..)| *verdict) else { continue };
+            let Some((mut verdict, a, pair)) = judged.max_by_key(|(verdict, ..)| *verdict) else { continue };
+            if verdict == Verdict::Copied && self.holds_one_expert(b, pair)? {
+                verdict = Verdict::Meant;
+            }
             if !self.same_bytes(a, b)? {
                 return Ok(None);
             }
@@ -185,6 +213,28 @@ impl Search<'_, '_> {
         }
         let worst = verdicts.into_iter().next();
         Ok(worst.map(|(verdict, tensors)| Copy { original, file, tensors, verdict }))
+    }
+
+    /// True if a part of an array of experts holds several of them that are the same, as another part does: they were
+    /// made of one.
+    fn holds_one_expert(&self, blob: u32, (original, own): (u32, u32)) -> Result<bool> {
+        let stored = &self.equal.plan.stored[own as usize];
+        let name = &self.equal.plan.stored[original as usize].name;
+        if !is_of_experts(&stored.name) || stored.name != *name {
+            return Ok(false);
+        }
+        let mut reader = Reader::new(self.equal.sources);
+        if original != own {
+            return reader.repeats(stored);
+        }
+        let Pieces::Boxes(pieces) = &stored.pieces else { return Ok(false) };
+        let Some(piece) = pieces.iter().find(|piece| piece.blob == blob) else { return Ok(false) };
+        let shape = piece.len.clone();
+        // Along the dimension of the experts it has fewer than there are, and more than one.
+        let divided = |d: &usize| shape[*d] < stored.shape[*d] && shape[*d] > 1;
+        let Some(along) = (0..shape.len()).find(divided) else { return Ok(false) };
+        let pieces = Pieces::View { blob, offset: piece.offset, strides: c_strides(&shape) };
+        reader.repeats_along(&StoredTensor { pieces, shape, ..stored.clone() }, along)
     }
 
     fn same_bytes(&self, a: u32, b: u32) -> Result<bool> {

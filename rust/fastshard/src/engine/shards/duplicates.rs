@@ -38,10 +38,18 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         *repeats.entry(*rule).or_default() += 1;
         let sums: Vec<Option<u32>> =
             shards.iter().map(|&s| crc_of(sources, &plan.stored[s as usize])).collect();
-        // Experts that were made of one are the same on all ranks: of three that is no accident.
-        let experts = shards.len() > 2 && is_of_experts(&plan.stored[shards[0] as usize].name);
-        if experts && sums[0].is_some() && sums.iter().all(|sum| *sum == sums[0]) {
-            continue;
+        if is_of_experts(&plan.stored[shards[0] as usize].name) {
+            // Experts that were made of one are the same on all ranks, or each part of them is on all that have it.
+            let mut parts: HashMap<u32, Vec<u32>> = HashMap::new();
+            for (sum, &shard) in sums.iter().zip(shards) {
+                sum.iter().for_each(|sum| parts.entry(*sum).or_default().push(shard));
+            }
+            let each = parts.values().next().map_or(0, Vec::len);
+            let alike = sums.iter().all(Option::is_some) && parts.values().all(|part| part.len() == each);
+            // Of three that is no accident; of two it is none if each holds several that are the same.
+            if alike && (each > 2 || (each > 1 && reader.repeats(&plan.stored[shards[0] as usize])?)) {
+                continue;
+            }
         }
         for a in 0..shards.len() {
             for b in a + 1..shards.len() {
@@ -53,7 +61,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
                 // Checksums that are known and differ settle it without reading.
                 let differ = matches!((sums[a], sums[b]), (Some(p), Some(q)) if p != q);
                 let same = !differ && reader.equal(x, y)?;
-                if same && reader.constant(x)? {
+                if same && reader.says_nothing(x)? {
                     continue;
                 }
                 let pair = pairs.entry((r.min(s), r.max(s))).or_default();
@@ -97,7 +105,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
             ),
         )
         .expected("another part of the tensor", "a copy")
-        .help("copy the right file from the node that ran this rank");
+        .help("copy the right file from the node that ran this rank; --accept copies if it was copied on purpose");
         findings.push(place(plan, b, finding));
     }
     Ok(findings)
@@ -170,7 +178,7 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         let first = &plan.stored[tensors[0] as usize];
         for &other in &tensors[1..] {
             let copy = &plan.stored[other as usize];
-            if copy.index != first.index && reader.equal(first, copy)? && !reader.constant(first)? {
+            if copy.index != first.index && reader.equal(first, copy)? && !reader.says_nothing(first)? {
                 layers.entry((*rule, &first.index, &copy.index)).or_default().push((tensors[0], other));
             }
         }
@@ -196,7 +204,9 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
             format!("the same bytes as {original}, another layer or expert{more}"),
         )
         .expected("one of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
-        .help("copy the right file from the node that ran this rank, unless the layer was copied on purpose");
+        .help(
+            "copy the right file from the node that ran this rank; --accept copies if the layer was copied on purpose",
+        );
         findings.push(place(plan, b, finding));
     }
     Ok(findings)

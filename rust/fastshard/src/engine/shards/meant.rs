@@ -8,6 +8,9 @@ use super::values::MIN_VALUES;
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{each_blob, each_use, mixed, Standing, Use};
 
+/// More layers than any model has: all there are.
+const ALL: usize = usize::MAX;
+
 /// Why two contents are equal, the kindest last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Verdict {
@@ -44,10 +47,9 @@ const COPIES: [&str; 21] = [
     "online",
 ];
 /// Words for buffers that are computed from sizes alone, so that layers and towers hold the same.
-const BUFFERS: [&str; 22] = [
+const BUFFERS: [&str; 20] = [
     "rotary",
     "rope",
-    "inv",
     "freq",
     "freqs",
     "sinusoid",
@@ -66,10 +68,12 @@ const BUFFERS: [&str; 22] = [
     "mask",
     "alphas",
     "betas",
-    "sigmas",
 ];
+/// Those of them that repeat themselves: angles of both halves, masks of all heads.
+const PERIODIC: [&str; 10] =
+    ["rotary", "rope", "freq", "freqs", "sin", "cos", "ids", "alibi", "mask", "sinusoid"];
 /// Words for what is learned, whatever it is called besides.
-const LEARNED: [&str; 13] = [
+const LEARNED: [&str; 22] = [
     "weight",
     "weights",
     "kernel",
@@ -78,12 +82,27 @@ const LEARNED: [&str; 13] = [
     "linear",
     "table",
     "embedding",
+    "embeddings",
+    "embed",
+    "embeds",
+    "emb",
+    "rel",
+    "relative",
     "var",
     "w",
     "b",
     "u",
     "v",
+    "gate",
+    "up",
+    "down",
 ];
+/// Words for what an optimizer keeps of a parameter: never what a parameter is, nor what another one is.
+const MOMENTS: [&str; 10] =
+    ["mu", "nu", "m", "v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "trace", "velocity"];
+/// Words for tables of something else than the vocabulary.
+const OTHER_TABLES: [&str; 9] =
+    ["position", "positions", "positional", "pos", "time", "type", "segment", "rel", "relative"];
 /// Words for the table of the vocabulary, and for the head.
 const TABLES: [&str; 7] = ["embed", "embedding", "embeddings", "emb", "wte", "embedder", "vocab"];
 const HEADS: [&str; 9] =
@@ -104,8 +123,20 @@ fn tail(name: &str, parts: usize) -> &str {
     &name[start..]
 }
 
-fn is_buffer(name: &str) -> bool {
-    has_word(tail(name, 2), &BUFFERS) && !has_word(tail(name, 1), &LEARNED)
+/// The same buffer of two layers or towers, by their names.
+fn are_one_buffer(a: &str, b: &str) -> bool {
+    let last = tail(a, 1);
+    last == tail(b, 1) && has_word(last, &BUFFERS) && !has_word(last, &LEARNED)
+}
+
+/// True if a tensor's parts are equal by what is computed there.
+fn is_periodic(name: &str) -> bool {
+    has_word(tail(name, 1), &PERIODIC) && !has_word(tail(name, 1), &LEARNED)
+}
+
+/// What an optimizer keeps, as a name tells.
+fn moments(name: &str) -> impl Iterator<Item = &str> {
+    name.split('.').filter(|part| MOMENTS.contains(part))
 }
 
 pub(super) fn is_of_experts(name: &str) -> bool {
@@ -120,7 +151,8 @@ fn may_be_tied(a: &str, b: &str) -> bool {
 
 /// Two tables of one vocabulary, or two heads: of an encoder and a decoder, of stages, of models side by side.
 fn are_one_table(a: &str, b: &str) -> bool {
-    let heads = is_head(a) && is_head(b) && tail(a, 2).rsplit('.').eq(tail(b, 2).rsplit('.'));
+    let further = |name: &str| name.contains("shared_head");
+    let heads = is_head(a) && is_head(b) && (tail(a, 2) == tail(b, 2) || further(a) || further(b));
     // The bias of a head that is there under the head's name too.
     let without =
         |name: &str| name.split('.').filter(|part| *part != "decoder").collect::<Vec<_>>().join(".");
@@ -130,15 +162,35 @@ fn are_one_table(a: &str, b: &str) -> bool {
 }
 
 fn is_table(name: &str) -> bool {
-    let shared = tail(name, 2).split('.').any(|part| part == "shared");
-    !is_of_experts(name) && (shared || has_word(tail(name, 2), &TABLES))
+    let last = tail(name, 2);
+    let shared = last.split('.').any(|part| part == "shared");
+    // A further head may have the table of the first one beside it.
+    let own = !in_layer(name) || last.contains("embed_tokens");
+    own && !is_of_experts(name) && !has_word(last, &OTHER_TABLES) && (shared || has_word(last, &TABLES))
 }
 
 fn is_head(name: &str) -> bool {
-    let of_layers = |part: &str| part.starts_with("layer") || part.starts_with("block") || part == "h";
-    let in_layer = name.split('.').any(of_layers);
     let last = tail(name, 2);
-    !in_layer && !is_of_experts(name) && (has_word(last, &HEADS) || last.contains("lm_head"))
+    let own = !in_layer(name) || name.contains("shared_head");
+    own && !is_of_experts(name) && (has_word(last, &HEADS) || last.contains("lm_head"))
+}
+
+/// True for a tensor of one of several layers: a part of its name is numbered, besides the first (a stage of a
+/// pipeline) and what an optimizer numbers.
+fn in_layer(name: &str) -> bool {
+    let parts = name.split('.').enumerate();
+    let state = |part: &str| part.starts_with("opt") || part.starts_with("no_prefix");
+    let mut of_state = false;
+    for (i, part) in parts {
+        let number = part.bytes().all(|b| b.is_ascii_digit());
+        of_state = state(part) || (of_state && number);
+        let of_layers = part.starts_with("layer") || part.starts_with("block") || part == "h";
+        let numbered = part.contains(|c: char| c.is_ascii_digit()) && !(i == 0 && number);
+        if !of_state && (of_layers || numbered) {
+            return true;
+        }
+    }
+    false
 }
 
 /// What is different in the middle of two names, in whole parts.
@@ -152,26 +204,50 @@ fn middles<'n>(a: &'n str, b: &'n str) -> (Vec<&'n str>, Vec<&'n str>) {
 
 /// True if two names are one tensor's in a model and in a copy of it beside it.
 fn of_copies(a: &str, b: &str) -> bool {
-    let (a, b) = middles(a, b);
+    let (x, y) = middles(a, b);
+    if tail(a, 1) != tail(b, 1) || moments(a).ne(moments(b)) {
+        return false;
+    }
+    // A tower and the one that follows it slowly: text_encoder, text_encoder_m.
+    if let ([one], [other]) = (&x[..], &y[..]) {
+        if other.strip_suffix("_m") == Some(one) || one.strip_suffix("_m") == Some(other) {
+            return true;
+        }
+    }
     // Moments of an optimizer are no averages of weights.
-    let tells = |part: &&str| (has_word(part, &COPIES) && !part.contains("exp_avg")) || part.ends_with("_m");
-    let rest =
-        |parts: &[&str]| parts.iter().filter(|part| !tells(part)).map(|p| p.to_string()).collect::<Vec<_>>();
-    let numbered = |parts: &[String]| parts.iter().any(|part| part.contains(|c: char| c.is_ascii_digit()));
-    let (x, y) = (rest(&a), rest(&b));
-    // What differs besides is the way to the copy, not another layer of it.
-    (a.iter().any(tells) || b.iter().any(tells))
-        && (x == y || !(numbered(&x) && numbered(&y)) && x.len().min(y.len()) < 2)
+    let tells = |part: &&str| has_word(part, &COPIES) && !part.contains("exp_avg");
+    // What follows the word is the model's own name, on both sides; before it is the way to the copy.
+    let own = |parts: &[&str]| parts.iter().rposition(tells).map(|at| parts[at + 1..].join("."));
+    let is_way = |parts: &[&str]| {
+        parts.len() < 3 && !parts.iter().any(|part| part.contains(|c: char| c.is_ascii_digit()))
+    };
+    let follows = |all: &[&str], rest: &str| {
+        let all_names = all.join(".");
+        let way = if rest.is_empty() { Some(all_names.as_str()) } else { all_names.strip_suffix(rest) };
+        way.is_some_and(|way| is_way(&way.split('.').filter(|part| !part.is_empty()).collect::<Vec<_>>()))
+    };
+    match (own(&x), own(&y)) {
+        (Some(one), Some(other)) => one == other,
+        (Some(rest), None) => follows(&y, &rest),
+        (None, Some(rest)) => follows(&x, &rest),
+        (None, None) => false,
+    }
 }
 
 /// A name without the numbers that follow a word for experts: the same for all of a layer.
 fn of_any_expert(name: &str) -> String {
-    let mut after = false;
+    let (mut of_experts, mut before) = (false, false);
     let parts = name.split('.').map(|part| {
-        let number = part.bytes().all(|b| b.is_ascii_digit());
-        let shown = if number && after { "#" } else { part };
-        after = is_of_experts(part);
-        shown
+        let rest = part.trim_end_matches(|c: char| c.is_ascii_digit());
+        // `experts.3.w1`, and `experts.linear_fc1.weight3`.
+        let numbered = (before && rest.is_empty()) || (of_experts && matches!(rest, "weight" | "bias"));
+        before = is_of_experts(part);
+        of_experts |= before;
+        if numbered {
+            format!("{rest}#")
+        } else {
+            part.to_string()
+        }
     });
     parts.collect::<Vec<_>>().join(".")
 }
@@ -192,8 +268,12 @@ pub(super) struct Meant<'p> {
     names: HashMap<&'p str, Vec<u32>>,
     /// Tensors of the experts of one layer.
     experts: HashMap<String, Vec<u32>>,
-    /// Whether all tensors of two numbers are equal, as far as it was asked.
+    /// Whether all tensors of two parts of names are equal, as far as it was asked.
     layers: RefCell<HashMap<(String, String), bool>>,
+    /// Whether all experts of a layer are equal: by the first of their tensors, or by the array that holds all.
+    all_experts: RefCell<HashMap<(u32, bool), bool>>,
+    /// How many layers hold what the tensors of a name without its layer's number do.
+    everywhere: RefCell<HashMap<String, usize>>,
 }
 
 impl<'p> Meant<'p> {
@@ -222,7 +302,16 @@ impl<'p> Meant<'p> {
                 experts.entry(of_any_expert(&stored.name)).or_default().push(i as u32);
             }
         }
-        Meant { plan, contents, tensors, names, experts, layers: RefCell::default() }
+        Meant {
+            plan,
+            contents,
+            tensors,
+            names,
+            experts,
+            layers: RefCell::default(),
+            all_experts: RefCell::default(),
+            everywhere: RefCell::default(),
+        }
     }
 
     fn stored(&self, i: u32) -> &'p StoredTensor {
@@ -240,74 +329,141 @@ impl<'p> Meant<'p> {
     /// layer were not copied all at once.
     pub(super) fn verdict(&self, a: &Use, b: &Use, alone: bool) -> Verdict {
         let (t, u) = (self.stored(a.stored), self.stored(b.stored));
-        if is_buffer(&t.name) && is_buffer(&u.name) {
-            return Verdict::Innocent;
-        }
-        if is_of_experts(&t.name) && is_of_experts(&u.name) && self.all_experts(a.stored, b.stored) {
+        let of_experts = is_of_experts(&t.name) && is_of_experts(&u.name);
+        if of_experts && self.all_experts(a.stored, b.stored) {
             return Verdict::Meant;
+        }
+        if a.stored == b.stored && is_periodic(&t.name) {
+            return Verdict::Innocent;
         }
         if a.stored == b.stored || a.at != b.at || t.name == u.name {
             return Verdict::Copied;
         }
-        let one = (!self.plan.untied && may_be_tied(&t.name, &u.name)) || are_one_table(&t.name, &u.name);
+        let layers = self.everywhere(a.stored, b.stored);
+        if are_one_buffer(&t.name, &u.name) && self.same(a.stored, b.stored) {
+            return if layers > 2 { Verdict::Innocent } else { Verdict::Meant };
+        }
+        let untied = self.plan.untied || moments(&t.name).ne(moments(&u.name));
+        let one = (!untied && may_be_tied(&t.name, &u.name))
+            || (moments(&t.name).eq(moments(&u.name)) && are_one_table(&t.name, &u.name));
         let whole = t.shape.len() > 1 || t.name.ends_with(".bias");
         let tied = one && whole && self.same(a.stored, b.stored);
         let doubled = || alone && self.doubled(&t.name, &u.name);
-        match of_copies(&t.name, &u.name) || tied || doubled() {
+        match of_copies(&t.name, &u.name) || tied || (alone && layers == ALL) || doubled() {
             true => Verdict::Meant,
             false => Verdict::Copied,
         }
     }
 
-    /// True if the experts of a layer, three or more, hold the same: they were made of one.
+    /// In how many layers the tensor is that of the two, where the layer's number is all that tells their names apart;
+    /// [`ALL`] if that is in all of them, three or more.
+    fn everywhere(&self, a: u32, b: u32) -> usize {
+        let (one, other) = (&self.stored(a).name, &self.stored(b).name);
+        let position = one.split('.').zip(other.split('.')).take_while(|(x, y)| x == y).count();
+        match &middles(one, other) {
+            (x, y) if x.len() == 1 && y.len() == 1 && renumbered(x[0], y[0]) => {}
+            _ => return 0,
+        }
+        let pattern = |name: &str| {
+            let parts = name.split('.').enumerate().map(|(i, part)| match i == position {
+                true => part.chars().filter(|c| !c.is_ascii_digit()).collect(),
+                false => part.to_string(),
+            });
+            parts.collect::<Vec<String>>().join(".")
+        };
+        let wanted = pattern(one);
+        let key = format!("{position}:{wanted}");
+        if let Some(known) = self.everywhere.borrow().get(&key) {
+            return *known;
+        }
+        let (mut equal, mut others) = (0, 0);
+        for (name, tensors) in &self.names {
+            if name.len() + 8 > wanted.len() && pattern(name) == wanted {
+                match tensors.iter().all(|&i| self.same(i, a)) {
+                    true => equal += 1,
+                    false => others += 1,
+                }
+            }
+        }
+        let found = if others == 0 && equal > 2 { ALL } else { equal };
+        self.everywhere.borrow_mut().insert(key, found);
+        found
+    }
+
+    /// True if the experts of a layer, three or more, hold the same: they were made of one. What all tokens go through
+    /// beside them may have been made of it too.
     fn all_experts(&self, a: u32, b: u32) -> bool {
         let family = |i: u32| self.experts.get(&of_any_expert(&self.stored(i).name));
-        if a == b {
-            // All of them in one array: along one of its dimensions.
-            let Some(contents) = self.tensors.get(&a) else { return false };
-            let rank = contents.keys().map(Vec::len).min().unwrap_or(0);
-            return (0..rank).any(|dim| {
-                let mut lines: HashMap<Vec<u64>, Vec<u64>> = HashMap::new();
-                for (at, content) in contents {
-                    let mut line = at.clone();
-                    line[dim] = 0;
-                    lines.entry(line).or_default().push(*content);
-                }
-                lines.values().all(|line| line.len() > 2 && line.iter().all(|content| *content == line[0]))
-            });
-        }
         let (Some(own), Some(other)) = (family(a), family(b)) else { return false };
         if !std::ptr::eq(own, other) {
-            return false;
+            let made_of_one = |family: &[u32]| family.len() > 2 && self.all_experts(family[0], family[1]);
+            return self.same(a, b) && (made_of_one(own) || made_of_one(other));
         }
-        // Ranks that divide an expert hold a part each: as many of one part as of another.
+        let key = (if a == b { a } else { own[0] }, a == b);
+        if let Some(known) = self.all_experts.borrow().get(&key) {
+            return *known;
+        }
+        let found = if a == b { self.all_in_one_array(a) } else { self.all_of_a_family(own) };
+        self.all_experts.borrow_mut().insert(key, found);
+        found
+    }
+
+    /// All experts in one array: equal along one of its dimensions.
+    fn all_in_one_array(&self, array: u32) -> bool {
+        let Some(contents) = self.tensors.get(&array) else { return false };
+        let rank = contents.keys().map(Vec::len).min().unwrap_or(0);
+        (0..rank).any(|dim| {
+            let mut lines: HashMap<Vec<u64>, Vec<u64>> = HashMap::new();
+            for (at, content) in contents {
+                let mut line = at.clone();
+                line[dim] = 0;
+                lines.entry(line).or_default().push(*content);
+            }
+            lines.values().all(|line| line.len() > 2 && line.iter().all(|content| *content == line[0]))
+        })
+    }
+
+    /// All experts in tensors of their own. Ranks that divide an expert hold a part each: as many of one part as of
+    /// another.
+    fn all_of_a_family(&self, family: &[u32]) -> bool {
         let mut parts: HashMap<&BTreeMap<Vec<u64>, u64>, usize> = HashMap::new();
-        for i in own {
+        for i in family {
             let Some(content) = self.tensors.get(i) else { return false };
             *parts.entry(content).or_default() += 1;
         }
-        let each = own.len() / parts.len();
+        let each = family.len() / parts.len();
         each > 2 && parts.values().all(|n| *n == each)
     }
 
-    /// True if all of one layer is equal to all of another, two tensors or more: the layers' numbers are where the two
-    /// names differ.
+    /// True if all of one layer, or of one part of the model, is equal to all of another: where the two names differ.
+    /// Of layers, whose numbers differ, two tensors or more; of others four, which no accident copies one by one.
     fn doubled(&self, a: &str, b: &str) -> bool {
-        let (from, to) = match &middles(a, b) {
-            (x, y) if x.len() == 1 && y.len() == 1 && renumbered(x[0], y[0]) => (x[0], y[0]),
-            _ => return false,
-        };
+        let (x, y) = middles(a, b);
+        let of_layers = x.len() == 1 && y.len() == 1 && renumbered(x[0], y[0]);
         let position = a.split('.').zip(b.split('.')).take_while(|(x, y)| x == y).count();
-        let start: String = a.split('.').take(position).map(|part| format!("{part}.")).collect();
-        let key = (format!("{start}{from}"), to.to_string());
+        let at_end = position + x.len() == a.split('.').count();
+        let (start, end) = match at_end {
+            // One of two things that are kept of each parameter: `X.exp_avg_sq`, `X.max_exp_avg_sq`.
+            true => (String::new(), [".", &x.join(".")].concat()),
+            false => {
+                let start: String = a.split('.').take(position).map(|part| format!("{part}.")).collect();
+                (start + &x.iter().map(|part| format!("{part}.")).collect::<String>(), String::new())
+            }
+        };
+        let key = (format!("{start}|{end}"), y.join("."));
         if let Some(known) = self.layers.borrow().get(&key) {
             return *known;
         }
-        let (own, theirs) = (format!("{start}{from}."), format!("{start}{to}."));
+        let theirs: String = a.split('.').take(position).map(|part| format!("{part}.")).collect();
         let (mut equal, mut other) = (0u64, 0u64);
         for (name, tensors) in &self.names {
-            let Some(rest) = name.strip_prefix(own.as_str()) else { continue };
-            let Some(others) = self.names.get(format!("{theirs}{rest}").as_str()) else { continue };
+            let partner = match (at_end, name.strip_prefix(start.as_str()), name.strip_suffix(end.as_str())) {
+                (true, _, Some(rest)) => format!("{rest}.{}", key.1),
+                (false, Some(rest), _) if y.is_empty() => format!("{theirs}{rest}"),
+                (false, Some(rest), _) => format!("{theirs}{}.{rest}", key.1),
+                _ => continue,
+            };
+            let Some(others) = self.names.get(partner.as_str()) else { continue };
             for (&a, &b) in tensors.iter().zip(others) {
                 match self.same(a, b) {
                     true => equal += 1,
@@ -316,7 +472,7 @@ impl<'p> Meant<'p> {
                 }
             }
         }
-        let doubled = equal > 1 && other == 0;
+        let doubled = other == 0 && equal >= if of_layers { 2 } else { 4 };
         self.layers.borrow_mut().insert(key, doubled);
         doubled
     }
@@ -337,53 +493,91 @@ mod tests {
 
     #[test]
     fn copies_of_a_model_are_told_by_words() {
-        assert!(of_copies("model.layers.0.w", "ema.layers.0.w"));
-        assert!(of_copies("params.layers.0.w", "ema.params.layers.0.w"));
-        assert!(of_copies("params.layers.0.w", "opt_state.1.0.ema.layers.0.w"));
-        assert!(of_copies("text_encoder.w", "text_encoder_m.w"));
-        assert!(!of_copies("encoder.layer.w", "decoder.layer.w"));
-        assert!(!of_copies("layers.0.wk", "layers.0.wv"));
-        assert!(!of_copies("model.0.weight", "ema.1.weight"));
-        assert!(!of_copies("actor.fc1.weight", "critic.fc2.weight"));
-        assert!(!of_copies("state.w.exp_avg", "state.w.exp_avg_sq"));
-        assert!(!of_copies("fc_mean.weight", "fc_logvar.weight"));
+        for (a, b) in [
+            ("model.layers.0.w", "ema.layers.0.w"),
+            ("params.layers.0.w", "ema.params.layers.0.w"),
+            ("params.layers.0.w", "opt_state.1.0.ema.layers.0.w"),
+            ("text_encoder.w", "text_encoder_m.w"),
+            ("actor.fc1.weight", "critic.fc1.weight"),
+            ("base.w", "policy.w"),
+        ] {
+            assert!(of_copies(a, b) && of_copies(b, a), "{a} {b}");
+        }
+        for (a, b) in [
+            ("encoder.layer.w", "decoder.layer.w"),
+            ("layers.0.wk", "layers.0.wv"),
+            ("model.0.weight", "ema.1.weight"),
+            ("actor.fc1.weight", "critic.fc2.weight"),
+            ("actor.q_proj.weight", "critic.k_proj.weight"),
+            ("policy.up.w", "policy.old.down.w"),
+            ("state.w.exp_avg", "state.w.exp_avg_sq"),
+            ("fc_mean.weight", "fc_logvar.weight"),
+            ("opt.layers.0.w_m", "opt.layers.0.w_v"),
+            ("enc.fc_m.weight", "enc.fc_v.weight"),
+            ("layers.0.w", "ema.w"),
+        ] {
+            assert!(!of_copies(a, b) && !of_copies(b, a), "{a} {b}");
+        }
     }
 
     #[test]
     fn heads_are_tied_to_embeddings_and_nothing_else_is() {
         let tied = |a: &str, b: &str| may_be_tied(a, b) || are_one_table(a, b);
-        assert!(tied("model.embed_tokens.weight", "lm_head.weight"));
-        assert!(tied("0.word_embeddings.weight", "9.final_linear.weight"));
-        assert!(tied("0.word_embeddings.weight", "9.word_embeddings.weight"));
-        assert!(tied("embedding.word_embeddings.weight", "output_layer.weight"));
-        assert!(tied("shared.weight", "encoder.embed_tokens.weight"));
-        assert!(tied("eagle.lm_head.weight", "lm_head.weight"));
-        assert!(tied("cls.predictions.bias", "cls.predictions.decoder.bias"));
-        assert!(!tied("decoder.multihead_attention.query.kernel", "decoder.multihead_attention.key.kernel"));
-        assert!(!tied("ensemble.query", "ensemble.key"));
-        assert!(!tied("up.weight", "down.weight"));
-        assert!(!tied("layers_0.shared_experts.wi_0.kernel", "layers_1.shared_experts.wi_0.kernel"));
-        assert!(!tied("bert.embeddings.LayerNorm.weight", "bert.encoder.layer.0.output.LayerNorm.weight"));
+        for (a, b) in [
+            ("model.embed_tokens.weight", "lm_head.weight"),
+            ("0.word_embeddings.weight", "9.final_linear.weight"),
+            ("0.word_embeddings.weight", "9.word_embeddings.weight"),
+            ("embedding.word_embeddings.weight", "output_layer.weight"),
+            ("shared.weight", "encoder.embed_tokens.weight"),
+            ("eagle.lm_head.weight", "lm_head.weight"),
+            ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+            ("model.embed_tokens.weight", "model.layers.61.embed_tokens.weight"),
+            ("lm_head.weight", "model.layers.61.shared_head.head.weight"),
+            ("params.token_embedder.embedding", "params.decoder.logits_dense.kernel"),
+        ] {
+            assert!(tied(a, b) && tied(b, a), "{a} {b}");
+        }
+        for (a, b) in [
+            ("decoder.multihead_attention.query.kernel", "decoder.multihead_attention.key.kernel"),
+            ("ensemble.query", "ensemble.key"),
+            ("up.weight", "down.weight"),
+            ("layers_0.shared_experts.wi_0.kernel", "layers_1.shared_experts.wi_0.kernel"),
+            ("bert.embeddings.LayerNorm.weight", "bert.encoder.layer.0.output.LayerNorm.weight"),
+            ("Transformer.encoderblock_0.attn.out.kernel", "Transformer.encoderblock_1.attn.out.kernel"),
+            ("decoder.dense_layers_0.attention.out.kernel", "decoder.dense_layers_1.attention.out.kernel"),
+            ("visual.resblocks.0.attn.out_proj.weight", "visual.resblocks.1.attn.out_proj.weight"),
+            ("down.0.resnets.0.time_emb_proj.weight", "down.0.resnets.1.time_emb_proj.weight"),
+            ("decoder.layers_0.mlp.shared.kernel", "decoder.layers_1.mlp.shared.kernel"),
+            ("word_embeddings.weight", "position_embeddings.weight"),
+            ("img.pos_embed", "txt.pos_embed"),
+        ] {
+            assert!(!tied(a, b) && !tied(b, a), "{a} {b}");
+        }
     }
 
     #[test]
     fn buffers_are_what_is_computed() {
-        for name in [
-            "layers.0.rotary_emb.inv_freq",
-            "rotary_emb.cos_cached",
-            "encoder.pos.pe",
-            "sched.alphas_cumprod",
+        for (a, b) in [
+            ("layers.0.rotary_emb.inv_freq", "layers.1.rotary_emb.inv_freq"),
+            ("encoder.pos.pe", "decoder.pos.pe"),
+            ("sched.alphas_cumprod", "ema.sched.alphas_cumprod"),
         ] {
-            assert!(is_buffer(name), "{name}");
+            assert!(are_one_buffer(a, b), "{a}");
         }
-        for name in [
-            "mask_decoder.transformer.layers.0.q_proj",
-            "encoder.layers.0.self_attn.linear_pos.weight",
-            "layers.0.attn.relative_position_bias_table",
-            "layers.0.attn.q_rope_proj.kernel",
-            "position_emb.emb_var",
+        assert!(is_periodic("rotary_emb.cos_cached") && !is_periodic("pos_embed"));
+        for (a, b) in [
+            ("mask_decoder.layers.0.q_proj", "mask_decoder.layers.1.q_proj"),
+            ("layers.0.attn.relative_position_bias_table", "layers.1.attn.relative_position_bias_table"),
+            ("layers.0.attn.q_rope_proj.kernel", "layers.1.attn.q_rope_proj.kernel"),
+            ("blocks.0.attn.rel_pos_h", "blocks.1.attn.rel_pos_h"),
+            ("img.pos_embed", "txt.pos_embed"),
+            ("layers.0.position_embeddings", "layers.1.position_embeddings"),
+            ("layers.0.A_inv", "layers.1.A_inv"),
+            ("layers.0.index.q", "layers.1.index.k"),
+            ("layers.0.mask.gate", "layers.1.mask.up"),
+            ("position_emb.emb_var", "position_emb.emb_var"),
         ] {
-            assert!(!is_buffer(name), "{name}");
+            assert!(!are_one_buffer(a, b), "{a}");
         }
     }
 
@@ -392,5 +586,6 @@ mod tests {
         assert!(renumbered("layers_3", "layers_12") && renumbered("3", "12"));
         assert!(!renumbered("wk", "wv") && !renumbered("3", "3"));
         assert_eq!(of_any_expert("layers.0.experts.3.w1"), "layers.0.experts.#.w1");
+        assert_eq!(of_any_expert("0.experts.linear_fc1.weight3"), "0.experts.linear_fc1.weight#");
     }
 }

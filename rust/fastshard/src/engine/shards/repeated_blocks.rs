@@ -7,7 +7,7 @@ use super::Equal;
 use crate::codes;
 use crate::engine::place;
 use crate::error::{Finding, Result};
-use crate::plan::{BoxPiece, Pieces, Plan, StoredTensor};
+use crate::plan::{Pieces, Plan};
 use crate::standing::Use;
 
 /// Two stored tensors, and the blocks of each that are equal.
@@ -31,12 +31,13 @@ pub(super) fn repeated_blocks(equal: Equal) -> Result<Vec<Finding>> {
             classes.entry(class).or_default().push(i);
         }
     }
+    let shapes = shapes(plan, |blob| plan.blobs[blob as usize].encoded && contents.class(blob).is_some());
     let mut found: BTreeMap<Verdict, Pairs> = BTreeMap::new();
     for blocks in classes.values() {
         let mut seen: HashMap<[u8; 32], Vec<(u32, &Use)>> = HashMap::new();
         for (blob, stands) in blocks.iter().filter_map(|b| Some((*b, uses.get(b)?.first()?))) {
             let stored = &plan.stored[stands.stored as usize];
-            let shape = shape_of(stored, blob);
+            let shape = shapes.get(&blob).copied().unwrap_or(&stored.shape);
             let content = sources.decode(blob, |bytes| Content::of(bytes, shape, stored.dtype.size()))?;
             let before = seen.entry(content.digest).or_default();
             // The first of all, the first of the same tensor and the last: an excuse holds for one of them.
@@ -84,13 +85,21 @@ impl Content {
     }
 }
 
-/// Extent of the block that a blob is of a tensor.
-fn shape_of(stored: &StoredTensor, blob: u32) -> &[u64] {
-    let of_piece = |pieces: &[BoxPiece]| pieces.iter().position(|piece| piece.blob == blob);
-    match &stored.pieces {
-        Pieces::Boxes(pieces) => of_piece(pieces).map_or(&stored.shape, |i| &pieces[i].len),
-        _ => &stored.shape,
+/// Extents of the blocks that are asked for.
+fn shapes(plan: &Plan, asked: impl Fn(u32) -> bool) -> HashMap<u32, &[u64]> {
+    let mut shapes: HashMap<u32, &[u64]> = HashMap::new();
+    for stored in &plan.stored {
+        match &stored.pieces {
+            Pieces::Boxes(pieces) => {
+                for piece in pieces.iter().filter(|piece| asked(piece.blob)) {
+                    shapes.entry(piece.blob).or_insert(&piece.len);
+                }
+            }
+            Pieces::View { blob, .. } if asked(*blob) => drop(shapes.entry(*blob).or_insert(&stored.shape)),
+            _ => {}
+        }
     }
+    shapes
 }
 
 fn finding(plan: &Plan, (a, b): (u32, u32), blocks: &[(u32, u32)], meant: bool) -> Finding {
@@ -110,13 +119,24 @@ fn finding(plan: &Plan, (a, b): (u32, u32), blocks: &[(u32, u32)], meant: bool) 
         "copy the right chunk from the host that wrote it; --accept copies if it was copied on purpose",
     );
     let mut finding = place(plan, b, finding);
-    // The file that stands for the store lies in its folder.
-    let anchor = plan.label(plan.blobs[copy as usize].file);
-    finding.file = Some(match anchor.rsplit_once('/') {
-        Some((folder, _)) => format!("{folder}/{}", key(copy)),
-        None => key(copy),
-    });
+    finding.file = Some(path_of(plan, copy, &key(copy)));
     finding
+}
+
+/// Where a block lies: below the folder of the file that stands for the store, or above it where that is of one array.
+fn path_of(plan: &Plan, blob: u32, key: &str) -> String {
+    let file = plan.blobs[blob as usize].file;
+    let anchor = plan.label(file);
+    let Some((folder, _)) = anchor.rsplit_once('/') else { return key.to_string() };
+    let (above, last) = folder.rsplit_once('/').unwrap_or(("", folder));
+    let within = |member: &str| member.strip_prefix(last).is_some_and(|rest| rest.starts_with('/'));
+    let blocks = plan.blobs.iter().filter(|blob| blob.file == file);
+    let is_array = blocks.filter_map(|blob| blob.member.as_deref()).any(within);
+    match (is_array, above) {
+        (true, "") => key.to_string(),
+        (true, above) => format!("{above}/{key}"),
+        (false, _) => format!("{folder}/{key}"),
+    }
 }
 
 #[cfg(test)]
