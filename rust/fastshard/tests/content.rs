@@ -244,13 +244,17 @@ fn a_copied_file_of_layers_only_is_found() {
 
 /// A shard of two halves, each constant and longer than what is compared at a time, is no constant.
 #[test]
-fn a_copied_shard_of_constant_halves_is_found() {
+fn a_copied_shard_of_which_half_is_constant_is_found() {
     let table = "layout = \"a\"\nfamily = \"f\"\n[shard]\ntp = [\"F\"]\n\
         [[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n";
     let rank = |r: u64| RankFile {
         coords: [("tp".to_string(), r)].into(),
         tensors: vec![
-            Tensor::f32("w.0", &[1024, 128], (0..1u32 << 17).map(|i| if i < 1 << 16 { 1.0 } else { 2.0 })),
+            Tensor::f32(
+                "w.0",
+                &[1024, 128],
+                (0..1u32 << 17).map(|i| if i < 1 << 16 { 1.0 } else { (i & 0xff) as f32 }),
+            ),
             Tensor::painted("w.1", &[1024, 128], r),
         ],
         ..RankFile::default()
