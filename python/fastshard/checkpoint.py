@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core, adapters, budget, companions, regular
 from .adapters import copies
@@ -16,8 +16,12 @@ from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots
 from .errors import FastshardError, Finding, from_core
+from .options import meant, refuse_unknown
 from .planning import Opened, Plan, make_plan, thread_count
 from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["Checkpoint", "open"]
 
@@ -31,6 +35,7 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
+    **unknown: Never,
 ) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
 
@@ -45,9 +50,11 @@ def open(
         threads: threads for reading headers.
 
     Raises:
+        TypeError: for an option that there is not.
         FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
             :attr:`Checkpoint.findings`.
     """
+    refuse_unknown(unknown)
     if not paths:
         raise FastshardError.of("FS515", "no path given")
     content, content_path = _read_config(config)
@@ -260,7 +267,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self._merged
 
     def __getitem__(self, name: str) -> Tensor:
-        return Tensor(self._plan, self._plan.index[name])
+        try:
+            return Tensor(self._plan, self._plan.index[name])
+        except KeyError:
+            raise KeyError(f"{name}{meant(str(name), self._plan.index)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._plan.index)

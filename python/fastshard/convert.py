@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core, budget, companions
 from .checkpoint import Checkpoint
@@ -15,10 +15,14 @@ from .discover import StrPath
 from .errors import FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
+from .options import PLANNING, Merging, Threaded, Writing, refuse_unknown
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .tokenizer import Tokenizer
 from .tokenizer import find as find_tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["convert", "merge", "plan"]
 
@@ -26,6 +30,7 @@ Source = Checkpoint | StrPath | Iterable[StrPath]
 
 
 def _opened(source: Source, **options: Any) -> Checkpoint:
+    refuse_unknown(options)
     if isinstance(source, Checkpoint):
         late = sorted(
             key for key, value in options.items() if value not in (None, (), []) and key != "threads"
@@ -63,7 +68,7 @@ def plan(
     fused_qkv: bool | None = None,
     rope_type: str | None = None,
     tokenizer: StrPath | None = None,
-    **opening: Any,
+    **opening: Unpack[Threaded],
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
 
@@ -121,7 +126,7 @@ def convert(
     sparse: bool = False,
     stats: bool = False,
     progress: Report = False,
-    **options: Any,
+    **options: Unpack[Writing],
 ) -> Manifest:
     """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
 
@@ -153,14 +158,11 @@ def convert(
             ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
             ``FS519`` if it came too late and the result is published.
     """
-    names = (
-        "vocab_size", "dtype", "replicas", "include", "exclude", "max_shard_size", "tp", "pp", "weights", "optimizer",
-        "make_vocab_size_divisible_by", "param_scan_axis", "fused_qkv", "rope_type", "zarr2",
-    )  # fmt: skip
-    planning = {k: options.pop(k) for k in names if k in options}
+    refuse_unknown(options, planning=True)
+    planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
-    options = expected.opening(options)
-    checkpoint = _opened(source, **options) if options else _opened(source)
+    opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
+    checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
     made = make_plan(checkpoint.opened, to, tokenizer=words, **planning)
     raise_errors(made.findings)
@@ -221,7 +223,7 @@ def carrying(core: _core.Plan) -> Iterator[None]:
         raise
 
 
-def merge(source: Source, out: StrPath, **options: Any) -> Manifest:
+def merge(source: Source, out: StrPath, **options: Unpack[Merging]) -> Manifest:
     """Merges a checkpoint into whole tensors under the source's own names; needs no known model family.
 
     Takes the arguments of :func:`convert` but ``to``.

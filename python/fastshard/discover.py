@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ _TEXTS = {
 
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
+
+#: `s3://bucket/folder` and the like.
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
 
 StrPath = str | os.PathLike[str]
 
@@ -118,11 +122,20 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
 
     Raises:
         FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
-            for a FIFO, a device or a socket.
+            for a FIFO, a device or a socket, ``FS514`` for an address of another machine.
     """
     roots: list[Path] = []
     files: list[File] = []
     findings: list[Finding] = []
+    paths = list(paths)
+    if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
+        raise FastshardError.of(
+            "FS514",
+            "addresses are not read yet",
+            file=address,
+            expected="a path on this machine",
+            help="copy the checkpoint here, or mount the store",
+        )
     given = [Path(p) for p in paths]
     single = False
     for path in given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
 from .adapters.base import Source as Declaration
@@ -14,7 +14,11 @@ from .convert import Source, _opened, carrying
 from .discover import File, StrPath
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
+from .options import Opening
 from .progress import Progress, Report
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["MastersReport", "masters", "repair_masters"]
 
@@ -57,7 +61,7 @@ def masters(
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> MastersReport:
     """Checks that every fp32 master, rounded to the parameter's dtype, is the parameter, bit by bit.
 
@@ -153,7 +157,7 @@ def repair_masters(
     overwrite: bool = False,
     fsync: bool = True,
     progress: Report = False,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> Manifest:
     """Writes a copy of a checkpoint, in its own layout, whose masters are the parameters.
 

@@ -192,7 +192,9 @@ def make_plan(
             Finding.of(
                 "FS109",
                 "completeness not provable: nothing outside the files states what must exist",
-                help="give --expect CONFIG (a config.json or the training config)",
+                help="give --expect CONFIG (a config.json or the training config)"
+                if source.config is None
+                else "--expect with a manifest states it, or --layout with a table of your own",
             )
         )
     summary = json.loads(core.summary())

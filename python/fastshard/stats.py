@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
 from .convert import Source, _opened
 from .errors import Finding, from_core, raise_errors
 from .manifests import ProgressCallback, run_options
+from .options import Opening
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"]
 
@@ -144,7 +148,7 @@ def stats(
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> dict[str, TensorStats]:
     """Statistics of every whole tensor of a checkpoint, by name: one pass over the data in bounded memory.
 
@@ -174,7 +178,7 @@ def with_findings(
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> tuple[dict[str, TensorStats], list[Finding]]:
     """:func:`stats`, and the warnings and notes that came up meanwhile."""
     checkpoint = _opened(source, **opening)

@@ -16,6 +16,7 @@ from .hf_shards import HfRankShards
 from .megatron import Megatron
 from .orbax import Orbax
 from .orbax.parts import refuse_parts
+from .strangers import looks_like
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
 
@@ -49,10 +50,13 @@ def detect(listing: Listing, options: Options) -> Found:
     refuse_parts(listing)
     raise_errors(listing.findings)
     roots = ", ".join(str(root) for root in listing.roots)
+    known = looks_like(listing)
     raise FastshardError.of(
         "FS513",
         "no checkpoint that fastshard knows",
         file=roots,
-        got=f"{len(listing.files)} files",
-        help="point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the formats",
+        got=known[0] if known else f"{len(listing.files)} files",
+        help=known[1]
+        if known
+        else "point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the formats",
     )

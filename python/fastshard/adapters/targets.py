@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import FastshardError
+from ..options import meant
 from .base import Source, Target
 from .dcp_target import DcpTarget
 from .hf_target import HfTarget
@@ -55,7 +56,9 @@ def check(to: str | None, tp: int, pp: int, narrowed: bool) -> None:
             that nobody knows and options that do not fit.
     """
     if to is not None and to not in TARGETS:
-        raise FastshardError.of("FS515", "target", expected=" | ".join(TARGETS), got=repr(to))
+        raise FastshardError.of(
+            "FS515", f"target{meant(str(to), TARGETS)}", expected=" | ".join(TARGETS), got=repr(to)
+        )
     whole = to is None or to in _WHOLE
     if not whole and narrowed:
         raise FastshardError.of(

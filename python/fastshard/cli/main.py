@@ -13,8 +13,9 @@ from typing import Any
 from .. import budget
 from ..convert import told
 from ..errors import FastshardError, Finding, error_for, exit_code, published
+from ..options import meant
 from . import commands, render
-from .parser import UsageError, build
+from .parser import UsageError, build, flags
 from .stopping import Stopping
 from .streams import Streams, prepare
 
@@ -48,8 +49,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             arguments.out = paths.pop()
         arguments.ckpt = paths
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(
+            f"unrecognized arguments: {' '.join(rest)}{_suggestion(parser, arguments.command, rest)}"
+        )
     return arguments
+
+
+def _suggestion(parser: argparse.ArgumentParser, command: str, rest: list[str]) -> str:
+    """What an unknown flag may have been meant for."""
+    flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+    return "" if flag is None else meant(flag, flags(parser, command))
 
 
 class _Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 from typing import TYPE_CHECKING, NoReturn
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from .. import _core
 from ..adapters.base import ACCEPTABLE
 from ..adapters.targets import TARGETS
+from ..options import meant
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -38,6 +40,10 @@ class UsageError(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raised, not printed: it may have to be JSON."""
+        # argparse lists the choices and leaves the near one to be found.
+        wrong = re.match(r"argument [^:]*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong:
+            message += meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
         raise UsageError(self, message)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -144,6 +150,12 @@ def _writing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
     group.add_argument("--sparse", action="store_true", help="leave holes in files where they hold zeros")
     _stats(group)
+
+
+def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """The flags of a command."""
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return [flag for action in commands.choices[command]._actions for flag in action.option_strings]
 
 
 def build() -> argparse.ArgumentParser:

@@ -96,6 +96,15 @@ impl Pattern {
         })
     }
 
+    /// True for a pattern that only its own text matches.
+    pub fn is_literal(&self) -> bool {
+        match &self.segments[..] {
+            [] => true,
+            [Segment::Text(only)] => *only == self.text,
+            _ => false,
+        }
+    }
+
     /// The literal text before the first variable or choice.
     pub fn literal_prefix(&self) -> &str {
         match self.segments.first() {

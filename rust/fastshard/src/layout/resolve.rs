@@ -263,8 +263,8 @@ pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Opti
     let dims =
         (0..shape.len()).map(|d| vec![Factor::Axis { name: generic_axis(at, d), padded: None }]).collect();
     if let Some(d) = divided {
-        let default = table.shards.entry(String::new()).or_default();
-        default.entry("tp".into()).or_default().push(generic_axis(at, d));
+        table.shards.entry(String::new()).or_default().entry("tp".into()).or_default();
+        table.divided.insert(generic_axis(at, d));
     }
     table.entries.push(Entry {
         name: Pattern::literal(name),
@@ -295,18 +295,53 @@ enum Matched {
     Undecided(String),
 }
 
+/// The rules of a table by what their names are.
+struct Names {
+    /// Rules for single tensors that no table's author wrote: by name.
+    generic: HashMap<String, usize>,
+    /// Rules whose names stand for themselves alone: by name, several under different facts.
+    literal: HashMap<String, Vec<usize>>,
+    /// All others.
+    patterns: Vec<usize>,
+}
+
+impl Names {
+    fn of(table: &Table) -> Names {
+        let mut names = Names { generic: HashMap::new(), literal: HashMap::new(), patterns: Vec::new() };
+        for (i, entry) in table.entries.iter().enumerate() {
+            let name = || entry.name.text().to_string();
+            if entry.generic {
+                names.generic.insert(name(), i);
+            } else if entry.name.is_literal() {
+                names.literal.entry(name()).or_default().push(i);
+            } else {
+                names.patterns.push(i);
+            }
+        }
+        names
+    }
+
+    /// Rules that may name a tensor, in the table's order.
+    fn candidates(&self, name: &str) -> Vec<usize> {
+        let mut found = self.literal.get(name).cloned().unwrap_or_default();
+        found.extend(&self.patterns);
+        found.sort_unstable();
+        found
+    }
+}
+
 fn match_name(
     table: &Table,
-    literals: &HashMap<String, usize>,
+    names: &Names,
     name: &str,
     bases: &BTreeMap<String, u64>,
     outside: &Outside,
 ) -> Matched {
-    if let Some(&entry) = literals.get(name) {
+    if let Some(&entry) = names.generic.get(name) {
         return Matched::Rule { entry, found: Match::default(), placement: Placement::Parts };
     }
     let mut candidates: Vec<(usize, Match, Option<String>)> = Vec::new();
-    for (i, entry) in table.entries.iter().enumerate().filter(|(_, e)| !e.generic) {
+    for (i, entry) in names.candidates(name).into_iter().map(|i| (i, &table.entries[i])) {
         let Some(found) = entry.name.matches(name, bases) else { continue };
         match entry.when.holds(&outside.facts) {
             Truth::Holds => candidates.push((i, found, None)),
@@ -384,19 +419,13 @@ pub fn resolve(
     }
 
     // 1. names -> rules
-    let mut literals: HashMap<String, usize> = table
-        .entries
-        .iter()
-        .enumerate()
-        .filter(|(_, e)| e.generic)
-        .map(|(i, e)| (e.name.text().to_string(), i))
-        .collect();
+    let mut names = Names::of(table);
     let mut matched: Vec<Option<(usize, Match, Placement)>> = Vec::with_capacity(stored.len());
     let mut extents_by_name: HashMap<String, (u64, usize)> = HashMap::new();
     let mut generic = Extents::new();
     for (t, tensor) in stored.iter().enumerate() {
         let unit = &units[tensor.unit as usize];
-        let result = match match_name(table, &literals, &tensor.name, &unit.bases, outside) {
+        let result = match match_name(table, &names, &tensor.name, &unit.bases, outside) {
             Matched::Rule { entry, found, placement } => {
                 for (axis, value) in &found.extents {
                     extents_by_name.entry(axis.clone()).or_insert((*value, t));
@@ -420,7 +449,7 @@ pub fn resolve(
             }
             Matched::Nothing if unknown == Unknown::Pass => {
                 generic_entry(table, &tensor.name, &tensor.shape, None);
-                literals.insert(tensor.name.clone(), table.entries.len() - 1);
+                names.generic.insert(tensor.name.clone(), table.entries.len() - 1);
                 let entry = table.entries.len() - 1;
                 generic.extend(tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n)));
                 Some((entry, Match::default(), Placement::Parts))
@@ -495,9 +524,12 @@ pub fn resolve(
         if let (Some(real), Some(rows)) = (real, rows) {
             if real > rows {
                 findings.push(
-                    Finding::new(codes::BAD_VALUE, "vocabulary size")
-                        .expected(format!("at most the {rows} rows stored"), real)
-                        .help("give the true vocabulary with --vocab-size, or the config of this checkpoint"),
+                    Finding::new(codes::BAD_VALUE, format!("{rows} of {real} rows of the vocabulary found"))
+                        .expected(format!("{real} rows"), rows)
+                        .help(
+                            "the last tensor-parallel rank's file may be missing: no gap shows it; \
+                             or the size given is another model's (--vocab-size, --config)",
+                        ),
                 );
             }
         }

@@ -1,6 +1,6 @@
 //! Layout tables: TOML files, the same for built-in and for users' own layouts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde::Deserialize;
 
@@ -175,6 +175,8 @@ pub struct Table {
     pub fixed: Extents,
     /// Shard maps by class; the default one under the empty name.
     pub shards: BTreeMap<String, ShardMap>,
+    /// Axes of generic rules that `tp` divides: there may be as many as tensors.
+    pub divided: HashSet<String>,
     /// Stored tensors.
     pub entries: Vec<Entry>,
     /// Canonical tensors that may be the same.
@@ -364,6 +366,7 @@ impl Table {
             derived,
             fixed,
             shards,
+            divided: HashSet::new(),
             entries,
             tied,
         })
@@ -393,6 +396,7 @@ impl Table {
             derived: Derived::new(),
             fixed: Extents::new(),
             shards: BTreeMap::from([(String::new(), ShardMap::new())]),
+            divided: HashSet::new(),
             entries: Vec::new(),
             tied: Vec::new(),
         }
@@ -408,6 +412,9 @@ impl Table {
     /// Degree by which the stored extent of `axis` is divided in entries of `class`, with the
     /// parallel dimension that divides it.
     pub fn divided_by(&self, class: &str, axis: &str) -> Option<&str> {
+        if class.is_empty() && self.divided.contains(axis) {
+            return Some("tp");
+        }
         let map = self.shards.get(class)?;
         map.iter().find(|(_, axes)| axes.iter().any(|a| a == axis)).map(|(dimension, _)| dimension.as_str())
     }

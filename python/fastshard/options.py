@@ -1,0 +1,94 @@
+"""The options of the functions that open, plan and write: their types, and what to say of one that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from .discover import StrPath
+
+#: Types of floating tensors in a result.
+Dtype = Literal["keep", "bf16", "f16", "f32"]
+
+
+class Source(TypedDict, total=False):
+    """What :func:`fastshard.open` takes, but for the vocabulary."""
+
+    step: str | int | None
+    config: StrPath | Mapping[str, Any] | None
+    layout: StrPath | None
+    accept: Iterable[str]
+    expect_processes: int | None
+
+
+class Opening(Source, total=False):
+    """What :func:`fastshard.open` takes, but for the threads."""
+
+    vocab_size: int | None
+
+
+class Threaded(Source, total=False):
+    """What :func:`fastshard.open` takes, where the vocabulary is another's."""
+
+    threads: int | None
+
+
+class Writing(Opening, total=False):
+    """What :func:`fastshard.plan` takes besides the source and the target."""
+
+    dtype: Dtype
+    replicas: Literal["equal", "mean"]
+    include: Iterable[str]
+    exclude: Iterable[str]
+    max_shard_size: str | int
+    tp: int
+    pp: int
+    weights: Literal["params", "masters"] | None
+    optimizer: bool
+    make_vocab_size_divisible_by: int | None
+    zarr2: bool
+    param_scan_axis: int | None
+    fused_qkv: bool | None
+    rope_type: Literal["default", "llama3.1"] | None
+
+
+class Merging(Writing, total=False):
+    """What :func:`fastshard.merge` takes besides the source and the destination."""
+
+    expect: StrPath | Mapping[str, Any] | None
+    tokenizer: StrPath | None
+    memory: str | int | None
+    threads: int | None
+    resume: bool
+    overwrite: bool
+    fsync: bool
+    sparse: bool
+    stats: bool
+    progress: Any
+
+
+#: Options that shape a plan.
+PLANNING = frozenset(Writing.__annotations__) - frozenset(Source.__annotations__)
+_OPENING = frozenset(Opening.__annotations__) | frozenset(Threaded.__annotations__)
+_ALL = frozenset(Merging.__annotations__) | _OPENING
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
+    # A name that is long differs in more letters before it is another one.
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def refuse_unknown(options: Iterable[str], *, planning: bool = False) -> None:
+    """Refuses options that no function has, and those that belong to another one.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    known = _OPENING | PLANNING if planning else _OPENING
+    for option in options:
+        if option not in known:
+            raise TypeError(f"unknown option {option!r}{meant(option, _ALL)}")
