@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,96 @@ def test_opening_a_checkpoint_leaves_no_file_open() -> None:
     for _ in range(3):
         assert cli("verify", root).code == 0
     assert opened() <= before
+
+
+# -- stage 0: an optimizer's state in the model file, without names ------------------------------------
+
+
+def transformer(stage: str, **more: Any) -> Run:
+    """Weights with decay, biases and norms without, as trainers group them."""
+    shapes = {f"{i}.{n}": s for i in range(3) for n, s in {"norm.weight": (5,), "qkv.weight": (15, 5), "qkv.bias": (15,)}.items()}  # fmt: skip
+    tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
+    groups = [{n: t for n, t in tensors.items() if t.dim() == d} for d in (2, 1)]
+    return Run(stage, 1, torch.bfloat16, groups, aliases={"head.weight": "0.qkv.weight"}, **more)
+
+
+def in_module_order(root: Path, change: Any = None) -> Path:
+    """Orders the module as a model registers its parameters: layer by layer, whatever their groups are."""
+
+    def reorder(content: Any) -> None:
+        items = sorted(content["module"].items(), key=lambda item: item[0])
+        content["module"] = OrderedDict(change(items) if change else items)
+
+    maker.edit(root / model_file(), reorder)
+    return root
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_flat_masters_of_stage_0(tmp_path: Path, views: bool) -> None:
+    run = transformer("fused", views=views)
+    root = in_module_order(maker.write(tmp_path / "ckpt", run))
+    ran = cli("masters", root)
+    assert (ran.code, ran.doc["differing"], ran.doc["compared"], ran.doc["steps"]) == (0, [], 10, [7.0])
+    assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
+    have, wanted = read_result(tmp_path / "out"), run.masters() | run.moments()
+    assert set(have) == set(wanted)
+    assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
+
+
+def test_stale_flat_masters_of_stage_0_are_refused(tmp_path: Path) -> None:
+    root = in_module_order(maker.write(tmp_path / "ckpt", transformer("fused")))
+    maker.edit(root / model_file(), lambda content: content["module"]["1.norm.weight"].add_(1))
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, (tmp_path / "out").exists()) == (1, False)
+    assert [f["tensor"] for f in ran.having("FS401", severity="error")] == ["1.norm.weight"]
+
+
+def test_flat_masters_are_named_by_place_not_by_order(tmp_path: Path) -> None:
+    """The order of the optimizer's groups is the user's; the module's tensors lie in the flat vectors."""
+    run = transformer("fused")
+    root = in_module_order(maker.write(tmp_path / "ckpt", run), lambda items: reversed(items))
+    assert cli("masters", root).doc["differing"] == []
+    assert cli("merge", root, tmp_path / "out", "--weights", "masters").code == 0
+    have = read_result(tmp_path / "out")
+    assert all(torch.equal(have[name], tensor) for name, tensor in run.masters().items())
+
+
+def test_flat_masters_that_fit_in_several_ways_are_told_of(tmp_path: Path) -> None:
+    groups = [{"a": torch.rand(4)}, {"b": torch.rand(4)}]
+    root = maker.write(tmp_path / "ckpt", Run("fused", 1, torch.bfloat16, groups))
+    ran = cli("merge", root, tmp_path / "masters", "--weights", "masters")
+    assert (ran.code, (tmp_path / "masters").exists()) == (2, False)
+    assert ran.having("FS402", message="more than one way", file=model_file())
+    ran = cli("merge", root, tmp_path / "out")
+    assert (ran.code, len(ran.having("FS402", severity="warning", message="more than one way"))) == (0, 1)
+    assert (cli("masters", root).code, cli("masters", root, "--repair", tmp_path / "x").code) == (2, 2)
+
+
+def test_moments_of_an_optimizer_that_was_not_wrapped(tmp_path: Path) -> None:
+    run = transformer("plain")
+    root = in_module_order(maker.write(tmp_path / "ckpt", run))
+    assert cli("merge", root, tmp_path / "out", "--optimizer").code == 0
+    have, wanted = read_result(tmp_path / "out"), run.params() | run.moments()
+    assert set(have) == set(wanted)
+    assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
+    ran = cli("masters", root)
+    assert (ran.code, bool(ran.having("FS402", message="no fp32 masters"))) == (2, True)
+
+
+@pytest.mark.parametrize("stage", [0, "plain"])
+def test_moments_that_no_parameter_has_are_told_of_where_they_are_asked_for(
+    tmp_path: Path, stage: int | str
+) -> None:
+    root = maker.write(tmp_path / "ckpt", Run(stage, 1, torch.bfloat16, [{"a": torch.rand(4, 6)}]))
+
+    def factored(content: Any) -> None:
+        optimizer = content["optimizer"].get("optimizer_state_dict", content["optimizer"])
+        optimizer["state"][0] = {"step": 7, "exp_avg": torch.rand(4, 6), "exp_avg_sq_row": torch.rand(4)}
+
+    maker.edit(root / model_file(), factored)
+    for options in ((), *([("--weights", "masters")] if stage == 0 else [])):
+        ran = cli("merge", root, tmp_path / f"out{len(options)}", *options)
+        assert (ran.code, ran.having("FS402")) == (0, []), ran.out
+    ran = cli("merge", root, tmp_path / "state", "--optimizer")
+    assert (ran.code, (tmp_path / "state").exists()) == (2, False)
+    assert ran.having("FS402", severity="error", message="exp_avg_sq_row", tensor="a")

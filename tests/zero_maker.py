@@ -65,7 +65,8 @@ def deepspeed_classes() -> Iterator[None]:
 class Run:
     """What a run held, and how it was set up."""
 
-    #: 0 to 3, or "bf16": BF16_Optimizer.
+    #: 0 to 3, or "bf16": BF16_Optimizer. Stage 0 is FP16_UnfusedOptimizer; "fused": FP16_Optimizer;
+    #: "plain": an optimizer that was not wrapped.
     stage: int | str
     world: int
     dtype: torch.dtype
@@ -79,6 +80,8 @@ class Run:
     alignment: int = 1
     #: ZeRO-3: elements of a rank's sub-group.
     sub_group: int = 1 << 60
+    #: "fused": the module's tensors lie in the flat 16-bit vectors, as when it was trained.
+    views: bool = True
     #: ZeRO-1 and 2: the flat vectors have another order than the module.
     round_robin: bool = False
 
@@ -135,7 +138,7 @@ def write(folder: Path, run: Run) -> Path:
     (folder / TAG).mkdir(parents=True)
     (folder / "latest").write_text(TAG)
     with deepspeed_classes():
-        {0: _stage0, 3: _stage3}.get(run.stage, _stage12)(folder, run)
+        {0: _stage0, "fused": _stage0, "plain": _stage0, 3: _stage3}.get(run.stage, _stage12)(folder, run)
     return folder
 
 
@@ -157,7 +160,7 @@ def edit(path: Path, change: Any) -> None:
 
 
 def _model_state(run: Run, module: Tensors, **more: Any) -> dict[str, Any]:
-    config = {"stage": 0 if run.stage == 0 else 1 if run.stage == "bf16" else run.stage}
+    config = {"stage": {"fused": 0, "plain": 0, "bf16": 1}.get(run.stage, run.stage)}
     if run.round_robin:
         config["round_robin_gradients"] = True
     return {
@@ -298,6 +301,22 @@ def _stage3(folder: Path, run: Run) -> None:
 def _stage0(folder: Path, run: Run) -> None:
     rounded = {name: tensor.to(run.dtype) for name, tensor in run.trained.items()}
     module = run.with_aliases(rounded | run.frozen) | run.buffers
+    if run.stage == "fused":
+        for group in run.groups:
+            if run.views:
+                flat, at = _concat([rounded[name] for name in group]), 0
+                for name, tensor in group.items():
+                    module[name] = flat[at : at + tensor.numel()].view(tensor.shape)
+                    at += tensor.numel()
+        module = run.with_aliases(module)
+        flats = [_concat(list(group.values())) for group in run.groups]
+        moments = [
+            [_concat([moment(t, slot) for t in group.values()]) for slot in ("exp_avg", "exp_avg_sq")]
+            for group in run.groups
+        ]
+        optimizer = {"optimizer_state_dict": _adam(moments), "fp32_groups_flat": flats, "clip_grad": 1.0}
+        torch.save(_model_state(run, module, optimizer=optimizer), folder / model_file())
+        return
     masters = [[tensor.clone() for tensor in group.values()] for group in run.groups]
     moments = [
         [moment(t, slot) for slot in ("exp_avg", "exp_avg_sq")]
@@ -305,4 +324,8 @@ def _stage0(folder: Path, run: Run) -> None:
         for t in group.values()
     ]
     optimizer = {"fp32_groups": masters, "optimizer_state_dict": _adam(moments), "cur_scale": 1.0}
+    if run.stage == "plain":
+        optimizer = _adam(moments)
+        numbers = iter(range(len(moments)))
+        optimizer["param_groups"] = [{"lr": 0.1, "params": [next(numbers) for _ in g]} for g in run.groups]
     torch.save(_model_state(run, module, optimizer=optimizer), folder / model_file())

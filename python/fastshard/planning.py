@@ -285,6 +285,7 @@ def _weights(
 
     found = [weighed(f, f.file in source.optimizer_files) for f in opened]
     found += [weighed(f, True) for f in source.optimizer_findings]
+    found += source.moments_unread if optimizer else []
     told = {
         "params": "the parameters as stored; the fp32 masters are compared with them",
         "masters": "the fp32 masters; the parameters stored beside them are compared with them"

@@ -21,6 +21,8 @@ class Case:
     pipeline: int = 0
     accumulate: int = 1
     steps: int = 3
+    #: DeepSpeed's FusedAdam: its steps are numbers, and stage 0 wraps it in FP16_Optimizer.
+    fused: bool = False
     #: Also saved with masters that were not refreshed.
     finetune: bool = False
 
@@ -31,8 +33,12 @@ CASES = [
     Case("zero0_bf16", 0, "bf16", finetune=True, steps=30),
     Case("zero0_bf16_groups", 0, "bf16", groups=True),
     Case("zero0_fp16", 0, "fp16"),
+    Case("zero0_bf16_fused", 0, "bf16", fused=True),
+    Case("zero0_fp16_fused_groups", 0, "fp16", fused=True, groups=True),
     Case("zero0_fp32", 0, "fp32"),
+    Case("zero0_fp32_groups", 0, "fp32", groups=True),
     Case("zero1_bf16", 1, "bf16", finetune=True, steps=30),
+    Case("zero1_bf16_fused", 1, "bf16", fused=True),
     Case("zero1_fp16", 1, "fp16"),
     Case("zero1_fp32", 1, "fp32"),
     Case("zero1_bf16_groups", 1, "bf16", groups=True, accumulate=2),
@@ -61,6 +67,7 @@ def ds_config(case: Case) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulate,
         "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": case.dtype == "bf16"},
         "fp16": {"enabled": case.dtype == "fp16", "initial_scale_power": 6},
         "zero_optimization": {"stage": case.stage, **case.zero},

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, ds_config
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -28,6 +29,36 @@ from torch import nn
 
 VOCAB, HIDDEN, INNER = 29, 12, 31
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Fused(FusedAdam):
+    """FusedAdam with its kernel's arithmetic in torch: DeepSpeed wraps, saves and loads it as its own."""
+
+    def __init__(self, params: Any, lr: float, eps: float) -> None:
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": eps, "weight_decay": 0.0, "bias_correction": True}
+        torch.optim.Optimizer.__init__(self, params, defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, **_: Any) -> None:
+        # source: deepspeed/ops/adam/fused_adam.py (step): numbers, in the groups as well as in the state
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = group["step"]
+                    state.update({key: torch.zeros_like(p) for key in MOMENTS})
+                state["step"] += 1
+                first, second = state["exp_avg"], state["exp_avg_sq"]
+                first.lerp_(p.grad, 0.1)
+                second.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                one, two = 1 - 0.9 ** state["step"], 1 - 0.999 ** state["step"]
+                p.addcdiv_(first, (second / two).sqrt() + group["eps"], value=-group["lr"] / one)
 
 
 class Model(nn.Module):
@@ -114,7 +145,8 @@ def groups_of(model: nn.Module, several: bool) -> list[dict[str, Any]]:
 def engine_of(case: Case, lr: float, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     model = pipeline(case.pipeline) if case.pipeline else Model()
-    optimizer = torch.optim.AdamW(groups_of(model, case.groups), lr=lr, eps=1e-6)
+    make = Fused if case.fused else torch.optim.AdamW
+    optimizer = make(groups_of(model, case.groups), lr=lr, eps=1e-6)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
     return engine
 
@@ -150,7 +182,9 @@ def masters(engine: Any, case: Case) -> dict[str, torch.Tensor]:
         # DeepSpeed links moments after the first group's first step, when the other groups have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    if case.stage == 0 and case.dtype != "fp32" and not case.pipeline:
+    if case.stage == 0 and case.fused:
+        whole = cut_flats(engine.optimizer)
+    elif case.stage == 0 and case.dtype != "fp32" and not case.pipeline:
         optimizer = engine.optimizer
         for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             whole |= {id(p): (m, optimizer.optimizer.state[m]) for p, m in zip(low, high, strict=True)}
@@ -168,6 +202,19 @@ def masters(engine: Any, case: Case) -> dict[str, torch.Tensor]:
             found[name] = safe_get_full_fp32_param(parameter)
             found |= {f"{name}.{key}": safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
     return {name: tensor.detach().clone().cpu() for name, tensor in found.items()}
+
+
+def cut_flats(optimizer: Any) -> dict[int, Any]:
+    """Masters and moments of FP16_Optimizer, by its own lists of parameters."""
+    found = {}
+    for parameters, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+        state, at = optimizer.optimizer.state[master], 0
+        for p in parameters:
+            flats = (master, *(state[m] for m in MOMENTS))
+            whole, *moments = (flat[at : at + p.numel()].view(p.shape) for flat in flats)
+            found[id(p)] = whole, dict(zip(MOMENTS, moments, strict=True))
+            at += p.numel()
+    return found
 
 
 def reordered(optimizer: Any) -> dict[int, Any]:

@@ -294,6 +294,8 @@ class Source:
     copies_accepted: list[str] = field(default_factory=list)
     #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
     optimizer_findings: list[Finding] = field(default_factory=list)
+    #: What of the optimizer's state cannot be taken; it matters only where that is asked for.
+    moments_unread: list[Finding] = field(default_factory=list)
     #: Files that hold masters.
     state_files: list[StateFile] = field(default_factory=list)
     #: Files that hold nothing but optimizer state.

@@ -258,7 +258,7 @@ def _names(
     shaped = [[next((s for _, _, s in states.get(n, {}).values()), None) for n in group] for group in groups]
     if any(shape is None for group in shaped for shape in group):
         return None
-    assigned = assign([(name, shapes[name]) for name in order], shaped)  # type: ignore[arg-type]
+    assigned = assign([(name, shapes[name]) for name in order], shaped)
     if assigned is None:
         return None
     return {

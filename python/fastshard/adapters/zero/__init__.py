@@ -2,7 +2,7 @@
 
 Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the
 whole into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank.
-Stage 0 keeps whole fp32 tensors in the model file.
+Stage 0 keeps the optimizer's state in the model file.
 source: DeepSpeed runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
 utils/zero_to_fp32.py, utils/tensor_fragment.py
 """
@@ -61,11 +61,17 @@ def attach(
             source.steps |= group.steps
             source.unstepped = group.unstepped
             source.values.setdefault("optimizer", group.values)
-        elif stage0.whole_masters(model):
-            whole = stage0.whole(model, findings)
-            source.assembled += whole
-            source.steps[i] = stage0.steps(model)
-            source.state_files += [stage0.state_file(model)] if whole else []
+        elif not is_stage3 and (held := stage0.read(model)) is not None:
+            source.assembled += held.assembled
+            source.moments_unread += held.unread()
+            source.steps[i] = held.steps()
+            if held.key is None:
+                source.moments_only = True
+                source.unstepped = held.states == {}
+            elif held.named:
+                source.state_files.append(held.state_file())
+            else:
+                findings.append(held.unnamed())
         elif is_stage3:
             findings.append(model.missing(0, 1, bf16=True))
         if is_stage3:
