@@ -17,9 +17,7 @@ KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded",
 
 #: Cases that real frameworks wrote and that this version does not read right yet: each fails, and says so once it
 #: does not any more.
-NOT_YET = {
-    "test_deepspeed.py::test_universal_is_merged_with_its_moments[zero3_bf16_dp2]": "universal ZeRO-3 is read flat",
-}
+NOT_YET: dict[str, str] = {}
 
 
 #: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.

@@ -329,3 +329,29 @@ def _stage0(folder: Path, run: Run) -> None:
         numbers = iter(range(len(moments)))
         optimizer["param_groups"] = [{"lr": 0.1, "params": [next(numbers) for _ in g]} for g in run.groups]
     torch.save(_model_state(run, module, optimizer=optimizer), folder / model_file())
+
+
+def universal(folder: Path, run: Run) -> Path:
+    """Writes what ds_to_universal makes of the checkpoint. source: checkpoint/ds_to_universal.py of 0.19.8 (main)"""
+    write(folder, run)
+    for dp in range(run.world):
+        (folder / optim_file(dp, run)).unlink()
+    (folder / "latest").rename(folder / "latest_universal")
+
+    def put(name: str, slot: str, tensor: torch.Tensor) -> None:
+        path = folder / TAG / "zero" / name / f"{slot}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Stage 3 leaves the parts as they lie one after another.
+        stored = tensor.reshape(-1).clone() if run.stage == 3 else {"param": tensor.clone(), "cat_dim": 0}
+        torch.save(torch.tensor(STEP) if slot == "step" else stored, path)
+
+    for name, tensor in run.trained.items():
+        put(name, "fp32", tensor)
+        put(name, "step", tensor)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            put(name, slot, moment(tensor, slot))
+    if run.stage != 3:
+        for name, tensor in load(folder / model_file())["module"].items():
+            if name not in run.trained:
+                put(name, "fp32", tensor.float())
+    return folder

@@ -296,6 +296,8 @@ class Source:
     optimizer_findings: list[Finding] = field(default_factory=list)
     #: What of the optimizer's state cannot be taken; it matters only where that is asked for.
     moments_unread: list[Finding] = field(default_factory=list)
+    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    untrained: set[str] = field(default_factory=set)
     #: Files that hold masters.
     state_files: list[StateFile] = field(default_factory=list)
     #: Files that hold nothing but optimizer state.
@@ -374,6 +376,7 @@ class Source:
                 if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
             ],
             "prefer_assembled": taken == "masters",
+            "untrained": sorted(self.untrained) if optimizer else [],
             "twins_may_differ": weights == "params",
             "layers_may_repeat": self.layers_may_repeat,
             "copies_accepted": self.copies_accepted,

@@ -16,7 +16,8 @@ from . import hf_model, zero
 from .base import Contents, Found, Options, Source, Unit, missing
 from .gpt_neox import GptNeox
 from .steps import Step, choose
-from .zero.model import name_list, tensor_index
+from .zero import stage3
+from .zero.model import tensor_index
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
@@ -138,39 +139,10 @@ class DeepSpeed:
             # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
             for unit in source.units:
                 state = states[unit.file] if unit.file < len(states) else {}
-                unit.only = _buffers(contents, unit.file, state)
-                source.findings += _buffers_left_out(found, unit, state)
+                unit.only = stage3.buffers(contents, unit.file, state)
+                source.findings += stage3.buffers_left_out(found, unit, state)
         zero.attach(source, found, contents, states, name_of)
         return source
-
-
-def _buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
-    """What `module` of ZeRO-3 holds besides empty parameters, and what it should hold."""
-    listed = name_list(state.get("buffer_names"))
-    tensors = contents.tensors(file) if state else []
-    held = [
-        name
-        for name, value in _dict(state.get("module")).items()
-        if (index := tensor_index(value)) is not None and tensors[index]["shape"] != [0]
-    ]
-    return list(dict.fromkeys([*listed, *held]))
-
-
-def _buffers_left_out(found: Found, unit: Unit, state: dict[str, Any]) -> list[Finding]:
-    """Buffers that a ZeRO-3 model file lists and does not hold: nothing else calls for them."""
-    module = _dict(state.get("module"))
-    return [
-        Finding.of(
-            "FS102",
-            "the model file lists this buffer and does not hold it",
-            file=found.files[unit.file].path,
-            rank=unit.rank,
-            tensor=name,
-            help="copy the model file from the node that wrote it",
-        )
-        for name in unit.only or []
-        if tensor_index(module.get(name)) is None
-    ]
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ mod complete;
 mod index;
 mod wanted;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::codes;
 use crate::error::{Finding, Severity};
@@ -79,6 +79,8 @@ pub struct Source<'a> {
     pub units: &'a [Unit],
     /// What is known besides.
     pub outside: &'a Outside,
+    /// Names that the layout calls for and that need not be there.
+    pub absent: &'a BTreeSet<String>,
 }
 
 /// Composes source and target.

@@ -627,10 +627,20 @@ impl Run<'_> {
                     1 => (*name).to_string(),
                     n => format!("{name} and {} more in the same storage", n - 1),
                 });
+                if self.plan.twins_may_differ && !self.is_taken(blob) {
+                    finding.severity = Severity::Warning;
+                }
                 self.find(finding);
             }
         }
         Ok(())
+    }
+
+    /// True if something of a blob is in an output; what is compared only is not.
+    fn is_taken(&self, blob: u32) -> bool {
+        let parts = self.plan.outputs.iter().flat_map(|output| &output.parts);
+        let mut taken = parts.flat_map(|part| &part.sources);
+        taken.any(|&stored| shards::blobs_of(&self.plan.stored[stored as usize]).contains(&blob))
     }
 
     fn work_pads(&self, work: &mut Workspace) -> Result<()> {

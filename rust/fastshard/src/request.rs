@@ -1,6 +1,6 @@
 //! From a declaration to a plan: what an adapter says of a checkpoint, put to the layout engine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
@@ -69,6 +69,9 @@ pub struct SourceSide {
     /// Where a tensor is held by a file and assembled too: true to take the assembled one.
     #[serde(default)]
     pub prefer_assembled: bool,
+    /// Names of tensors that the optimizer keeps nothing of.
+    #[serde(default)]
+    pub untrained: BTreeSet<String>,
     /// Set to give 8-bit floats the values that their scales make of them; the extents of a block, if
     /// they are stated.
     #[serde(default)]
@@ -281,12 +284,14 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
     let mut made = Made::default();
+    let nothing = BTreeSet::new();
     let mut table = Some(table);
     for (i, pass) in passes.iter().enumerate() {
         // The last one's is not needed again.
         let taken = if i + 1 == passes.len() { table.take() } else { table.clone() };
         let Some(mut table) = taken else { break };
         let slotted = |name: &str| wanted(&slot_name(name, pass));
+        let absent = if pass.slot.is_some() { &request.source.untrained } else { &nothing };
         if pass.slot.is_some() {
             // Each rank's moments belong to the gradient of the whole, which all ranks see: copies, not
             // terms of a sum.
@@ -303,7 +308,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             wanted: &slotted,
         };
         let with =
-            Resolving { table: &mut table, units: &units, outside: &outside, unknown, target: &target };
+            Resolving { table: &mut table, units: &units, outside: &outside, unknown, absent, target: &target };
         made.pass(with, pass, &mut stored, catalog)?;
         catalog.look()?;
     }
@@ -361,6 +366,7 @@ struct Resolving<'a> {
     units: &'a [resolve::Unit],
     outside: &'a Outside,
     unknown: Unknown,
+    absent: &'a BTreeSet<String>,
     target: &'a Target<'a>,
 }
 
@@ -383,7 +389,7 @@ impl Made {
         stored: &mut [StoredTensor],
         catalog: &Catalog,
     ) -> Result<()> {
-        let Resolving { table, units, outside, unknown, target } = with;
+        let Resolving { table, units, outside, unknown, absent, target } = with;
         let mut registry = Registry::default();
         let resolved = resolve::resolve(table, &mut registry, &pass.seen, units, outside, unknown);
         catalog.look()?;
@@ -394,7 +400,7 @@ impl Made {
             let unit = &units[instance.unit as usize];
             (tensor.shard, tensor.index) = division(table, instance, unit, &outside.known, &resolved.extents);
         }
-        let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside };
+        let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside, absent };
         let composed = compose::compose(&side, target, &mut registry);
         let mut outputs = composed.outputs;
         for (_, output) in &mut outputs {

@@ -39,6 +39,7 @@ def attach(
         coords, label = _place(mp, tp, notes["pipeline"])
         plain = source.layout is None and source.pass_unknown
         model = Model(found, contents, states[i], i, mp, coords, label, name_of, own_names=plain)
+        trained: set[str] = set()
         if mp in by_mp:
             group = Partitions(model, by_mp.pop(mp), is_stage3)
             shapes = model.shapes()
@@ -57,6 +58,7 @@ def attach(
                     group.keep(named)
                     source.state_files += group.state_files()
             source.assembled += group.assembled
+            trained = {name for shape in shapes or [] for name in shape}
             findings += group.findings
             source.steps |= group.steps
             source.unstepped = group.unstepped
@@ -64,6 +66,7 @@ def attach(
         elif not is_stage3 and (held := stage0.read(model)) is not None:
             source.assembled += held.assembled
             source.moments_unread += held.unread()
+            trained = {name for name, *_ in held.members()}
             source.steps[i] = held.steps()
             if held.key is None:
                 source.moments_only = True
@@ -74,6 +77,7 @@ def attach(
                 findings.append(held.unnamed())
         elif is_stage3:
             findings.append(model.missing(0, 1, bf16=True))
+        source.untrained |= {name_of(name) for name in model.names() - trained} if trained else set()
         if is_stage3:
             source.assembled += stage3.frozen(model, notes["sliced"])
             source.findings += stage3.ranks_agree(model, notes["sliced"])

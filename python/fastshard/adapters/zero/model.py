@@ -20,6 +20,9 @@ Range = tuple[int, int, int, int]
 #: A parameter: name, shape, and the ranges that tile it.
 Parts = tuple[str, list[int], list[Range]]
 
+#: A parameter that a module holds: name, shape, and index of its tensor in the model file.
+Parameter = tuple[str, list[int], int]
+
 #: Parameters of the masters, and of each optimizer slot.
 Named = tuple[list[Parts], dict[str, list[Parts]]]
 
@@ -101,9 +104,40 @@ class Model:
         return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
 
     def aliases(self) -> dict[str, str]:
-        """Other names of parameters, as the model file tells: {alias: owner}."""
+        """Other names of parameters: {alias: owner}, as the model file tells, or as its tensors lie."""
         shared = self.state.get("shared_params")
-        return {str(k): str(v) for k, v in shared.items()} if isinstance(shared, dict) else {}
+        if isinstance(shared, dict):
+            return {str(k): str(v) for k, v in shared.items()}
+        # Before DeepSpeed 0.8. Parameters of ZeRO-3 are empty in the module: their place says nothing.
+        parameters, aliases = self.stored()
+        filled = {name for name, shape, _ in parameters if math.prod(shape)}
+        return {alias: owner for alias, owner in aliases.items() if owner in filled}
+
+    def names(self) -> set[str]:
+        """All names that the model file knows, of buffers too."""
+        module = self.state.get("module")
+        return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases()}
+
+    def stored(self) -> tuple[list[Parameter], dict[str, str]]:
+        """Parameters that the module holds, in order, and further names of them: {alias: owner}."""
+        tensors = self.contents.tensors(self.file) if self.contents.readable(self.file) else []
+        buffers = set(name_list(self.state.get("buffer_names")))
+        module = self.state.get("module")
+        parameters: list[Parameter] = []
+        owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
+        aliases: dict[str, str] = {}
+        for name, value in module.items() if isinstance(module, dict) else ():
+            index = tensor_index(value)
+            if index is None or name in buffers:
+                continue
+            tensor = tensors[index]
+            place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
+            if place in owners:
+                aliases[name] = owners[place]
+            else:
+                owners[place] = name
+                parameters.append((name, tensor["shape"], index))
+        return parameters, aliases
 
 
 def is_shape(shape: Any) -> bool:

@@ -238,7 +238,9 @@ class Partitions:
         owned = {name: (shape, ranges) for name, shape, ranges in masters}
         self.filled = {(f, tensor) for *_, ranges in masters for count, f, tensor, _ in ranges if count}
         aliases = model.aliases().items()
-        masters = masters + [(alias, *owned[owner]) for alias, owner in aliases if owner in owned]
+        masters = masters + [
+            (alias, *owned[owner]) for alias, owner in aliases if owner in owned and alias not in owned
+        ]
         self.assembled.append(model.assembled(None, masters, file))
         renamed = [part for part in masters if model.name_of(part[0]) != part[0]]
         if model.own_names and renamed:

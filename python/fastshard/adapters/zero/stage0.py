@@ -14,10 +14,7 @@ from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, StateFile
-from .model import Model, Parts, counts_steps, ints, name_list, scalar, tensor_index, tensors_below
-
-#: A parameter in the module: name, shape, and index of its tensor in the model file.
-Parameter = tuple[str, list[int], int]
+from .model import Model, Parameter, Parts, counts_steps, ints, scalar, tensor_index, tensors_below
 
 #: Places to be at while names are given, at most; beyond that shapes do not tell.
 _MOST_STATES = 4096
@@ -54,8 +51,6 @@ class Held:
     assembled: list[Assembled] = field(default_factory=list)
     #: True if each tensor has its parameters.
     named: bool = False
-    #: Parameters that are not stepped.
-    frozen: set[str] = field(default_factory=set)
 
     @property
     def states(self) -> dict[str, Any]:
@@ -133,10 +128,9 @@ def read(model: Model) -> Held | None:
     """What the model file holds of an optimizer, under the parameters' names; None if there is nothing."""
     held = _held(model)
     if held is not None:
-        parameters, aliases = _parameters(model)
+        parameters, aliases = model.stored()
         held.named = _name(held, parameters)
         if held.named:
-            held.frozen = {name for name, *_ in parameters} - {name for name, *_ in held.members()}
             held.assembled = _assembled(held, aliases)
     return held
 
@@ -176,28 +170,6 @@ def _stepped(states: dict[str, Any], number: int, tensors: list[dict[str, Any]])
     # Scalars besides the step belong to no element, but where the parameter is one.
     shapes = [shape for shape in shapes if shape] or shapes
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
-
-
-def _parameters(model: Model) -> tuple[list[Parameter], dict[str, str]]:
-    """The module's parameters in order, and further names of them: {alias: owner}."""
-    tensors = model.contents.tensors(model.file)
-    buffers = set(name_list(model.state.get("buffer_names")))
-    module = model.state.get("module")
-    parameters: list[Parameter] = []
-    owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
-    aliases: dict[str, str] = {}
-    for name, value in module.items() if isinstance(module, dict) else ():
-        index = tensor_index(value)
-        if index is None or name in buffers:
-            continue
-        tensor = tensors[index]
-        place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
-        if place in owners:
-            aliases[name] = owners[place]
-        else:
-            owners[place] = name
-            parameters.append((name, tensor["shape"], index))
-    return parameters, aliases
 
 
 def _name(held: Held, parameters: list[Parameter]) -> bool:

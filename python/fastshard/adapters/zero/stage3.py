@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from ...errors import Finding
-from ..base import Assembled, missing
-from .model import Flat, Model, Named, Parts, Range, cut, is_shape, tensor_index
+from ..base import Assembled, Contents, Found, Unit, missing
+from .model import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
 from .partitions import Partitions
 
 
@@ -59,12 +59,45 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
     return masters, slots
 
 
+def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
+    """What `module` holds besides empty parameters, and what it should hold."""
+    listed = name_list(state.get("buffer_names"))
+    tensors = contents.tensors(file) if state else []
+    module = state.get("module")
+    held = [
+        name
+        for name, value in (module.items() if isinstance(module, dict) else ())
+        if (index := tensor_index(value)) is not None and tensors[index]["shape"] != [0]
+    ]
+    return list(dict.fromkeys([*listed, *held]))
+
+
+def buffers_left_out(found: Found, unit: Unit, state: dict[str, Any]) -> list[Finding]:
+    """Buffers that a model file lists and does not hold: nothing else calls for them."""
+    module = state.get("module")
+    return [
+        Finding.of(
+            "FS102",
+            "the model file lists this buffer and does not hold it",
+            file=found.files[unit.file].path,
+            rank=unit.rank,
+            tensor=name,
+            help="copy the model file from the node that wrote it",
+        )
+        for name in unit.only or []
+        if tensor_index(module.get(name) if isinstance(module, dict) else None) is None
+    ]
+
+
 def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
     """Frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
     shapes = _frozen_shapes(model)
     if not shapes:
         return []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
+    if len(files) < (ints([model.state.get("dp_world_size")]) or [0])[0]:
+        # Said of the file that is missing.
+        return []
     tensors: list[Parts] = []
     for name, shape in shapes.items():
         count, world = math.prod(shape), len(files)
@@ -77,9 +110,18 @@ def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
             if index is not None and (r * part < count or r == 0):
                 ranges.append((min(part, count - r * part), files[dp], index, 0))
         tensors.append((name, shape, ranges))
+    # A frozen parameter has further names too: the head of a base model that is tied and tuned by adapters.
+    owned = {name: (shape, ranges) for name, shape, ranges in tensors}
+    tensors += [(alias, *owned[owner]) for alias, owner in model.aliases().items() if owner in owned]
     assembled = model.assembled(None, tensors, model.file)
     assembled.frozen = True
     return [assembled]
+
+
+def frozen_names(model: Model) -> set[str]:
+    """Parameters that were not trained, under all their names."""
+    shapes = _frozen_shapes(model)
+    return {*shapes, *(alias for alias, owner in model.aliases().items() if owner in shapes)}
 
 
 def _frozen_shapes(model: Model) -> dict[str, list[int]]:

@@ -79,7 +79,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
                 });
                 if !found {
                     if let Some(name) = entry.name.format(&position, &source.resolved.extents, &[]) {
-                        if !excused.contains(&name) {
+                        if !excused.contains(&name) && !source.absent.contains(&name) {
                             missing.push((name, position.clone(), coords.clone()));
                         }
                     }
