@@ -56,7 +56,7 @@ class GptNeox:
             _rank_files(found, states, source.findings)
         else:
             self._sequential(found, model, source, states)
-        neox_features.apply(found, source, model, values)
+        neox_features.apply(found, source, model, values, own_layout=options.layout is not None)
         if options.vocab_size:
             source.vocab_size = options.vocab_size
         return source

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..configs import shown
 from ..errors import FastshardError, Finding, error_for
-from . import fp8_state
+from . import fp8_state, neox_blocks
 from .base import Contents, Found, Source, Unit, positive_number
 from .neox_config import Model
 
@@ -137,13 +137,23 @@ def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
     return None
 
 
-def apply(found: Found, source: Source, model: Model, values: Contents) -> None:
+def apply(found: Found, source: Source, model: Model, values: Contents, own_layout: bool = False) -> None:
     """Chooses the layout and its facts for a declared source, and records what it was trained with.
 
+    Args:
+        found: its files.
+        source: the declaration.
+        model: what arguments and config say.
+        values: what the files' headers say.
+        own_layout: the caller has a table for it.
+
     Raises:
-        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no name.
+        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no name;
+            ``FS514`` for blocks that no table here describes.
     """
     parts = read(source.units, values)
+    if not own_layout and (others := neox_blocks.others(found, source.units, set(parts.shapes), values)):
+        raise error_for(others)
     config = model.config
     for key in ("norm", "activation", "pos_emb"):
         if not isinstance(config.get(key), (str, type(None))):
