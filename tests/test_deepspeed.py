@@ -229,18 +229,76 @@ def test_repair_can_leave_the_optimizer_out(tmp_path: Path) -> None:
     assert cli("merge", out, tmp_path / "merged").code == 0
 
 
-def test_repair_refuses_a_step_it_cannot_set(tmp_path: Path) -> None:
-    root = copy(ZERO1, tmp_path / "ckpt")
+def with_steps(root: Path, step: int | float) -> Path:
+    """Lets the optimizer count its steps in numbers, in the state as in the groups (FusedAdam, CPUAdam, Apex)."""
 
     def change(content: dict[str, Any]) -> None:
-        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["step"] = 4
+        base = content["optimizer_state_dict"]["base_optimizer_state"]
+        for entry in (*base["state"].values(), *base["param_groups"]):
+            # The neighbours show whether only the step was changed.
+            entry.update(before=step, step=step, after=step)
 
     with stub_classes():
         for dp in range(2):
             edit_pt(root / optim_file(dp), change)
+    return root
+
+
+# BININT1, BININT2, BININT, LONG1, BINFLOAT
+@pytest.mark.parametrize("step", [4, 255, 300, 70_000, -5, 1 << 40, 4.5])
+def test_repair_sets_a_step_in_the_pickle_to_zero(tmp_path: Path, step: int | float) -> None:
+    root, out = with_steps(copy(ZERO1, tmp_path / "ckpt"), step), tmp_path / "out"
+    ran = cli("masters", root, "--repair", out)
+    assert ran.code == 0, ran.out
+    again = cli("masters", out)
+    assert (again.code, set(again.doc["steps"])) == (0, {0.0})
+    assert cli("verify", out).code == 0
+    for dp in range(2):
+        path = out / optim_file(dp)
+        assert zipfile.ZipFile(path).testzip() is None
+        before, after = ((root / optim_file(dp)).read_bytes(), path.read_bytes())
+        assert len(before) == len(after)
+        with stub_classes():
+            base = load_pt(path)["optimizer_state_dict"]["base_optimizer_state"]
+        for entry in (*base["state"].values(), *base["param_groups"]):
+            assert [entry[key] for key in ("before", "step", "after")] == [step, 0, step]
+            assert type(entry["step"]) is type(step)
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Changes the bytes of a torch file's pickle."""
+    with zipfile.ZipFile(path) as old:
+        members = [(name, old.read(name)) for name in old.namelist()]
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in members:
+            new.writestr(name, change(data) if name.endswith("/data.pkl") else data)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("binary opcode", lambda pkl: pkl.replace(b"M\xe7\x03", b"I999\n")),
+        # The first number is remembered, and the others are it.
+        (
+            "refers to it",
+            lambda pkl: (
+                pkl.replace(b"M\xe7\x03", b"M\xe7\x03q\xff", 1)[::-1]
+                .replace(b"\x03\xe7M", b"\xffh")[::-1]
+                .replace(b"h\xffq\xff", b"M\xe7\x03q\xff")
+            ),
+        ),
+    ],
+)
+def test_repair_refuses_a_step_it_cannot_set(tmp_path: Path, why: str, change: Any) -> None:
+    root = with_steps(copy(ZERO1, tmp_path / "ckpt"), 999)
+    for dp in range(2):
+        rewritten(root / optim_file(dp), change)
+        with stub_classes():
+            state = load_pt(root / optim_file(dp))["optimizer_state_dict"]["base_optimizer_state"]
+        assert {entry["step"] for entry in (*state["state"].values(), *state["param_groups"])} == {999}
     ran = cli("masters", root, "--repair", tmp_path / "out")
-    assert (ran.code, not (tmp_path / "out").exists()) == (2, True)
-    assert ran.having("FS514", help="--drop-optimizer")
+    assert (ran.code, not (tmp_path / "out").exists()) == (2, True), ran.out
+    assert ran.having("FS514", message=why, help="--drop-optimizer", file="optim_states", tensor="step")
 
 
 def test_repair_reads_no_damaged_parameter(tmp_path: Path) -> None:

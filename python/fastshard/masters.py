@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
@@ -161,8 +161,9 @@ def repair_masters(
 ) -> Manifest:
     """Writes a copy of a checkpoint, in its own layout, whose masters are the parameters.
 
-    The parameters are taken to be right; the moments and the step become zero. Files stay the zip
-    archives they are, with payloads and checksums replaced: no object in them is pickled anew.
+    The parameters are taken to be right; the moments and the step become zero, where the step is a number in the
+    pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in them is
+    pickled anew.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -179,7 +180,7 @@ def repair_masters(
 
     Raises:
         FastshardError: ``FS402`` where there is no copy of the parameters to rebuild from, ``FS514`` for
-            an optimizer whose step cannot be set to zero in place, and whatever is wrong with the files.
+            an optimizer whose step cannot be set to zero in place (of a pickle that torch did not write), and whatever is wrong with the files.
     """
     checkpoint = _opened(source, **opening)
     declared = _with_masters(checkpoint)
@@ -201,7 +202,10 @@ def repair_masters(
         raise_errors([f for f in opened if f.file not in optimizer_files])
     else:
         raise_errors([*opened, *declared.optimizer_findings])
-        _refuse_counted(checkpoint, declared)
+        # A step that was not looked at would be kept.
+        read_in_part = {f.file: f for f in opened if f.code == "FS109"}
+        paths = [checkpoint.opened.files[s.file].path for s in declared.state_files]
+        raise_errors([replace(read_in_part[p], severity="error") for p in paths if p in read_in_part])
         if not declared.state_files:
             raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
     files, texts, copies = _files(checkpoint, declared, drop_optimizer)
@@ -230,18 +234,6 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
     return {i for i, file in enumerate(checkpoint.opened.files) if file.path in paths}
 
 
-def _refuse_counted(checkpoint: Checkpoint, declared: Declaration) -> None:
-    counted = next((s for s in declared.state_files if s.counted), None)
-    if counted is not None:
-        raise FastshardError.of(
-            "FS514",
-            "the optimizer keeps its step as a number in the pickle, which is not rewritten; zero moments with"
-            " that step would make the first updates too large",
-            file=checkpoint.opened.files[counted.file].path,
-            help="leave the optimizer's state out (--drop-optimizer) and load with load_module_only=True",
-        )
-
-
 def _files(
     checkpoint: Checkpoint, declared: Declaration, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]]]:
@@ -260,7 +252,8 @@ def _files(
         part = state.get(i)
         masters_of = part.masters if part else []
         zero = [t for t in part.state if t not in part.masters] if part else []
-        files.append({"file": i, "name": file.path, "masters": masters_of, "zero": zero})
+        numbers = part.numbers if part else []
+        files.append({"file": i, "name": file.path, "masters": masters_of, "zero": zero, "numbers": numbers})
     texts: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
     for other in checkpoint.listing.files:

@@ -171,8 +171,8 @@ class StateFile:
     masters: list[int]
     #: Moments and steps.
     state: list[int]
-    #: Steps that are numbers in the pickle and cannot be set to zero in place.
-    counted: bool = False
+    #: Keys that lead to steps that are numbers in the pickle, and not zero.
+    numbers: list[list[str]] = field(default_factory=list)
 
 
 @dataclass

@@ -240,7 +240,7 @@ fn zero(name: &str, dtype: Dtype) -> Output {
 
 /// Sets the outputs' offsets; the file with its size.
 fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Result<OutFile> {
-    let mut file = OutFile { name, header_len: 0, size: 0, form };
+    let mut file = OutFile { name, header_len: 0, size: 0, form, zeros: Vec::new() };
     let (frame, offsets) = frame(&file, &outputs.iter().collect::<Vec<_>>())?;
     for (output, offset) in outputs.iter_mut().zip(&offsets) {
         (output.file, output.offset) = (index, *offset);

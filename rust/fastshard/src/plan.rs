@@ -403,6 +403,9 @@ pub struct OutFile {
     /// What it is besides.
     #[serde(default, skip_serializing_if = "Form::is_safetensors")]
     pub form: Form,
+    /// In an overlay: offsets and lengths of numbers of the pickle that become zero.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zeros: Vec<(u64, u64)>,
 }
 
 /// The plan.

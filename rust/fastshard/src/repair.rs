@@ -1,7 +1,8 @@
 //! Rebuilds fp32 masters from the parameters, in the optimizer files' own layout.
 //!
 //! The files stay what they are: the original zip with the payloads of some storages, and their
-//! checksums, replaced. Nothing in a pickle is read but inertly, and nothing of it is written anew.
+//! checksums, replaced. Nothing in a pickle is read but inertly; of its bytes only numbers that count steps change, to zero
+//! in the same width.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,6 +11,7 @@ use serde::Deserialize;
 use crate::catalog::Catalog;
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
+use crate::format::torch_zip;
 use crate::plan::{
     Combine, Fill, Form, OutFile, Output, Part, PartAxis, Pieces, Plan, StoredTensor, PLAN_VERSION,
 };
@@ -39,6 +41,9 @@ pub struct RepairFile {
     pub masters: Vec<u32>,
     /// Tensors to be set to zero: moments and steps.
     pub zero: Vec<u32>,
+    /// Numbers to be set to zero: keys that lead to steps that the pickle holds itself.
+    #[serde(default)]
+    pub numbers: Vec<Vec<String>>,
 }
 
 /// A range of a master's storage, in bytes, and where its values are.
@@ -138,10 +143,28 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
                 );
             }
         }
+        let zeros = match side.numbers.is_empty() {
+            true => Ok(Vec::new()),
+            false => torch_zip::numbers(&file.source, &side.numbers),
+        };
+        let zeros = zeros.unwrap_or_else(|error| {
+            findings.extend(error.findings().iter().cloned().map(|mut finding| {
+                finding.file = Some(catalog.label(file));
+                finding.help = Some("leave the optimizer's state out (--drop-optimizer) and load with load_module_only=True: zero moments with a step that is not zero would make the first updates too large".into());
+                finding
+            }));
+            Vec::new()
+        });
         let header_len = outputs.first().map_or(0, |o| o.offset);
         plan.outputs.extend(outputs);
         let size = file.source.size();
-        plan.files.push(OutFile { name: side.name.clone(), header_len, size, form: Form::Overlay(source) });
+        plan.files.push(OutFile {
+            name: side.name.clone(),
+            header_len,
+            size,
+            form: Form::Overlay(source),
+            zeros,
+        });
     }
     plan.rules = vec!["masters".into()];
     (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);

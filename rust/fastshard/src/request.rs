@@ -307,8 +307,14 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             replicas_once: request.target.as_ref().is_some_and(|t| t.replicas_once),
             wanted: &slotted,
         };
-        let with =
-            Resolving { table: &mut table, units: &units, outside: &outside, unknown, absent, target: &target };
+        let with = Resolving {
+            table: &mut table,
+            units: &units,
+            outside: &outside,
+            unknown,
+            absent,
+            target: &target,
+        };
         made.pass(with, pass, &mut stored, catalog)?;
         catalog.look()?;
     }

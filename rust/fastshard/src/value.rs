@@ -123,6 +123,40 @@ impl Values {
         }
     }
 
+    /// The value that keys lead to from the root, by their texts (numbers in lists).
+    pub fn at(&self, path: &[String]) -> Option<Node> {
+        path.iter().try_fold(self.root, |node, key| match self.get(node) {
+            Value::Dict(items) => {
+                let named = |&&(k, _): &&(Node, Node)| self.key_text(k).as_ref() == Some(key);
+                items.iter().rev().find(named).map(|&(_, value)| value)
+            }
+            Value::List(items) | Value::Tuple(items) => items.get(key.parse::<usize>().ok()?).copied(),
+            _ => None,
+        })
+    }
+
+    /// How often each value is part of others.
+    pub fn references(&self) -> Vec<u32> {
+        let mut counts = vec![0u32; self.nodes.len()];
+        let mut count = |node: Node| counts[node as usize] = counts[node as usize].saturating_add(1);
+        for value in &self.nodes {
+            match value {
+                Value::List(items) | Value::Tuple(items) | Value::Set(items) => {
+                    items.iter().copied().for_each(&mut count);
+                }
+                Value::Dict(items) => items.iter().for_each(|&(key, value)| {
+                    count(key);
+                    count(value);
+                }),
+                Value::Record { class, args, state } => {
+                    [*class, *args].into_iter().chain(*state).for_each(&mut count);
+                }
+                _ => {}
+            }
+        }
+        counts
+    }
+
     /// A dict's key as text: strings as they are; numbers, constants, names and short tuples of
     /// these much as Python prints them. `None` for all other keys.
     pub fn key_text(&self, key: Node) -> Option<String> {

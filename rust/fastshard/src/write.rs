@@ -299,7 +299,7 @@ fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> R
     let frame = |(file, inside): (&crate::plan::OutFile, &Vec<usize>)| {
         let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
         if let Form::Overlay(source) = file.form {
-            return overlay(&sources[source as usize], &outputs);
+            return overlay(&sources[source as usize], &outputs, &file.zeros);
         }
         let (frame, offsets) = files::frame(file, &outputs)?;
         if frame.size != file.size || outputs.iter().zip(&offsets).any(|(o, at)| o.offset != *at) {
@@ -312,24 +312,34 @@ fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> R
     plan.files.iter().zip(by_file).map(frame).collect()
 }
 
-/// A copy of `source`: only the members that outputs lie in get another checksum.
-fn overlay(source: &SourceFile, outputs: &[&Output]) -> Result<Frame> {
+/// A copy of `source`: only the members that outputs and zeros lie in get another checksum.
+fn overlay(source: &SourceFile, outputs: &[&Output], zeros: &[(u64, u64)]) -> Result<Frame> {
     let mut members = torch_zip::replaceable(source)?;
-    let within = |m: &Member, o: &Output| m.offset <= o.offset && o.offset + o.nbytes() <= m.offset + m.len;
-    if let Some(output) = outputs.iter().find(|o| !members.iter().any(|m| within(m, o))) {
+    let replaced: Vec<(u64, u64)> =
+        outputs.iter().map(|o| (o.offset, o.nbytes())).chain(zeros.iter().copied()).collect();
+    let within = |m: &Member, (at, len): (u64, u64)| m.offset <= at && at + len <= m.offset + m.len;
+    if let Some(i) = replaced.iter().position(|r| !members.iter().any(|m| within(m, *r))) {
         return Err(Finding::new(codes::UNSUPPORTED, "its bytes cannot be replaced in place")
             .file(source.path())
-            .tensor(output.key())
+            .tensor(outputs.get(i).map_or("data.pkl", |o| o.key()))
             .help("the member is compressed: save the file again with torch.save")
             .into());
     }
-    members.retain(|m| outputs.iter().any(|o| within(m, o)));
-    Ok(Frame { pieces: Vec::new(), members, size: source.size() })
+    members.retain(|m| replaced.iter().any(|r| within(m, *r)));
+    let pieces = zeros.iter().map(|&(at, len)| (at, vec![0; len as usize])).collect();
+    Ok(Frame { pieces, members, size: source.size() })
 }
 
-/// Copies what no output replaces from the source of an overlay.
-fn underlay(source: &SourceFile, outputs: &[&Output], out: &OutFile, control: &Control) -> Result<()> {
+/// Copies what nothing replaces from the source of an overlay.
+fn underlay(
+    source: &SourceFile,
+    outputs: &[&Output],
+    zeros: &[(u64, u64)],
+    out: &OutFile,
+    control: &Control,
+) -> Result<()> {
     let mut taken: Vec<(u64, u64)> = outputs.iter().map(|o| (o.offset, o.offset + o.nbytes())).collect();
+    taken.extend(zeros.iter().map(|&(at, len)| (at, at + len)));
     taken.push((source.size(), source.size()));
     taken.sort_unstable();
     let mut bytes = vec![0; CHUNK as usize];
@@ -384,7 +394,7 @@ fn fill(
     for ((about, inside), file) in plan.files.iter().zip(&by_file).zip(&outs) {
         if let (Form::Overlay(source), Some(file)) = (&about.form, file) {
             let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
-            underlay(&files[*source as usize], &outputs, file, control)?;
+            underlay(&files[*source as usize], &outputs, &about.zeros, file, control)?;
         }
     }
     let sink = StagedSink::new(plan, staging, &frames, outs, arrays, options)?;

@@ -205,12 +205,24 @@ def tensors_below(value: Any) -> list[int]:
     return list(found)
 
 
-def counts_steps(base: Any) -> bool:
-    """True if an optimizer keeps its step as a number: per parameter, or per group as Apex does."""
+def counted_steps(base: Any, under: list[str]) -> list[list[str]]:
+    """Keys that lead to steps that an optimizer keeps as numbers, and that are not zero: per parameter or flat vector,
+    and per group as Apex and DeepSpeed's FusedAdam do.
+
+    Args:
+        base: the optimizer's state, as torch's optimizers give it.
+        under: keys that lead to it from the file's root.
+    """
     if not isinstance(base, dict):
-        return False
-    states = base.get("state")
-    entries = [*states.values()] if isinstance(states, dict) else []
-    groups = base.get("param_groups")
-    entries += groups if isinstance(groups, list) else []
-    return any(isinstance(e, dict) and isinstance(e.get("step"), (int, float)) and e["step"] for e in entries)
+        return []
+    states, groups = base.get("state"), base.get("param_groups")
+    entries = (
+        [("state", str(key), entry) for key, entry in states.items()] if isinstance(states, dict) else []
+    )
+    if isinstance(groups, list):
+        entries += [("param_groups", str(i), entry) for i, entry in enumerate(groups)]
+    return [
+        [*under, where, key, "step"]
+        for where, key, entry in entries
+        if isinstance(entry, dict) and isinstance(step := entry.get("step"), (int, float)) and step
+    ]

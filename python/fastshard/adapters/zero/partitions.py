@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, StateFile
-from .model import Flat, Model, Named, Rank, counts_steps, scalar, state_of, tensor_index, tensors_below
+from .model import Flat, Model, Named, Rank, counted_steps, scalar, state_of, tensor_index, tensors_below
 
 
 class Partitions:
@@ -222,13 +222,16 @@ class Partitions:
         """Masters, moments and steps of each rank."""
         files = []
         for rank in self.order:
-            base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
+            key = "optimizer_state_dict" if self.stage3 else "base_optimizer_state"
+            base = rank.state.get(key)
             state = base.get("state") if isinstance(base, dict) else None
             masters = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) in self.filled]
             # A partition of a small group may be padding from end to end.
             padding = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) not in self.filled]
             zeroed = [*tensors_below(state), *padding]
-            files.append(StateFile(rank.file, masters, zeroed, counts_steps(base)))
+            files.append(
+                StateFile(rank.file, masters, zeroed, counted_steps(base, ["optimizer_state_dict", key]))
+            )
         return files
 
     def keep(self, named: Named) -> None:

@@ -9,6 +9,7 @@
 //! `torch/_tensor.py` and `torch/serialization.py` (2.x).
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
 
 use crate::codes;
@@ -106,6 +107,18 @@ pub fn parse_within(bytes: &[u8], file: &Path, limits: &Limits) -> Result<Pickle
     run(bytes, file, limits, false).map(|(pickle, _)| pickle)
 }
 
+/// Where the numbers of a stream lie that were made at one place and no other value is made of: by node, where in the
+/// stream their bytes are. All-zero bytes there spell zero.
+pub type Numbers = HashMap<Node, Range<usize>>;
+
+/// Like [`parse_bytes`], with the places of the numbers that a binary opcode holds.
+pub fn parse_with_numbers(bytes: &[u8], file: &Path) -> Result<(Pickle, Numbers)> {
+    let mut machine = Machine::new(bytes, file, &LIMITS);
+    machine.numbers = Some(HashMap::new());
+    let (pickle, numbers) = machine.finish(false)?.0;
+    Ok((pickle, numbers.unwrap_or_default()))
+}
+
 /// Like [`parse_within`], for a stream that other bytes follow; with the length of the stream.
 pub fn parse_prefix(bytes: &[u8], file: &Path, limits: &Limits) -> Result<(Pickle, usize)> {
     run(bytes, file, limits, true)
@@ -121,32 +134,7 @@ pub fn storage_dtype(class: &str) -> Option<Dtype> {
 }
 
 fn run(bytes: &[u8], file: &Path, limits: &Limits, more: bool) -> Result<(Pickle, usize)> {
-    let mut machine = Machine {
-        bytes,
-        at: 0,
-        op: 0,
-        op_at: 0,
-        file,
-        limits,
-        stack: Vec::new(),
-        marks: Vec::new(),
-        memo: Vec::new(),
-        values: Values::default(),
-        depth: Vec::new(),
-        nodes: 0,
-        derived: 0,
-        tensors: Vec::new(),
-        storages: Vec::new(),
-        storage_of: HashMap::new(),
-        with_items: HashSet::new(),
-    };
-    machine.limit("bytes of the stream", bytes.len(), limits.stream)?;
-    machine.run()?;
-    let len = machine.at;
-    if !more && len != bytes.len() {
-        return Err(machine.refuse(format!("{} bytes follow the end", bytes.len() - len)));
-    }
-    let pickle = Pickle { values: machine.values, tensors: machine.tensors, storages: machine.storages };
+    let ((pickle, _), len) = Machine::new(bytes, file, limits).finish(more)?;
     Ok((pickle, len))
 }
 
@@ -178,9 +166,46 @@ struct Machine<'a> {
     storage_of: HashMap<Node, u32>,
     /// Records whose state is the container of the items that were appended to them.
     with_items: HashSet<Node>,
+    /// Kept where they are asked for.
+    numbers: Option<Numbers>,
 }
 
 impl<'a> Machine<'a> {
+    fn new(bytes: &'a [u8], file: &'a Path, limits: &'a Limits) -> Self {
+        Machine {
+            bytes,
+            at: 0,
+            op: 0,
+            op_at: 0,
+            file,
+            limits,
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: Vec::new(),
+            values: Values::default(),
+            depth: Vec::new(),
+            nodes: 0,
+            derived: 0,
+            tensors: Vec::new(),
+            storages: Vec::new(),
+            storage_of: HashMap::new(),
+            with_items: HashSet::new(),
+            numbers: None,
+        }
+    }
+
+    /// Runs the stream; with what was made, and the length of the stream.
+    fn finish(mut self, more: bool) -> Result<((Pickle, Option<Numbers>), usize)> {
+        self.limit("bytes of the stream", self.bytes.len(), self.limits.stream)?;
+        self.run()?;
+        let len = self.at;
+        if !more && len != self.bytes.len() {
+            return Err(self.refuse(format!("{} bytes follow the end", self.bytes.len() - len)));
+        }
+        let pickle = Pickle { values: self.values, tensors: self.tensors, storages: self.storages };
+        Ok(((pickle, self.numbers), len))
+    }
+
     fn finding(&self, message: impl std::fmt::Display) -> Finding {
         let name = opcodes::name(self.op);
         Finding::new(codes::UNSAFE_PICKLE, format!("pickle opcode {name} at byte {}: {message}", self.op_at))

@@ -70,6 +70,44 @@ pub fn replaceable(file: &SourceFile) -> Result<Vec<super::Member>> {
     Archive::read(file, 0, file.size())?.replaceable(file)
 }
 
+/// Where numbers of a torch zip file lie, by the keys that lead to them from its root: offsets in the file of ranges
+/// whose bytes, all set to zero, spell zero. Nothing else changes with them.
+///
+/// # Errors
+/// `FS514` for a number that cannot be set to zero so: one that is written as text, that lies in a compressed member, or
+/// that something else of the file refers to as well.
+pub fn numbers(file: &SourceFile, paths: &[Vec<String>]) -> Result<Vec<(u64, u64)>> {
+    let archive = Archive::read(file, 0, file.size())?;
+    let name = format!("{}data.pkl", prefix(file, &archive)?);
+    let member = archive.get(&name).expect("the prefix was found by it");
+    let pkl = read_member(file, member, pickle::LIMITS.stream as u64)?;
+    let (pickle, numbers) = pickle::parse_with_numbers(&pkl, file.path())?;
+    let values = &pickle.values;
+    let references = values.references();
+    let place = |path: &Vec<String>| -> Result<(u64, u64)> {
+        let refuse = |why: &str| -> Error {
+            Finding::new(
+                codes::UNSUPPORTED,
+                format!("a number in the pickle that cannot be set to zero in place: {why}"),
+            )
+            .file(file.path())
+            .tensor(path.join("."))
+            .into()
+        };
+        let node = values.at(path).ok_or_else(|| refuse("it is not there"))?;
+        let range = numbers.get(&node).ok_or_else(|| refuse("it is no number of a binary opcode"))?;
+        if references.get(node as usize) != Some(&1) {
+            return Err(refuse("something else refers to it too"));
+        }
+        let blob = member.blob();
+        if blob.deflated {
+            return Err(refuse("the pickle is compressed"));
+        }
+        Ok((blob.offset + range.start as u64, range.len() as u64))
+    };
+    paths.iter().map(place).collect()
+}
+
 /// The refusal of a legacy (non-zip) torch file.
 pub fn legacy_refusal(file: &SourceFile) -> Error {
     Finding::new(

@@ -94,6 +94,7 @@ impl Machine<'_> {
                 break;
             }
             self.step()?;
+            self.note_number();
         }
         let root = self.pop()?;
         if !self.stack.is_empty() || !self.marks.is_empty() {
@@ -101,6 +102,20 @@ impl Machine<'_> {
         }
         self.values.set_root(root);
         Ok(())
+    }
+
+    /// Notes where the number lies that the opcode pushed.
+    fn note_number(&mut self) {
+        // Bytes of the opcode before those of the number: after a length of one or four bytes it is an integer of that many.
+        let head = match self.op {
+            b'K' | b'M' | b'J' | b'G' => 1,
+            0x8a => 2,
+            0x8b => 5,
+            _ => return,
+        };
+        if let (Some(numbers), Some(&node)) = (&mut self.numbers, self.stack.last()) {
+            numbers.insert(node, self.op_at + head..self.at);
+        }
     }
 
     fn step(&mut self) -> Result<()> {
