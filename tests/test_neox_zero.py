@@ -167,3 +167,52 @@ def test_a_rank_from_another_step_is_named(tmp_path: Path) -> None:
 
     edit_pt(root / STEP / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
     assert_refused(root, tmp_path / "out", "FS107", rank="dp 1", expected="7", got="8")
+
+
+def write_fused(root: Path, spec: Spec, masters: list[Shard], *, pipeline: bool) -> Path:
+    """ZeRO stage 0 with FusedAdam: two flat masters in each rank's file, with weight decay and without.
+
+    source: DeepSpeed runtime/fp16/fused_optimizer.py; gpt-neox model/utils.py (get_params_for_weight_decay_optimization)
+    """
+    half = [{name: tensor.to(torch.bfloat16) for name, tensor in shard.items()} for shard in masters]
+    write(root, replace(spec, dtype=torch.bfloat16), half, pipeline=pipeline)
+    for tp, shard in enumerate(masters):
+        groups = [[t for t in shard.values() if t.dim() == dim] for dim in (2, 1)]
+        flats = [torch.cat([t.float().reshape(-1) for t in group]) for group in groups]
+        state = {i: {"step": 7, "exp_avg": flat / 2, "exp_avg_sq": flat**2} for i, flat in enumerate(flats)}
+        base = {"state": state, "param_groups": [{"params": [i], "step": 0} for i in range(2)]}
+        optimizer = {"optimizer_state_dict": base, "fp32_groups_flat": flats, "clip_grad": 1.0}
+
+        def change(content: dict[str, Any], optimizer: dict[str, Any] = optimizer) -> None:
+            content.update(optimizer=optimizer, buffer_names=[])
+
+        edit_pt(root / STEP / f"mp_rank_{tp:02d}_model_states.pt", change)
+    return root
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_flat_masters_of_stage_0(tmp_path: Path, pipeline: bool, tp: int) -> None:
+    spec = Spec(tp=tp, layers=2, residual=False, seed=10)
+    masters = make_shards(spec)
+    root = write_fused(tmp_path / "ckpt", spec, masters, pipeline=pipeline)
+    ran = cli("masters", root)
+    assert (ran.code, ran.doc["differing"], ran.doc["compared"]) == (0, [], tp * len(masters[0])), ran.out
+    assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
+    have = read_result(tmp_path / "out")
+    want = merge(masters, residual=False)
+    want |= {
+        f"{n}.exp_avg": t
+        for n, t in merge([{n: t / 2 for n, t in s.items()} for s in masters], residual=False).items()
+    }
+    assert set(want) <= set(have)
+    assert all(torch.equal(have[name], tensor) for name, tensor in want.items())
+    ran = cli("masters", root, "--repair", tmp_path / "repaired")
+    assert (ran.code, cli("masters", tmp_path / "repaired").doc["steps"]) == (0, [0.0]), ran.out
+
+
+def test_stale_flat_masters_of_a_pipeline_are_refused(tmp_path: Path) -> None:
+    spec = Spec(tp=2, layers=2, residual=False, seed=11)
+    root = write_fused(tmp_path / "ckpt", spec, make_shards(spec), pipeline=True)
+    edit_pt(root / STEP / "layer_03-model_01-model_states.pt", lambda c: c["mlp.linear1.bias"].add_(1))
+    assert_refused(root, tmp_path / "out", "FS401", rank="mp 1", tensor="3.mlp.linear1.bias")

@@ -37,6 +37,10 @@ class Truth:
             # The layer file's name of a tied tensor; the masters have it besides the optimizer's own.
             self.params = {tied.get(n, n): t for n, t in self.params.items()}
             self.high |= {tied[n]: self.high[n] for n in tied}
+            if case.stage == 0:
+                # Only the layer files name what stage 0 holds.
+                self.high = {n: t for n, t in self.high.items() if n not in tied}
+                self.masters = {tied.get(n, n): t for n, t in self.masters.items()}
             names = {f"{n}.{m}": f"{tied[n]}.{m}" for n in tied for m in ("exp_avg", "exp_avg_sq")}
             self.moments = {names.get(n, n): t for n, t in self.moments.items()}
 

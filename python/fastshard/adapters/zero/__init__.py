@@ -39,6 +39,8 @@ def attach(
         coords, label = _place(mp, tp, notes["pipeline"])
         plain = source.layout is None and source.pass_unknown
         model = Model(found, contents, states[i], i, mp, coords, label, name_of, own_names=plain)
+        if notes["pipeline"] and len(set(notes["ranks"])) == tp:
+            model.layers = _layers(notes, coords.get("tp", 0))
         trained: set[str] = set()
         if mp in by_mp:
             group = Partitions(model, by_mp.pop(mp), is_stage3)
@@ -107,6 +109,16 @@ def attach(
     source.optimizer_findings = findings
     if source.params_stored:
         source.optimizer_files = {found.files[file].path for _, _, file in notes["optim"]}
+
+
+def _layers(notes: dict[str, Any], tp: int) -> list[tuple[int, int]]:
+    """The layer files of a rank, in order; the first one of each layer, where several roots hold it."""
+    first = len(notes["ranks"])
+    files: dict[int, int] = {}
+    for i, (layer, rank) in enumerate(notes["layers"]):
+        if rank == tp:
+            files.setdefault(layer, first + i)
+    return sorted(files.items())
 
 
 def _place(mp: int, tp: int, pipeline: bool) -> tuple[dict[str, int], str]:

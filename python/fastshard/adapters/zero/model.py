@@ -68,6 +68,8 @@ class Model:
     name_of: Naming
     #: True to give tensors under the names of `param_shapes` too.
     own_names: bool = False
+    #: Layer files with all parameters of a pipeline of one stage: (pipeline layer, file).
+    layers: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -120,23 +122,27 @@ class Model:
 
     def stored(self) -> tuple[list[Parameter], dict[str, str]]:
         """Parameters that the module holds, in order, and further names of them: {alias: owner}."""
-        tensors = self.contents.tensors(self.file) if self.contents.readable(self.file) else []
-        buffers = set(name_list(self.state.get("buffer_names")))
         module = self.state.get("module")
+        held = [(self.file, "", module)]
+        if not isinstance(module, dict):
+            held = [(file, f"{layer}.", self.contents(file)) for layer, file in self.layers]
+        buffers = set(name_list(self.state.get("buffer_names")))
         parameters: list[Parameter] = []
-        owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
         aliases: dict[str, str] = {}
-        for name, value in module.items() if isinstance(module, dict) else ():
-            index = tensor_index(value)
-            if index is None or name in buffers:
-                continue
-            tensor = tensors[index]
-            place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
-            if place in owners:
-                aliases[name] = owners[place]
-            else:
-                owners[place] = name
-                parameters.append((name, tensor["shape"], index))
+        for file, prefix, values in held:
+            tensors = self.contents.tensors(file) if isinstance(values, dict) else []
+            owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
+            for key, value in values.items() if isinstance(values, dict) else ():
+                name, index = f"{prefix}{key}", tensor_index(value)
+                if index is None or name in buffers:
+                    continue
+                tensor = tensors[index]
+                place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
+                if place in owners:
+                    aliases[name] = owners[place]
+                else:
+                    owners[place] = name
+                    parameters.append((name, tensor["shape"], index))
         return parameters, aliases
 
 

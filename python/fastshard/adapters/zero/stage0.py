@@ -195,7 +195,8 @@ def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
     shapes = {name: shape for name, shape, _ in parameters}
     # What has no elements is in no place that tells whether it is frozen.
     filled = [p for p in parameters if math.prod(p[1])]
-    found = _views(held.model, filled, lengths)
+    # Layer files hold copies.
+    found = None if held.model.layers else _views(held.model, filled, lengths)
     if found is None:
         found = _assigned_by_size([(name, math.prod(shape)) for name, shape, _ in filled], lengths)
     if found is None:
