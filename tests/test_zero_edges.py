@@ -279,3 +279,22 @@ def test_moments_that_no_parameter_has_are_told_of_where_they_are_asked_for(
     ran = cli("merge", root, tmp_path / "state", "--optimizer")
     assert (ran.code, (tmp_path / "state").exists()) == (2, False)
     assert ran.having("FS402", severity="error", message="exp_avg_sq_row", tensor="a")
+
+
+def test_partitions_that_name_their_parameters_themselves(tmp_path: Path) -> None:
+    """BF16_Optimizer in a pipeline of stage 0: no param_shapes, the first rank's partition in the model file too."""
+    groups = [{"a": torch.rand(5, 7), "b": torch.rand(3)}, {"c": torch.rand(11)}]
+    run = Run("bf16", 3, torch.bfloat16, groups)
+    root = maker.write(tmp_path / "ckpt", run)
+    first = maker.load(root / optim_file(0))["optimizer_state_dict"]
+    maker.edit(root / model_file(), lambda content: content.update(param_shapes=None, optimizer=first))
+    assert cli("masters", root).doc["compared"] == 3
+    assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
+    have, wanted = read_result(tmp_path / "out"), run.masters() | run.moments()
+    assert set(have) == set(wanted)
+    assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
+    for dp in range(3):
+        (root / optim_file(dp)).unlink()
+    ran = cli("merge", root, tmp_path / "none")
+    assert (ran.code, (tmp_path / "none").exists()) == (3, False), ran.out
+    assert ran.having("FS101", severity="error", file=optim_file(0))

@@ -58,7 +58,9 @@ CASES = [
     Case("pipeline_zero1_bf16", 1, "bf16", pipeline=2, accumulate=2),
     Case("pipeline_zero1_fp16", 1, "fp16", pipeline=2, accumulate=2),
     Case("pipeline_bf16_optimizer", 1, "bf16", more=FP32_GRADIENTS, pipeline=2, accumulate=2),
-    Case("pipeline_zero0_bf16_fused", 0, "bf16", pipeline=1, accumulate=2, fused=True),
+    Case("pipeline_zero0_fp16_fused", 0, "fp16", pipeline=1, accumulate=2, fused=True),
+    Case("pipeline_zero0_bf16", 0, "bf16", pipeline=1, accumulate=2),
+    Case("pipeline_zero0_bf16_pp2", 0, "bf16", pipeline=2, accumulate=2),
     Case("pipeline_zero1_bf16_dp2", 1, "bf16", pipeline=1, accumulate=2),
 ]
 

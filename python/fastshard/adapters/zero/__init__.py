@@ -39,12 +39,13 @@ def attach(
         coords, label = _place(mp, tp, notes["pipeline"])
         plain = source.layout is None and source.pass_unknown
         model = Model(found, contents, states[i], i, mp, coords, label, name_of, own_names=plain)
-        if notes["pipeline"] and len(set(notes["ranks"])) == tp:
+        if notes["pipeline"]:
             model.layers = _layers(notes, coords.get("tp", 0))
+            model.stages = len(set(notes["ranks"])) // tp
         trained: set[str] = set()
         if mp in by_mp:
             group = Partitions(model, by_mp.pop(mp), is_stage3)
-            shapes = model.shapes()
+            shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
             if shapes is None:
                 findings.append(
                     Finding.of(
@@ -77,7 +78,7 @@ def attach(
                 source.state_files.append(held.state_file())
             else:
                 findings.append(held.unnamed())
-        elif is_stage3:
+        elif is_stage3 or stage0.partitioned(model):
             findings.append(model.missing(0, 1, bf16=True))
         source.untrained |= {name_of(name) for name in model.names() - trained} if trained else set()
         if is_stage3:
@@ -101,9 +102,9 @@ def attach(
     findings += [f for f in copied_files(found, contents, source) if f.file not in known]
     findings += steps_agree(found, source)
     masters = [a for a in source.assembled if a.slot is None and not a.frozen]
-    # Masters that are there and cannot be named are told of, not passed over.
-    unnamed = any(f.code == "FS402" for f in findings)
-    source.masters = bool(masters) or is_stage3 or bool(notes["optim"]) or unnamed
+    # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
+    untaken = any(f.code in ("FS101", "FS402") for f in findings)
+    source.masters = bool(masters) or is_stage3 or bool(notes["optim"]) or untaken
     source.weights = "masters" if is_stage3 else "params"
     source.params_stored = not is_stage3
     source.optimizer_findings = findings

@@ -68,8 +68,10 @@ class Model:
     name_of: Naming
     #: True to give tensors under the names of `param_shapes` too.
     own_names: bool = False
-    #: Layer files with all parameters of a pipeline of one stage: (pipeline layer, file).
+    #: Layer files of a pipeline: (pipeline layer, file).
     layers: list[tuple[int, int]] = field(default_factory=list)
+    #: Pipeline stages.
+    stages: int = 1
 
     @property
     def path(self) -> str:

@@ -59,6 +59,23 @@ class Partitions:
         if self.whole:
             self._same_slots()
 
+    def shapes(self) -> list[dict[str, list[int]]] | None:
+        """Names and shapes per group by the ranks' own accounts, for a model file that tells none (BF16_Optimizer in a
+        pipeline of stage 0); None if a shape is not known."""
+        stored = {name: shape for name, shape, _ in self.model.stored()[0]}
+        groups: list[dict[str, list[int]]] = []
+        for rank in self.order:
+            # ZeRO's own optimizers may reorder parameters after they took account of them (_before_round_robin).
+            mappings = rank.state.get("param_slice_mappings") if "zero_stage" not in rank.state else None
+            for g, mapping in enumerate(mappings if isinstance(mappings, list) else []):
+                groups += [{}] if g == len(groups) else []
+                for name in mapping if isinstance(mapping, dict) else ():
+                    shape = stored.get(self.model.name_of(name))
+                    if shape is None:
+                        return None
+                    groups[g].setdefault(name, shape)
+        return groups if groups and all(groups) else None
+
     def _same_slots(self) -> None:
         """What one rank keeps of a group (``exp_avg``), every rank that has a part of it keeps."""
         groups = min(len(rank.masters) for rank in self.order)

@@ -130,10 +130,17 @@ def read(model: Model) -> Held | None:
     held = _held(model)
     if held is not None:
         parameters, aliases = model.stored()
-        held.named = _name(held, parameters)
+        # Nothing says which layers are those of a stage.
+        held.named = model.stages == 1 and _name(held, parameters)
         if held.named:
             held.assembled = _assembled(held, aliases)
     return held
+
+
+def partitioned(model: Model) -> bool:
+    """True if the model file holds a partition: BF16_Optimizer's of the first rank, in a pipeline of stage 0."""
+    optimizer = model.state.get("optimizer")
+    return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
 
 def _held(model: Model) -> Held | None:
