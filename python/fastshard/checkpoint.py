@@ -6,6 +6,7 @@ import html
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def open(
         )
     except _core.CoreError as error:
         raise from_core(error) from None
-    unread = [Finding.from_dict(f) for f in json.loads(catalog.findings())]
+    unread = _one_limit([Finding.from_dict(f) for f in json.loads(catalog.findings())])
     prefixes = [os.fspath(root) + os.sep for root in listing.roots]
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
     readable = json.loads(catalog.files())
@@ -118,6 +119,15 @@ def open(
     findings = copies.accepted(findings, source.copies_accepted)
     source.optimizer_findings = copies.accepted(source.optimizer_findings, source.copies_accepted)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
+
+
+def _one_limit(findings: list[Finding]) -> list[Finding]:
+    """Files that could not be opened for want of descriptors are one finding: the cause is the same."""
+    beyond = [f for f in findings if f.code == "FS511"]
+    if len(beyond) < 2:
+        return findings
+    told = replace(beyond[0], message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
+    return [told, *(f for f in findings if f.code != "FS511")]
 
 
 def _positive(value: int | None, name: str) -> int | None:

@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from . import regular
@@ -77,7 +78,7 @@ class File:
 
 @dataclass
 class Listing:
-    """All files below the roots of one checkpoint."""
+    """All files below the roots of one checkpoint; it does not change once it is made."""
 
     roots: list[Path]
     files: list[File]
@@ -93,17 +94,28 @@ class Listing:
             else [str(r) for r in self.roots]
         )
 
+    @cached_property
+    def _by_folder(self) -> dict[str, list[File]]:
+        found: dict[str, list[File]] = {}
+        for file in self.files:
+            found.setdefault(file.folder, []).append(file)
+        return found
+
+    @cached_property
+    def _by_path(self) -> dict[str, File]:
+        return {file.path: file for file in reversed(self.files)}
+
     def folders(self) -> list[str]:
         """Folders that hold files, shortest first."""
-        return sorted({f.folder for f in self.files}, key=lambda p: (p.count("/"), p))
+        return sorted(self._by_folder, key=lambda p: (p.count("/"), p))
 
     def within(self, folder: str) -> list[File]:
         """Files directly in a folder, over all roots, by name."""
-        return sorted((f for f in self.files if f.folder == folder), key=lambda f: (f.name, f.root))
+        return sorted(self._by_folder.get(folder, []), key=lambda f: (f.name, f.root))
 
     def find(self, path: str) -> File | None:
         """The file at a relative path, in the first root that has it."""
-        return next((f for f in self.files if f.path == path), None)
+        return self._by_path.get(path)
 
     def read_text(self, file: File, limit: int = regular.MAX_TEXT) -> str:
         """Content of a text file of at most ``limit`` bytes.
@@ -199,10 +211,12 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
                         )
                         continue
                 status = full.stat()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
+                # Links that lead in a circle are a RuntimeError of pathlib before Python 3.13.
                 if full.is_symlink() and not name.endswith(_RELEVANT):
                     continue
-                findings.append(Finding.of("FS101", f"cannot be read: {error.strerror}", file=relative))
+                why = (error.strerror if isinstance(error, OSError) else None) or "its links lead in a circle"
+                findings.append(Finding.of("FS101", f"cannot be read: {why}", file=relative))
                 continue
             kind = regular.special(status.st_mode)
             if kind is not None:

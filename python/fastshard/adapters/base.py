@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -505,8 +506,43 @@ class Adapter(Protocol):
         """The declaration, from what the files' headers say."""
 
 
-def missing(path: str, rank: str | None, why: str, help: str) -> Finding:
-    """A file that must be there and is not."""
-    return Finding.of(
-        "FS101", "missing file", file=path, rank=rank, expected=why, got="no such file", help=help
-    )
+def counted(text: str, file: File) -> int:
+    """A rank, stage or layer as a file's name counts it.
+
+    Raises:
+        FastshardError: ``FS106`` for one that no run has.
+    """
+    number = int(text)
+    if number > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS106",
+            "the file's name counts further than any run does",
+            file=file.path,
+            expected=f"at most {MAX_DEGREE}",
+            got=text if len(text) < 24 else f"{text[:20]}...",
+            help="remove the file if it is no part of this save",
+        )
+    return number
+
+
+#: Missing files that are named one by one; of more their runs are.
+_NAMED = 256
+
+
+def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Numbers from ``first`` to ``last`` that are not there, as runs (first, last); each by itself if they are few.
+
+    A number in a file's name may be anything: what is done grows with what is there.
+    """
+    there = sorted({n for n in have if first <= n <= last})
+    bounds = [first - 1, *there, last + 1]
+    runs = [(a + 1, b - 1) for a, b in itertools.pairwise(bounds) if b - a > 1]
+    if sum(b - a + 1 for a, b in runs) <= _NAMED:
+        return [(n, n) for a, b in runs for n in range(a, b + 1)]
+    return runs
+
+
+def missing(path: str, rank: str | None, why: str, help: str, *, upto: str | None = None) -> Finding:
+    """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
+    what = "missing file" if upto is None else f"missing files, from this one to {upto}"
+    return Finding.of("FS101", what, file=path, rank=rank, expected=why, got="no such file", help=help)

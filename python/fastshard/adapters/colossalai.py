@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from collections import Counter
 from typing import Any
 
 from .. import layouts
 from ..discover import File, Listing
 from ..errors import Finding
 from . import colossalai_optim, hf_model
-from .base import Assembled, Contents, Found, Options, Source, Unit, missing
+from .base import Assembled, Contents, Found, Options, Source, Unit, lacking, missing
 from .colossalai_index import PARTIAL, join, read_indexes
 from .hf import read_json
 from .steps import Chosen, folder_of, is_step
@@ -85,17 +86,16 @@ class ColossalAI:
                 )
             )
         stem = next((n.split("-stage-")[0] for n in [*named, *whole] if "-stage-" in n), "model")
-        for stage in range(1, max(stages, default=0)):
-            if stage not in stages:
-                findings.append(
-                    _stage_missing(folder, stem, stage, kind, f"stages 1 to {max(stages)} by the files")
-                )
+        for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
+            why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
+            findings.append(_stage_missing(folder, stem, stage, kind, why))
+        counts = Counter(weight_map.values())
         files: list[File] = []
         roots: list[tuple[str, list[int]]] = []
         for name in [*named, *whole]:
             have = copies.get(name) or [f for f in [listing.find(join(folder, name))] if f]
             if not have:
-                count = sum(1 for other in weight_map.values() if other == name)
+                count = counts[name]
                 match = _SHARD.match(name)
                 rank = f"pp {int(match[1]) - 1}" if match and match[1] else None
                 where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"

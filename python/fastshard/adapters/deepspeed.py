@@ -13,7 +13,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_model, zero
-from .base import Contents, Found, Options, Source, Unit, missing
+from .base import Contents, Found, Options, Source, Unit, counted, lacking, missing
 from .gpt_neox import GptNeox
 from .steps import Step, choose
 from .zero import stage3
@@ -67,13 +67,13 @@ class Files:
                     "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
                 )
             if match := _LAYER.match(file.name):
-                files.layers.append((int(match[1]), int(match[2] or 0), file))
+                files.layers.append((counted(match[1], file), counted(match[2] or "0", file), file))
             elif match := _RANK.match(file.name):
-                files.ranks.append((int(match[1]), file))
+                files.ranks.append((counted(match[1], file), file))
             elif match := _ZERO3.match(file.name):
-                files.sliced.append((int(match[1]), int(match[2]), file))
+                files.sliced.append((counted(match[1], file), counted(match[2], file), file))
             elif match := _OPTIM.match(file.name):
-                files.optim.append((int(match[1]), int(match[2]), file))
+                files.optim.append((counted(match[1], file), counted(match[2], file), file))
         files.layers.sort(key=lambda t: (t[0], t[1], t[2].root))
         files.ranks.sort(key=lambda t: (t[0], t[1].root))
         files.sliced.sort(key=lambda t: (t[1], t[0], t[2].root))
@@ -298,12 +298,12 @@ def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Findin
                     )
                 )
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
-    for rank in sorted(set(range(worlds[0] if worlds else 0)) - set(ranks)):
-        pattern = (
-            "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
-            if found.notes["sliced"]
-            else "mp_rank_{:02d}_model_states.pt"
-        )
+    pattern = (
+        "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
+        if found.notes["sliced"]
+        else "mp_rank_{:02d}_model_states.pt"
+    )
+    for rank, last in lacking(ranks, 0, (worlds[0] if worlds else 0) - 1):
         name = pattern.format(rank)
         findings.append(
             missing(
@@ -311,5 +311,6 @@ def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Findin
                 f"mp {rank}",
                 f"mp_world_size {worlds[0]} in the other rank files",
                 f"copy {name} from the node that ran model-parallel rank {rank}",
+                upto=pattern.format(last) if last > rank else None,
             )
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import Any
 
 from .. import companions, regular
+from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_model
-from .base import Contents, Found, Options, Source, Unit, missing
+from .base import Contents, Found, Options, Source, Unit, lacking, missing
 from .steps import Chosen, folder_of, is_step
 
 #: (index, single file): safetensors first, as transformers prefers it.
@@ -110,8 +112,11 @@ class HuggingFace:
         if chosen is not None:
             found.findings[:0] = chosen.findings
             found.step = chosen.name if is_step(chosen.name) else None
+        names: dict[str, list[File]] = {}
+        for file in listing.within(folder):
+            names.setdefault(file.name, []).append(file)
         for file in found.files:
-            copies = [f for f in listing.within(file.folder) if f.name == file.name]
+            copies = names.get(file.name, []) if file.folder == folder else []
             if len(copies) > 1:
                 raise FastshardError.of(
                     "FS106",
@@ -163,6 +168,16 @@ class HuggingFace:
             raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
         findings = []
         files: dict[str, File] = {}
+        if odd := next((tensor for tensor, name in weight_map.items() if not isinstance(name, str)), None):
+            raise FastshardError.of(
+                "FS211",
+                "the index names no file for this tensor",
+                file=index.path,
+                tensor=str(odd),
+                expected="a file's name",
+                got=shown(weight_map[odd]),
+            )
+        counts = Counter(weight_map.values())
         for tensor, name in weight_map.items():
             if not safe_relative(name):
                 findings.append(
@@ -179,7 +194,7 @@ class HuggingFace:
                 path = f"{index.folder}/{name}" if index.folder else name
                 file = inside.get(name) or listing.find(path)
                 if file is None:
-                    count = sum(1 for other in weight_map.values() if other == name)
+                    count = counts[name]
                     findings.append(
                         missing(
                             path,
@@ -227,15 +242,17 @@ class HuggingFace:
                 "FS514", f"{count} shards by the file name", file=next(iter(have.values())).path
             )
         first = 0 if 0 in have else 1
-        for i in range(first, first + count):
-            if i not in have:
-                name = f"{stem}-{i:05d}-of-{total}.{suffix}"
-                path = f"{folder}/{name}" if folder else name
-                findings.append(
-                    missing(
-                        path, None, f"{count} shards by the file names", "copy it from where it was saved"
-                    )
+        for i, last in lacking(have, first, first + count - 1):
+            name, end = (f"{stem}-{n:05d}-of-{total}.{suffix}" for n in (i, last))
+            findings.append(
+                missing(
+                    f"{folder}/{name}" if folder else name,
+                    None,
+                    f"{count} shards by the file names",
+                    "copy it from where it was saved",
+                    upto=end if last > i else None,
                 )
+            )
         findings.append(
             Finding.of(
                 "FS108",

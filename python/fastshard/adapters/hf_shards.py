@@ -14,7 +14,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_config, hf_model
-from .base import Assembled, Contents, Found, Options, Source, missing
+from .base import Assembled, Contents, Found, Options, Source, lacking, missing
 from .hf import slices_as_wholes
 from .steps import folder_of, is_step, within_this
 
@@ -60,21 +60,29 @@ class HfRankShards:
                     got=file.name,
                     help="remove the file if it is no part of this save",
                 )
-        have = {(int(m[1]), int(m[3])): m for _, m in inside}
-        width = len(inside[0][1][1])
-        for rank in range(1, max(r for r, _ in have) + 1):
-            for part in range(1, max(int(m[4]) for m in have.values()) + 1):
-                if (rank, part) not in have:
-                    first = inside[0][1]
-                    name = f"shard-{rank:0{width}d}-{first[2]}-{part:0{len(first[3])}d}-of-{first[4]}.safetensors"
-                    findings.append(
-                        missing(
-                            f"{folder}/{name}" if folder else name,
-                            f"rank {rank - 1}",
-                            "a shard between others, by the file names",
-                            f"copy {name} from the node that ran rank {rank - 1}",
-                        )
-                    )
+        parts: dict[int, set[int]] = {}
+        for _, match in inside:
+            parts.setdefault(int(match[1]), set()).add(int(match[3]))
+        first = inside[0][1]
+        each = max(int(m[4]) for _, m in inside)
+        gaps = [(rank, last, 1, each) for rank, last in lacking(parts, 1, max(parts))]
+        gaps += [(r, r, part, last) for r, held in parts.items() for part, last in lacking(held, 1, each)]
+        for rank, last_rank, part, last_part in sorted(gaps):
+
+            def name(r: int, p: int, first: re.Match[str] = first) -> str:
+                width, digits = len(first[1]), len(first[3])
+                return f"shard-{r:0{width}d}-{first[2]}-{p:0{digits}d}-of-{first[4]}.safetensors"
+
+            one, end = name(rank, part), name(last_rank, last_part)
+            findings.append(
+                missing(
+                    f"{folder}/{one}" if folder else one,
+                    f"rank {rank - 1}",
+                    "a shard between others, by the file names",
+                    f"copy {one} from the node that ran rank {rank - 1}",
+                    upto=end if end != one else None,
+                )
+            )
         ranks = [int(m[1]) - 1 for _, m in inside]
         files: list[File] = [f for f, _ in inside]
         step = chosen.name if is_step(chosen.name) else None

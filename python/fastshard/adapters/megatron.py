@@ -16,7 +16,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import megatron_config
-from .base import Assembled, Contents, Found, Options, Source, Unit, missing
+from .base import Assembled, Contents, Found, Options, Source, Unit, counted, missing
 from .steps import Step, choose
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
@@ -141,7 +141,7 @@ class Megatron:
         )
         notes = {
             "folder": chosen[0][1][1] or "",
-            "suffixes": [tuple(int(n) for n in m.group(2, 3, 4) if n) for _, m in chosen],
+            "suffixes": [tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen],
         }
         files = [f for f, _ in chosen]
         return Found(self, "Megatron-LM", files, list(taken.findings), step=taken.name, notes=notes)

@@ -9,7 +9,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_model
-from .base import Contents, Found, Options, Source, Unit, missing
+from .base import Contents, Found, Options, Source, Unit, counted, lacking, missing
 from .hf import read_json, slices_as_wholes
 from .steps import folder_of, is_step, within_this
 
@@ -51,7 +51,7 @@ class TpSafetensors:
         stems = set()
         for file in listing.within(folder):
             if match := _RANK.match(file.name):
-                ranks.setdefault(int(match[2]), []).append(file)
+                ranks.setdefault(counted(match[2], file), []).append(file)
                 stems.add((file.name[: match.start(2)], len(match[2])))
         layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
         layout = read_json(listing, layout_file) if layout_file else None
@@ -91,17 +91,17 @@ class TpSafetensors:
                 )
         if len(stems) == 1:
             stem, width = stems.pop()
-            for rank in range(tp):
-                if rank not in ranks:
-                    name = f"{stem}{rank:0{width}d}.safetensors"
-                    findings.append(
-                        missing(
-                            f"{folder}/{name}" if folder else name,
-                            f"tp {rank}",
-                            why,
-                            f"copy {name} from the node that ran tp rank {rank}",
-                        )
+            for rank, last in lacking(ranks, 0, tp - 1):
+                name, end = (f"{stem}{r:0{width}d}.safetensors" for r in (rank, last))
+                findings.append(
+                    missing(
+                        f"{folder}/{name}" if folder else name,
+                        f"tp {rank}",
+                        why,
+                        f"copy {name} from the node that ran tp rank {rank}",
+                        upto=end if last > rank else None,
                     )
+                )
         files, notes = [], []
         for rank in sorted(ranks):
             for file in ranks[rank]:

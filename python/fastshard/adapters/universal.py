@@ -13,7 +13,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import Finding
 from . import hf_model
-from .base import Assembled, Contents, Found, Options, Source, Unit, missing
+from .base import Assembled, Contents, Found, Options, Source, Unit, counted, missing
 from .steps import Step, choose
 from .zero import stage3
 from .zero.model import Model, name_list, scalar, tensor_index
@@ -56,7 +56,7 @@ class Universal:
             if match and (file.root, match[1] or "") in places:
                 parts.setdefault((match[2], match[3]), file)
             elif (match := _MODEL.match(file.name)) and (file.root, file.folder) in places:
-                place = int(match[2]), int(match[1] or 0)
+                place = counted(match[2], file), counted(match[1] or "0", file)
                 if models.setdefault(place, file) is file and match[1]:
                     sliced.add(place)
         ordered = sorted(models)
@@ -144,9 +144,9 @@ class Universal:
             source.findings += _frozen_shards(ranks, have)
         if model:
             self._beside(source, model, contents, notes["sliced"])
-        config, path = hf_model.config_of(listing, notes["folder"], options)
+        config, config_file = hf_model.config_of(listing, notes["folder"], options)
         names = have.union(*(rank.names() for rank in ranks))
-        hf_model.describe(source, listing, config, path, names)
+        hf_model.describe(source, listing, config, config_file, names)
         source.findings += _shapes_not_told(notes, flat)
         for name in sorted(listed):
             if name not in have:

@@ -78,9 +78,11 @@ class Model:
         """Path of the model file."""
         return self.found.files[self.file].path
 
-    def missing(self, dp: int, world: int, bf16: bool) -> Finding:
-        """The finding for an optimizer file that is not there."""
-        name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{dp}_mp_rank_{self.mp:02d}_optim_states.pt"
+    def missing(self, dp: int, world: int, bf16: bool, last: int | None = None) -> Finding:
+        """The finding for an optimizer file that is not there; or for those of all ranks up to ``last``."""
+        ranks = (dp, dp if last is None else last)
+        start = "bf16_" if bf16 else ""
+        name, end = (f"{start}zero_pp_rank_{n}_mp_rank_{self.mp:02d}_optim_states.pt" for n in ranks)
         folder = self.found.notes["folder"]
         return missing(
             f"{folder}/{name}" if folder else name,
@@ -88,6 +90,7 @@ class Model:
             f"one of {world} partitions, by partition_count and dp_world_size",
             f"copy {name} from the node that ran data-parallel rank {dp}"
             " (to take the parameters without looking at the optimizer: --weights params)",
+            upto=end if end != name else None,
         )
 
     def shapes(self) -> list[dict[str, list[int]]] | None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ...errors import Finding
-from ..base import Assembled, StateFile
+from ..base import Assembled, StateFile, lacking
 from .model import Flat, Model, Named, Rank, counted_steps, scalar, state_of, tensor_index, tensors_below
 
 
@@ -41,8 +41,8 @@ class Partitions:
             else:
                 self.ranks[dp] = Rank(dp, file, path, state)
         world = self._world()
-        absent = [dp for dp in range(world) if dp not in {d for d, _ in files}]
-        self.findings += [model.missing(dp, world, self.bf16) for dp in absent]
+        absent = lacking((dp for dp, _ in files), 0, world - 1)
+        self.findings += [model.missing(dp, world, self.bf16, last) for dp, last in absent]
         for dp in [dp for dp in self.ranks if dp >= world]:
             left = self.ranks.pop(dp)
             self.findings.append(

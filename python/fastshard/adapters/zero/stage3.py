@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from ...errors import Finding
-from ..base import Assembled, Contents, Found, Unit, missing
+from ..base import Assembled, Contents, Found, Unit, lacking, missing
 from .model import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
 from .partitions import Partitions
 
@@ -172,17 +172,18 @@ def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Findin
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
     world = model.state.get("dp_world_size")
     folder = model.found.notes["folder"]
-    for dp in range(world if isinstance(world, int) and 0 < world <= 1 << 20 else 0):
-        if dp not in files:
-            name = f"zero_pp_rank_{dp}_mp_rank_{model.mp:02d}_model_states.pt"
-            findings.append(
-                missing(
-                    f"{folder}/{name}" if folder else name,
-                    f"dp {dp}, {model.label}",
-                    f"dp_world_size {world} in {model.path}",
-                    f"copy {name} from the node that ran data-parallel rank {dp}",
-                )
+    ranks = world if isinstance(world, int) and 0 < world <= 1 << 20 else 0
+    for dp, last in lacking(files, 0, ranks - 1):
+        name, end = (f"zero_pp_rank_{n}_mp_rank_{model.mp:02d}_model_states.pt" for n in (dp, last))
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"dp {dp}, {model.label}",
+                f"dp_world_size {world} in {model.path}",
+                f"copy {name} from the node that ran data-parallel rank {dp}",
+                upto=end if last > dp else None,
             )
+        )
     for dp, file in sorted(files.items()):
         content = model.contents(file)
         if not isinstance(content, dict) and model.contents.readable(file):

@@ -1,0 +1,185 @@
+"""Names of files that count to anything, lists where names should be, links that lead in circles: bounded work, one finding."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fastshard
+import pytest
+import torch
+from helpers import FIXTURES, HF, TP4, assert_refused, cli, copy
+from safetensors.torch import save_file
+
+#: Address space of a run: what would count through a name's number takes more.
+LIMIT = 4 << 30
+
+
+def bounded(*argv: object) -> tuple[int, str]:
+    """Exit code and findings of a run with little memory and little time."""
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (20, 20));"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}));"
+        "from fastshard.cli.main import main; raise SystemExit(main())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr[-2000:]
+    return ran.returncode, ran.stderr
+
+
+HUGE = [
+    "shard-33334-model-33332-of-33332.safetensors",
+    "shard-00001-model-00001-of-99999.safetensors",
+    "tp_rank_65000.safetensors",
+    "tp_rank_99999999.safetensors",
+    "tp_rank_99999999999999999999999999.safetensors",
+    "model-00001-of-99999.safetensors",
+    "model-00001-of-99999999999999999999999.safetensors",
+    "model-stage-99999999-shard-00001.safetensors",
+    "mp_rank_99999999999999999999999_model_states.pt",
+    "mp_rank_65000_model_states.pt",
+    "zero_pp_rank_99999999999999999999999_mp_rank_00_model_states.pt",
+    "layer_99999999999999999999999-model_00-model_states.pt",
+    "layer_00-model_99999999999999999999999-model_states.pt",
+    "iter_0000001/mp_rank_99999999999999999999999/model_optim_rng.pt",
+]
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_name_that_counts_far_costs_little(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run/global_step1" / name
+    file.parent.mkdir(parents=True)
+    if name.endswith(".pt"):
+        torch.save({"module": {"a": torch.ones(4)}, "mp_world_size": 1 << 19, "dp_world_size": 1 << 19}, file)
+    else:
+        save_file({"a": torch.ones(4)}, file, {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0]}}'})
+    code, said = bounded("merge", tmp_path / "run", tmp_path / "out")
+    assert code in (0, 1, 2, 3) and len(said.splitlines()) < 100, said
+    assert code or not name.endswith(".safetensors")
+    assert "FS520" not in said, said
+
+
+def test_runs_of_missing_files_are_ranges(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    for number in (1, 3, 5000):
+        save_file({f"a{number}": torch.ones(4)}, tmp_path / f"ckpt/model-{number:05d}-of-09000.safetensors")
+    ran = assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS101", exit=3)
+    told = [(f["file"], f["message"]) for f in ran.having("FS101")]
+    assert told == [
+        ("model-00002-of-09000.safetensors", "missing file"),
+        (
+            "model-00004-of-09000.safetensors",
+            "missing files, from this one to model-04999-of-09000.safetensors",
+        ),
+        (
+            "model-05001-of-09000.safetensors",
+            "missing files, from this one to model-09000-of-09000.safetensors",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("value", [["model.safetensors"], {"a": 1}, None, 3, True])
+def test_an_index_that_names_no_file(value: object, tmp_path: Path) -> None:
+    root = copy(HF, tmp_path / "ckpt")
+    index = root / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = value
+    index.write_text(json.dumps(content))
+    assert_refused(root, tmp_path / "out", "FS211", exit=2, file="index.json")
+
+
+def test_links_that_lead_in_circles(tmp_path: Path) -> None:
+    root = copy(TP4, tmp_path / "ckpt")
+    (root / "notes").symlink_to(root / "others")
+    (root / "others").symlink_to(root / "notes")
+    assert cli("merge", root, tmp_path / "out").code == 0
+    (root / "extra.safetensors").symlink_to(root / "extra.safetensors")
+    ran = cli("merge", root, tmp_path / "not")
+    assert ran.code == 3 and ran.having("FS101", file="extra.safetensors", message="cannot be read")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    ran = cli("inspect", loop)
+    assert ran.code == 2 and ran.errors
+
+
+def test_few_descriptors_for_many_files(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    for number in range(1, 301):
+        save_file({f"a{number}": torch.ones(4)}, tmp_path / f"ckpt/model-{number:05d}-of-00300.safetensors")
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128));"
+        "from fastshard.cli.main import main; raise SystemExit(main())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "merge", tmp_path / "ckpt", tmp_path / "out", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in ran.stderr, ran.stderr
+    found = [f["code"] for f in json.loads(ran.stdout)["findings"] if f["severity"] == "error"]
+    assert (ran.returncode, found) in [(0, []), (2, ["FS511"])]
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [
+        (lambda p: fastshard.open(p, vocabsize=3), "vocab_size"),
+        (lambda p: fastshard.plan(p, vocabsize=3), "vocab_size"),
+        (lambda p: fastshard.merge(p, "x", overwite=True), "overwrite"),
+        (lambda p: fastshard.convert(p, "x", "hf", max_shards_size=3), "max_shard_size"),
+        (lambda p: fastshard.verify(p, stp=3), "step"),
+        (lambda p: fastshard.stats(p, confg="x"), "config"),
+        (lambda p: fastshard.diff(p, p, layuot="x"), "layout"),
+        (lambda p: fastshard.plan(fastshard.open(p), dtpye="bf16"), "dtype"),
+    ],
+)
+def test_an_option_that_nobody_knows_is_a_type_error(call: object, near: str) -> None:
+    with pytest.raises(TypeError, match=f"did you mean {near}?"):
+        call(FIXTURES / "sharded/hf_sharded")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (("mrege", HF, "out"), "merge"),
+        (("merge", HF, "out", "--vocabsize", "3"), "--vocab-size"),
+        (("convert", HF, "out", "--to", "hff"), "hf"),
+        (("convert", HF, "out", "--to", "megatron:torchdist"), "megatron:torch_dist"),
+        (("merge", HF, "out", "--dtype", "bf61"), "bf16"),
+    ],
+)
+def test_near_words_are_suggested(argv: tuple[object, ...], near: str) -> None:
+    for json_output in (True, False):
+        ran = cli(*argv, json_output=json_output)
+        assert ran.code == 2 and f"did you mean {near}?" in ran.out + ran.err
+
+
+def test_a_tensor_s_name_is_suggested() -> None:
+    with pytest.raises(KeyError, match=r"did you mean model\.norm\.weight"):
+        fastshard.open(HF)["model.norm.wieght"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model_world_size_8_rank_0.pt", "verl"), ("adapter_model.safetensors", "PEFT"), ("m.Q4_K_M.gguf", "GGUF"),
+        ("consolidated.00.pth", "Meta"), ("flax_model.msgpack", "Flax"), ("step.ckpt", "Lightning"), ("w.npz", "script"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / name).write_bytes(b"x")
+    ran = cli("inspect", tmp_path / "ckpt")
+    assert ran.code == 2 and told in ran.out
+
+
+def test_an_address_is_no_path() -> None:
+    for address in ("s3://bucket/run", "gs://bucket/run", "hf://org/model"):
+        assert cli("merge", address, "out").having("FS514", message="addresses are not read")
