@@ -16,7 +16,7 @@ from ..maxtext_yml import FILE as MODEL_FILE
 from . import completeness, stores
 from .completeness import Evidence
 from .places import Place, choose, chunk_without_metadata, find
-from .tree import Sharding, Tree, parse_shardings, parse_tree
+from .tree import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
 
 #: Arrays named in findings at most.
 _NAMED = 20
@@ -59,6 +59,7 @@ class Orbax:
             committed=any(p.committed for p in places),
             expected=options.expect_processes,
             lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
+            by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
             where=places[0].label(listing),
         )
         accepted = "elided-zeros" in options.accept
@@ -76,7 +77,7 @@ class Orbax:
             )
         findings += _of_one_run(places, listing)
         findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
-        elided = {} if verdict.verdict == completeness.INCOMPLETE else verdict.missing
+        elided = verdict.elided if verdict.verdict == completeness.INCOMPLETE else verdict.missing
         reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
         anchor = _anchor(listing, places)
         blocks = Blocks(tensors, reader, _identity(listing, places))

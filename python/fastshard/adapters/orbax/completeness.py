@@ -1,12 +1,13 @@
 """Whether a store holds every chunk of every array, from keys alone.
 
 Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere. What
-tells the two apart is whether the directories of all processes that took part are there.
-source: orbax/checkpoint/_src/serialization; measured with 0.6.3 and 0.12.8
+tells the two apart is whether the directories of all processes that took part are there, and whether others are there of
+what wrote the chunk (:mod:`.writers`). source: orbax/checkpoint/_src/serialization; measured with 0.6.3, 0.6.4 and 0.12.8
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -14,7 +15,11 @@ from typing import Any
 
 from ...errors import Finding
 from .tree import Sharding, processes_of
+from .writers import Writers, named
 from .zarr import Array
+
+#: Indices of chunks by array.
+Chunks = dict[str, list[tuple[int, ...]]]
 
 COMPLETE, INCOMPLETE, AMBIGUOUS = "COMPLETE", "INCOMPLETE", "AMBIGUOUS"
 #: Arrays and chunks named in findings at most.
@@ -40,36 +45,44 @@ class Evidence:
     expected: int | None = None
     #: Keys that an index names and whose values are not there, with the reason: they were written, and are lost.
     lost: Mapping[str, str] = field(default_factory=dict)
+    #: Arrays that one process wrote, with their metadata.
+    by_primary: Set[str] = frozenset()
     #: Where messages say that it is.
     where: str = ""
 
+    @functools.cached_property
     def processes(self) -> dict[int, int] | None:
         """Process of each device, where device ids tell."""
         return processes_of({i for s in self.shardings.values() for i in s.ids})
 
+    @functools.cached_property
     def implied(self) -> int | None:
         """Number of processes that took part, where anything states it."""
-        processes = self.processes()
-        told = None if processes is None else 1 + max(processes.values())
+        told = None if self.processes is None else 1 + max(self.processes.values())
+        if told is None and self.stores_fill is None and any(s.alone for s in self.shardings.values()):
+            told = 1
         if self.expected is None:
             return told
         # Fewer than the files tell of: the number given is wrong.
         numbers = [n for n in self.present if isinstance(n, int)]
         return max(self.expected, told or 0, 1 + max(numbers, default=-1), len(self.present))
 
+    @functools.cached_property
     def numbered(self) -> bool:
         """True if the directories of processes bear their numbers, not ids that the run gave them."""
         return all(isinstance(n, int) for n in self.present)
 
+    @functools.cached_property
     def absent(self) -> list[int]:
         """Processes that took part and whose directories are not there, where they are known by number."""
-        if not self.per_process or not self.numbered():
+        if not self.per_process or not self.numbered:
             return []
-        return sorted(set(range(self.implied() or 0)) - set(self.present))
+        return sorted(set(range(self.implied or 0)) - set(self.present))
 
+    @functools.cached_property
     def lacking(self) -> bool:
         """True if the directory of a process that took part is not there."""
-        return bool(self.absent()) or (self.per_process and len(self.present) < (self.implied() or 0))
+        return bool(self.absent) or (self.per_process and len(self.present) < (self.implied or 0))
 
 
 @dataclass
@@ -78,8 +91,11 @@ class Verdict:
 
     verdict: str
     expected: int = 0
-    #: Indices of absent chunks by array; for COMPLETE those that hold nothing but the fill value.
-    missing: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    #: Absent chunks.
+    missing: Chunks = field(default_factory=dict)
+    #: Of these what was left out, and holds nothing but the fill value; what was lost; the others may be either.
+    elided: Chunks = field(default_factory=dict)
+    gone: Chunks = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     lost: int = 0
     elements: int = 0
@@ -109,7 +125,6 @@ def judge(
         accept_elided: take absent chunks for fill values where the evidence decides nothing.
     """
     verdict = Verdict(COMPLETE)
-    certain = False
     for name, array in sorted(arrays.items()):
         volume = math.prod(array.shape)
         verdict.elements += volume
@@ -123,61 +138,144 @@ def judge(
                 verdict.lost += math.prod(array.extent(index)[1])
         if absent:
             verdict.missing[name] = absent
-            # No value is stated for chunks that are absent, or the writer leaves none out.
-            certain = certain or array.fill is None or evidence.stores_fill is True
-            certain = certain or any(f"{name}/{array.key(i)}" in evidence.lost for i in absent)
     if not verdict.missing:
         return verdict
-    implied = evidence.implied()
-    if certain or evidence.lacking():
+    writers = Writers(arrays, keys, evidence.shardings, evidence.by_primary)
+    open_ones = 0
+    for name, absent in verdict.missing.items():
+        for index in absent:
+            match _left_out(arrays[name], index, evidence, writers):
+                case True:
+                    verdict.elided.setdefault(name, []).append(index)
+                case False:
+                    verdict.gone.setdefault(name, []).append(index)
+                case None:
+                    open_ones += 1
+    if verdict.gone:
         verdict.verdict = INCOMPLETE
-    elif implied is None or not evidence.per_process or not evidence.committed:
+        verdict.findings = _lost(arrays, verdict, evidence, writers)
+    elif open_ones:
         verdict.verdict = AMBIGUOUS
-    verdict.findings = _findings(arrays, verdict, evidence, accept_elided)
+        verdict.findings = [_ambiguous(arrays, verdict, evidence, writers, accept_elided)]
+    else:
+        verdict.findings = [_elided(arrays, verdict, evidence)]
     return verdict
 
 
-def _findings(
-    arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence, accept_elided: bool
-) -> list[Finding]:
-    count = sum(map(len, verdict.missing.values()))
-    summary = (
-        f"{count} of {verdict.expected} chunks are absent, in {len(verdict.missing)} of {len(arrays)} arrays: "
-        f"{100 * verdict.lost / max(1, verdict.elements):.3g} % of all elements"
+def _left_out(array: Array, index: tuple[int, ...], evidence: Evidence, writers: Writers) -> bool | None:
+    """True for an absent chunk that was left out, False for one that was lost, None where nothing tells."""
+    # No value is stated for chunks that are absent, or the writer leaves none out, or an index says that it was there.
+    if (
+        array.fill is None
+        or evidence.stores_fill is True
+        or f"{array.name}/{array.key(index)}" in evidence.lost
+    ):
+        return False
+    if not evidence.per_process:
+        # A file that was lost leaves no trace; that of a store is in its index.
+        return None
+    first = writers.first(array, index)
+    process = None if first is None else (evidence.processes or {}).get(first)
+    own = array.name not in evidence.by_primary and evidence.numbered and process is not None
+    if own and process not in evidence.present:
+        return False
+    if own or writers.here(array, index):
+        # Before a save is committed more may be to come.
+        return True if evidence.committed else None
+    if evidence.lacking:
+        return False
+    return True if evidence.committed and evidence.implied is not None else None
+
+
+def _summary(arrays: Mapping[str, Array], verdict: Verdict, chunks: Chunks) -> str:
+    count = sum(map(len, chunks.values()))
+    lost = sum(math.prod(arrays[n].extent(i)[1]) for n, of in chunks.items() for i in of)
+    return (
+        f"{count} of {verdict.expected} chunks are absent, in {len(chunks)} of {len(arrays)} arrays: "
+        f"{100 * lost / max(1, verdict.elements):.3g} % of all elements"
     )
-    if verdict.verdict == COMPLETE:
-        return [
-            Finding.of(
-                "FS111",
-                f"{summary}; the writer leaves out chunks of zeros, and the directories of all "
-                f"{evidence.implied()} processes are here",
-                severity="note",
-                file=evidence.where,
-            )
-        ]
-    if verdict.verdict == AMBIGUOUS:
-        return [
-            Finding.of(
-                "FS106",
-                f"{summary}: this writer leaves out chunks of zeros, and nothing tells whether these are such or were lost",
-                severity="warning" if accept_elided else None,
-                file=evidence.where,
-                tensor=next(iter(verdict.missing)),
-                expected="the number of processes that wrote it",
-                help=(
-                    "say how many processes wrote it with --expect-processes N, or "
-                    if evidence.per_process
-                    else ""
-                )
-                + "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros",
-            )
-        ]
-    absent = evidence.absent()
+
+
+def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -> Finding:
+    known = evidence.implied is not None and not evidence.lacking
+    return Finding.of(
+        "FS111",
+        f"{_summary(arrays, verdict, verdict.missing)}; the writer leaves out chunks of zeros, and "
+        + (
+            f"the directories of all {evidence.implied} processes are here"
+            if known
+            else "others of all the devices that held these are here, in stores that each process writes at once"
+        ),
+        severity="note",
+        file=evidence.where,
+    )
+
+
+def _ambiguous(
+    arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence, writers: Writers, accept_elided: bool
+) -> Finding:
+    """Which evidence speaks for zeros and which for loss, and where to look for what may be lost."""
+    # Chunks of which others of the same writer are here; nothing of it is; nothing tells.
+    counts = {True: 0, False: 0, None: 0}
+    suspects: set[int] = set()
+    owners: set[int] = set()
+    first = None
+    for name, chunks in verdict.missing.items():
+        elided = set(verdict.elided.get(name, ()))
+        for index in chunks:
+            here = True if index in elided else writers.here(arrays[name], index)
+            counts[here] += 1
+            device = writers.first(arrays[name], index)
+            if device is not None:
+                owners.add(device)
+            if here is False:
+                suspects.update(writers.devices(arrays[name], index) if device is None else (device,))
+                first = first or name
+    told = []
+    if counts[True]:
+        told.append(f"{counts[True]} speak for zeros, since others are here of what wrote them")
+    if counts[False]:
+        whose = named(suspects, evidence.processes)
+        told.append(f"{counts[False]} for loss, since nothing is here that {whose} wrote")
+    if counts[None]:
+        told.append(f"of {counts[None]} nothing tells who wrote them")
+    helps = []
+    if suspects:
+        helps.append(
+            f"look for what {named(suspects, evidence.processes)} wrote, on the disks of the hosts that ran them, "
+            "and name it as a further CKPT"
+        )
+    elif owners and not evidence.per_process:
+        helps.append(
+            f"compare the files with those of the hosts that ran {named(owners, evidence.processes)}: a copy may have lost some"
+        )
+    if evidence.per_process:
+        helps.append("say how many processes wrote it with --expect-processes N")
+    helps.append(
+        "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros"
+    )
+    return Finding.of(
+        "FS106",
+        f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing proves that "
+        "these are such and not lost",
+        severity="warning" if accept_elided else None,
+        file=evidence.where,
+        tensor=first or next(iter(verdict.missing)),
+        expected="the number of processes that wrote it" if evidence.per_process else "a file for each chunk",
+        got="; ".join(told),
+        help="; or ".join(helps),
+    )
+
+
+def _lost(
+    arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence, writers: Writers
+) -> list[Finding]:
+    absent = evidence.absent
     lacking = set(absent)
     findings = []
-    for name, chunks in list(verdict.missing.items())[:_NAMED]:
+    for name, chunks in list(verdict.gone.items())[:_NAMED]:
         array = arrays[name]
-        owners = sorted(_owners(array, chunks, evidence) or absent)
+        owners = sorted(_owners(array, chunks, evidence, writers) or absent)
         lacking.update(owners)
         lost = sum(math.prod(array.extent(i)[1]) for i in chunks)
         keys = ", ".join(array.key(i) for i in chunks[:_KEYS])
@@ -199,15 +297,19 @@ def _findings(
                 + " (on that host's own disk, perhaps still a temporary one) as a further CKPT",
             )
         )
-    if len(verdict.missing) > _NAMED:
+    if len(verdict.gone) > _NAMED:
         findings.append(
-            Finding.of("FS111", f"and {len(verdict.missing) - _NAMED} more arrays", file=evidence.where)
+            Finding.of("FS111", f"and {len(verdict.gone) - _NAMED} more arrays", file=evidence.where)
         )
     rank = ", ".join(f"process {p}" for p in sorted(lacking)) or None
+    elided, absent_ones = (sum(map(len, c.values())) for c in (verdict.elided, verdict.missing))
+    unknown = absent_ones - elided - sum(map(len, verdict.gone.values()))
     findings.append(
         Finding.of(
             "FS111",
-            summary,
+            _summary(arrays, verdict, verdict.gone)
+            + (f"; {elided} more were left out by processes that are here: they hold zeros" if elided else "")
+            + (f"; of {unknown} more nothing tells whether they were left out" if unknown else ""),
             file=evidence.where,
             rank=rank,
             got=f"directories of processes {sorted(evidence.present, key=str)}" if evidence.present else None,
@@ -216,29 +318,15 @@ def _findings(
     return findings
 
 
-def _owners(array: Array, chunks: list[tuple[int, ...]], evidence: Evidence) -> set[int] | None:
-    """Processes that wrote these chunks, where sharding and chunk grid agree; else None."""
-    sharding, processes = evidence.shardings.get(array.name), evidence.processes()
-    if sharding is None or processes is None:
-        return None
-    extents = dict(zip(sharding.axes, sharding.mesh, strict=False))
-    spec = (*sharding.spec, *((),) * (len(array.shape) - len(sharding.spec)))
-    parts = [math.prod(extents.get(a, 1) for a in axes) for axes in spec]
-    # The partition need not be the grid of what was written: then it says nothing of who wrote it.
-    if tuple(parts) != array.grid or math.prod(sharding.mesh) != len(sharding.ids):
-        return None
+def _owners(
+    array: Array, chunks: list[tuple[int, ...]], evidence: Evidence, writers: Writers
+) -> set[int] | None:
+    """Processes that wrote these chunks, where all of them are known; else None."""
     owners = set()
     for index in chunks:
-        place = dict.fromkeys(sharding.axes, 0)
-        for at, axes in zip(index, spec, strict=True):
-            for axis in reversed(axes):
-                place[axis] = at % extents.get(axis, 1)
-                at //= extents.get(axis, 1)
-        flat = 0
-        for axis, n in zip(sharding.axes, sharding.mesh, strict=True):
-            flat = flat * n + place[axis]
-        owner = processes.get(sharding.ids[flat])
-        if owner is None:
+        device = writers.first(array, index)
+        process = None if device is None else (evidence.processes or {}).get(device)
+        if process is None:
             return None
-        owners.add(owner)
+        owners.add(process)
     return owners

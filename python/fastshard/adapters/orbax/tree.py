@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from ...errors import FastshardError
 _LEAST_STRIDE = 1024
 #: Entries that have an array. source: orbax .../tree.py value types; scalars are arrays of rank 0
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar", "int", "float", "bool", "jax.random.key")
+#: Of these what one process holds, and the first one writes. source: orbax type_handlers.py, NumpyHandler
+BY_PRIMARY = ("np.ndarray", "scalar", "int", "float", "bool")
 
 
 @dataclass
@@ -81,6 +84,12 @@ class Sharding:
     ids: tuple[int, ...]
     spec: tuple[tuple[str, ...], ...]
 
+    @property
+    def alone(self) -> bool:
+        """True for an array of one device and no mesh: saved by a run of one process only.
+        source: orbax type_handlers.py, ``Cannot serialize host local arrays``"""
+        return not self.axes
+
 
 def parse_shardings(text: str) -> dict[str, Sharding]:
     """Shardings by array; entries that cannot be understood are left out: they are evidence, no more."""
@@ -101,7 +110,13 @@ def parse_shardings(text: str) -> dict[str, Sharding]:
 
 
 def _sharding(value: Any) -> Sharding | None:
-    if not isinstance(value, dict) or value.get("sharding_type") != "NamedSharding":
+    if not isinstance(value, dict):
+        return None
+    if value.get("sharding_type") == "SingleDeviceSharding":
+        # As jax prints a device: TFRT_CPU_0, cuda:0, TPU_0(process=0,(0,0,0,0)).
+        number = re.search(r"\d+", value["device_str"])
+        return None if number is None else Sharding((), (), (int(number[0]),), ())
+    if value.get("sharding_type") != "NamedSharding":
         return None
     mesh = tuple(int(n) for n in value["shape"])
     ids: list[int] = []
