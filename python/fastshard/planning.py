@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -158,6 +159,7 @@ def make_plan(
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     findings = _weights(source, opened.findings, weights, optimizer, to)
     findings += [f for f in source.findings if f not in opened.source.findings]
+    findings += [_asked_for(f, include, exclude) for f in source.of_tensors]
     request: dict[str, Any] = {
         "source": source.to_request(weights, optimizer),
         "dtype": _DTYPES[dtype],
@@ -233,6 +235,15 @@ def make_plan(
             core = _plan(opened.catalog, request)
     arrays, keeps = getattr(target, "writes_arrays", False), getattr(target, "keeps_names", False)
     return Plan(core, findings, source, to or "merge", writes_arrays=arrays, keeps_names=keeps)
+
+
+def _asked_for(finding: Finding, include: list[str], exclude: list[str]) -> Finding:
+    """An error about a tensor is a note where that is left out, as the core takes these patterns."""
+    name = finding.tensor or ""
+    taken = not include or any(fnmatchcase(name, pattern) for pattern in include)
+    if taken and not any(fnmatchcase(name, pattern) for pattern in exclude):
+        return finding
+    return replace(finding, message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
 def _weights(

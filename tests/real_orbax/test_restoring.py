@@ -170,6 +170,39 @@ def test_numbers_and_texts_come_back_as_what_they_were(tmp_path: Path) -> None:
     ]
 
 
+def test_dtypes_and_names_are_those_that_were_saved(tmp_path: Path) -> None:
+    kinds = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu", "complex64", "bfloat16")
+    numbers = 2.0 ** (np.arange(12).reshape(4, 3) % 5)
+    tree = {kind: jax.numpy.asarray(numbers, kind) for kind in kinds}
+    tree |= {"complex128": numbers * (1 + 2j), "a": np.arange(3), "a.b": np.arange(4)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
+    for zarr2 in (False, True):
+        fastshard.convert(tmp_path / "3" / "items", tmp_path / f"out{zarr2}", to="orbax", zarr2=zarr2)
+        again = ocp.PyTreeCheckpointer().restore(tmp_path / f"out{zarr2}" / "3" / "items")
+        assert hashes(again) == hashes(tree)
+        assert {k: v.dtype for k, v in again.items()} == {k: v.dtype for k, v in tree.items()}
+
+
+def test_what_cannot_be_kept_is_left_out_when_asked(tmp_path: Path) -> None:
+    tree = {"w": np.arange(6.0), "q": jax.numpy.asarray([1, 2, 3], "int4")}
+    ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
+    with pytest.raises(fastshard.FastshardError) as refused:
+        fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax")
+    assert refused.value.code == "FS514" and refused.value.tensor == "q"
+    fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax", exclude=["q"])
+    assert hashes(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")) == hashes(
+        {"w": tree["w"]}
+    )
+
+
+def test_two_leaves_that_orbax_stores_as_one_are_refused(tmp_path: Path) -> None:
+    tree = {"a": {"b": np.arange(3.0)}, "a.b": np.arange(3.0) + 1, "w": np.arange(2.0)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
+    with pytest.raises(fastshard.FastshardError) as refused:
+        fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to=None)
+    assert refused.value.code == "FS206" and refused.value.tensor == "a.b"
+
+
 def test_a_tree_with_lists_is_written_whole_or_not(tmp_path: Path) -> None:
     tree = {"layers": [np.arange(3), np.arange(4)]}
     ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)

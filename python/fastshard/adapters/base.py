@@ -260,6 +260,8 @@ class Source:
     #: Names in the files are those of Hugging Face.
     hf_names: bool = False
     findings: list[Finding] = field(default_factory=list)
+    #: Errors about single tensors: notes where these are not asked for.
+    of_tensors: list[Finding] = field(default_factory=list)
     step: str | None = None
     #: The model's config as found, for a target that needs one.
     config: dict[str, Any] | None = None

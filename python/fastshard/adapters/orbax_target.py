@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import FastshardError, Finding
-from ..external.dtypes import NUMPY
+from ..external.dtypes import HELD
 from .base import Bound, Completed, Source
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
@@ -91,10 +91,10 @@ class OrbaxTarget:
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""
-        taken = set(names)
-        for name in names:
-            parts = name.split(".")
-            if any(".".join(parts[:n]) in taken for n in range(1, len(parts))) or "" in parts:
+        places = {name: tuple(str(k["key"]) for k in self._keys(name)) for name in names}
+        taken = set(places.values())
+        for name, place in places.items():
+            if any(place[:n] in taken for n in range(1, len(place))) or "" in place:
                 raise FastshardError.of(
                     "FS514",
                     "names of a tree: one is the parent of another, or has an empty part",
@@ -106,15 +106,18 @@ class OrbaxTarget:
                     "FS514", "a name with a slash has no place in a store of arrays", tensor=name
                 )
 
+    def _keys(self, name: str) -> list[dict[str, Any]]:
+        return self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
+
     def _writable(self, dtypes: dict[str, str]) -> None:
         """Refuses what the store cannot hold: other dtypes, and lists of which a part was left out."""
         for name, dtype in dtypes.items():
-            if dtype not in NUMPY:
+            if dtype not in HELD:
                 raise FastshardError.of(
                     "FS514",
                     "arrays of this dtype are not written",
                     tensor=name,
-                    expected=" | ".join(NUMPY),
+                    expected=" | ".join(HELD),
                     got=dtype,
                     help="--dtype bf16 writes their values, where their scales are there",
                 )
@@ -155,7 +158,7 @@ class OrbaxTarget:
         """
         tree = {}
         for name, shape in shapes.items():
-            keys = self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
+            keys = self._keys(name)
             kind = self.types.get(name)
             kind = kind if kind in _SCALARS and not shape else _VALUE
             value = {"value_type": kind, "skip_deserialize": False, "write_shape": shape}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FastshardError, Finding
-from .dtypes import ZARR2, ZARR3, numpy_dtype
+from .dtypes import ZARR2, ZARR3, fill, numpy_dtype
 from .tensorstore import library
 
 #: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
@@ -77,7 +77,7 @@ class Array:
             "chunk_grid": {"name": "regular", "configuration": chunk},
             "chunk_key_encoding": {"name": "default"},
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "fill_value": False if self.dtype == "BOOL" else 0,
+            "fill_value": fill(self.dtype),
         }
 
 

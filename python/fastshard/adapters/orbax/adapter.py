@@ -66,7 +66,9 @@ class Orbax:
         verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
         findings += verdict.findings
         if tree is not None:
-            findings += _expected(tree, set(union.arrays), evidence.where)
+            findings += _expected(tree, set(union.arrays) | set(union.unread), evidence.where)
+        if union.unread and not union.arrays:
+            raise error_for(list(union.unread.values()))
         if not union.arrays:
             raise FastshardError.of(
                 "FS104",
@@ -102,6 +104,7 @@ class Orbax:
             )
             for name, array in sorted(union.arrays.items())
         ]
+        source.of_tensors = [*union.unread.values(), *_shared(tree, place.label(listing))]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         source.values = {"completeness": verdict.to_dict()}
         checkpoint = _checkpoint_metadata(listing, found.notes["places"])
@@ -128,6 +131,23 @@ class Orbax:
         elif paxml_model.is_train_state(arrays):
             paxml_model.describe(source, arrays, config, path)
         return source
+
+
+def _shared(tree: Tree | None, where: str) -> list[Finding]:
+    """Entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with 0.12.8."""
+    return [
+        Finding.of(
+            "FS206",
+            "several entries of the tree are stored as this one array: all but one of them are lost",
+            file=where,
+            tensor=name,
+            expected="one entry",
+            got=f"{len(paths) + 1}, {', '.join(paths[:3])} among them",
+            help="save it again under keys that differ when they are joined by dots, "
+            f"or leave it out (--exclude '{name}')",
+        )
+        for name, paths in (tree.shared.items() if tree else ())
+    ]
 
 
 def _refuse_chunks_alone(listing: Listing) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...discover import Listing
-from ...errors import FastshardError, error_for
+from ...errors import FastshardError, Finding, error_for
 from ...external import tensorstore
 from .places import Place, Process
 from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
@@ -43,6 +43,8 @@ class Union:
     unmerged: int = 0
     #: Names of arrays that have chunks and no metadata.
     undescribed: list[str] = field(default_factory=list)
+    #: Arrays that are not read, with the reason.
+    unread: dict[str, Finding] = field(default_factory=dict)
     #: Keys of each process' own store that was opened.
     of_process: dict[int | str, set[str]] = field(default_factory=dict)
 
@@ -57,7 +59,12 @@ class Union:
             return set()
         known = {f"{a.name}/{a.key(i)}" for a in self.arrays.values() for i in a.chunks() if 0 not in a.shape}
         known |= {f"{name}/{last}" for name in self.arrays for last in METADATA}
-        return {n for n, keys in self.of_process.items() if not known.isdisjoint(keys)}
+        unread = tuple(f"{name}/" for name in self.unread)
+        return {
+            n
+            for n, keys in self.of_process.items()
+            if not known.isdisjoint(keys) or (unread and any(k.startswith(unread) for k in keys))
+        }
 
     def holders(self, key: str) -> list[Held]:
         """Stores that hold a key."""
@@ -86,7 +93,9 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
             store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
             union.add(_held(listing, place, store))
     _describe(union, union.keys)
-    if names - set(union.arrays) or any(_lacks(a, union.keys) for a in union.arrays.values()):
+    if names - set(union.arrays) - set(union.unread) or any(
+        _lacks(a, union.keys) for a in union.arrays.values()
+    ):
         # What a process wrote is not reached from the merged store if its directory came to stand there later.
         before = set(union.keys)
         for place in places:
@@ -136,7 +145,13 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
             raise FastshardError.of("FS603", "name of an array", file=where, got=repr(key))
         holders = union.holders(key)
         text = holders[0].store.read(key, MAX_METADATA)
-        array = parse(name, text, METADATA[last], holders[0].label)
+        try:
+            array = parse(name, text, METADATA[last], holders[0].label)
+        except FastshardError as error:
+            if error.code != "FS514":
+                raise
+            union.unread[name] = error.findings[0]
+            continue
         if array is None:
             continue
         if name in union.arrays:
@@ -196,7 +211,8 @@ def _undescribed(union: Union) -> list[str]:
     found: set[str] = set()
     for folder in {k.rpartition("/")[0] for k in union.keys}:
         parts = folder.split("/")
-        if any("/".join(parts[:n]) in union.arrays for n in range(1, len(parts) + 1)):
+        above = ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
+        if any(name in union.arrays or name in union.unread for name in above):
             continue
         found.add(folder)
     named = (_CHUNK.match(k) for k in union.keys if k.rpartition("/")[0] in found)

@@ -35,6 +35,8 @@ class Tree:
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     #: True if chunks that equal the fill value are stored too; None where nothing says so.
     stores_fill: bool | None = None
+    #: Arrays that further entries are stored as, since their keys are the same once they are joined: the paths of these.
+    shared: dict[str, list[str]] = field(default_factory=dict)
 
 
 def parse_tree(text: str, where: str) -> Tree:
@@ -68,10 +70,12 @@ def parse_tree(text: str, where: str) -> Tree:
             raise malformed(f"keys of {path[:80]}")
         name = ".".join(str(k["key"]) for k in keys)
         if not value.get("skip_deserialize") and value.get("value_type") in _ARRAYS:
+            if name in tree.arrays:
+                tree.shared.setdefault(name, []).append(path)
             tree.arrays[name] = keys
             tree.types[name] = str(value["value_type"])
         else:
-            tree.leaves[name] = (keys, value)
+            tree.leaves[path if name in tree.leaves else name] = (keys, value)
     return tree
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...configs import parse_json
 from ...errors import FastshardError
-from ...external.dtypes import NUMPY, ZARR2, ZARR3, item_size
+from ...external.dtypes import HELD, ZARR2, ZARR3, item_size
 
 #: Version by the name of an array's metadata file.
 METADATA = {".zarray": 2, "zarr.json": 3}
@@ -181,8 +181,11 @@ def fill_bytes(array: Array) -> bytes:
     from ...external.dtypes import numpy_dtype
 
     value = _FLOATS.get(array.fill, array.fill) if isinstance(array.fill, str) else array.fill
-    if array.dtype == "C64" and isinstance(value, list) and len(value) == 2:
+    if array.dtype in ("C64", "C128") and isinstance(value, list) and len(value) == 2:
         value = complex(*(_FLOATS.get(v, v) if isinstance(v, str) else v for v in value))
+    if array.dtype == "F8_E8M0" and not value:
+        # It has no zero; TensorStore takes the smallest number for it.
+        value = 2.0**-127
     try:
         with np.errstate(all="ignore"):
             element = np.array(0 if value is None else value, numpy_dtype(array.dtype))
@@ -195,8 +198,8 @@ def fill_bytes(array: Array) -> bytes:
 
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
     return FastshardError.of(
-        "FS514", f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(NUMPY)) if what == "dtype" else None,
-        got=json.dumps(got)[:80], help="save it again without that",
+        "FS514", f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(HELD)) if what == "dtype" else None,
+        got=json.dumps(got)[:80], help=f"leave it out (--exclude '{name}'), or save it again without that",
     )  # fmt: skip
 
 
