@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import synthetic
-from measure import Result, Side, compare, digests, file_digest, files, machine, remove, run, touch
+from measure import Result, Side, compare, digests, file_digest, files, machine, remove, run, touch, workplace
 
 THREADS = 2
 MIB = 1 << 20
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="P1,P2,P3,P4,P5,P6,P7", help="cases, separated by commas")
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the filesystem to measure")
+    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
     parser.add_argument("--save", action="store_true", help="write results/DATE.json too")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="fastshard-bench-", dir=args.dir))

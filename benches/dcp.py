@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from measure import Result, Side, compare, digests, machine
+from measure import Result, Side, compare, digests, machine, workplace
 from synthetic import parse_size
 
 MIB = 1 << 20
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the filesystem to measure")
+    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
         folder = Path(name)

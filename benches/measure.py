@@ -51,6 +51,13 @@ class Result:
         return statistics.median(r[key] for r in self.records[label])
 
 
+def workplace(folder: str) -> Path:
+    """The folder of that name, made if it is not there: what ``--dir`` names."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def touch(nbytes: int) -> None:
     """Has the system fault `nbytes` in, so that no run pays for memory that the host took back."""
     count = -(-nbytes // (4 << 20))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import tensorstore as ts
-from measure import Result, Side, compare, machine
+from measure import Result, Side, compare, machine, workplace
 from synthetic import parse_size
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="4GiB")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the filesystem to measure")
+    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
         folder = Path(name)

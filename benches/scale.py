@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import sparse_gpt3
 import synthetic
-from measure import Side, digests, remove, run
+from measure import Side, digests, remove, run, workplace
 
 MIB = 1 << 20
 BUDGET = 256 * MIB
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--size", default="8GiB")
     parser.add_argument("--kill-size", default="1GiB")
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--dir", type=workplace, default=None)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="fastshard-scale-", dir=args.dir))
     checks = {

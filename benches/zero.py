@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from measure import Result, Side, compare, digests, machine
+from measure import Result, Side, compare, digests, machine, workplace
 from synthetic import parse_size
 
 TAG = "global_step10"
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", default="1,3", help="separated by commas")
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the filesystem to measure")
+    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
         folder = Path(name)

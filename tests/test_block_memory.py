@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from fastshard import _core
 
-BLOCK = 4 << 20
+#: Bytes of blocks in memory of the allocator, and in a mapping of their own.
+SIZES = (512 << 10, 4 << 20)
 BLOCKS = 12
 
 KEEP: dict[str, Callable[[memoryview], Any]] = {
@@ -27,33 +29,33 @@ KEEP: dict[str, Callable[[memoryview], Any]] = {
 }
 
 
-def hashes(folder: Path, keep: Callable[[memoryview], Any], kept: list[Any]) -> list[str]:
+def hashes(folder: Path, size: int, keep: Callable[[memoryview], Any], kept: list[Any]) -> list[str]:
     """Hashes of blocks that a reader fills, each with a number of its own, and keeps something of."""
     (folder / "anchor").write_text("x")
 
     def read(key: str, view: memoryview) -> None:
-        view[:] = bytes([int(key)]) * BLOCK
+        view[:] = bytes([int(key)]) * size
         # What was kept of the blocks before is changed while the engine may be reading them.
         for old in kept:
             if old is not None:
                 old[5] = 255
         kept.append(keep(view))
 
-    blocks = ([(str(i), "U8", [BLOCK]) for i in range(BLOCKS)], "identity", read)
+    blocks = ([(str(i), "U8", [size]) for i in range(BLOCKS)], "identity", read)
     catalog = _core.Catalog([str(folder)], [(0, "anchor")], 1, None, {0: blocks})
     # Room for few blocks at a time, so that buffers are used again.
-    options = json.dumps({"threads": 1, "memory": _core.anonymous_memory() + 24 * BLOCK})
+    options = json.dumps({"threads": 1, "memory": _core.anonymous_memory() + (24 << 20) + 18 * size})
     tensors = json.loads(catalog.inventory(options))["manifest"]["tensors"]
     return [t["blake3"] for t in sorted(tensors, key=lambda t: int(t["name"]))]
 
 
 def check(folder: Path) -> None:
     """All kinds, in one process."""
-    want = hashes(folder, KEEP["nothing"], [])
-    assert len(set(want)) == BLOCKS
-    for what, keep in KEEP.items():
+    for size, (what, keep) in itertools.product(SIZES, KEEP.items()):
+        want = hashes(folder, size, KEEP["nothing"], [])
+        assert len(set(want)) == BLOCKS
         kept: list[Any] = []
-        assert hashes(folder, keep, kept) == want, what
+        assert hashes(folder, size, keep, kept) == want, what
         for number, left in enumerate(kept):
             if left is not None:
                 found = np.frombuffer(left, np.uint8)

@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import budget
 from ..errors import FastshardError
 from . import ocdbt_index
 
 #: Arrays that one store keeps open.
 _OPEN = 64
-#: mallopt's M_MMAP_THRESHOLD. source: malloc.h of glibc
-_MMAP_THRESHOLD = -3
+#: mallopt's parameters. source: malloc.h of glibc
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+#: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept; in bytes
+#: where no budget is stated, at least, and at most. source: glibc malloc.c, DEFAULT_MMAP_THRESHOLD_MAX
+_HEAP_PART, _HEAP, _LEAST, _MOST = 32, 8 << 20, 1 << 20, 32 << 20
 
 
 def library() -> Any:
@@ -32,16 +36,23 @@ def library() -> Any:
         raise FastshardError.of(
             "FS514", f"zarr and OCDBT are read by TensorStore: {error}", help="pip install 'fastshard[orbax]'"
         ) from None
-    # It allocates a buffer for each chunk, on many threads; below the threshold glibc keeps them for each thread
-    # after they are freed: twice the memory that is in use. Chunks go back to the system at once instead.
-    _return_chunks()
+    stated = budget.stated()
+    _share_heap(_HEAP if stated is None else min(max(stated // _HEAP_PART, _LEAST), _MOST))
     return tensorstore
 
 
-@functools.cache
-def _return_chunks() -> None:
+@functools.lru_cache(1)
+def _share_heap(threshold: int) -> None:
+    """Has all threads take chunks up to a size from one heap.
+
+    A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the memory
+    that is in use; a mapping for each buffer has the system fault every page in anew, half of a run's CPU time.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_THRESHOLD, threshold)
+        mallopt(_TRIM_THRESHOLD, threshold)
 
 
 class Store:

@@ -12,7 +12,7 @@ use fastshard::tensor::Dtype;
 use fastshard::write::{Array, ArrayWriter};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyMemoryView};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
 /// (key, dtype, shape) of each block, what identifies the content, and the function that decodes.
 pub(crate) type Listed = (Vec<(String, String, Vec<u64>)>, String, Py<PyAny>);
@@ -36,10 +36,14 @@ struct PythonReader {
     read: Py<PyAny>,
 }
 
+/// Blocks from this many bytes on have a mapping of their own: it is given back as a whole, while holes between
+/// what lives long in the allocator's memory are not.
+const MAPPED: usize = 1 << 20;
+
 /// A buffer that Python made and of which it has let go.
 #[derive(Debug)]
 struct PythonBytes {
-    owner: Py<PyByteArray>,
+    owner: Py<PyAny>,
     at: *const u8,
     len: usize,
 }
@@ -62,17 +66,26 @@ impl BlockBytes for PythonBytes {
 }
 
 impl PythonReader {
-    /// A writable buffer of `len` bytes: a spare one, or a new one.
-    fn buffer<'py>(
-        py: Python<'py>,
-        len: usize,
-        spare: Option<Box<dyn BlockBytes>>,
-    ) -> PyResult<Bound<'py, PyByteArray>> {
+    /// A writable buffer of `len` bytes, initialised: a spare one, or a new one.
+    fn buffer(py: Python<'_>, len: usize, spare: Option<Box<dyn BlockBytes>>) -> PyResult<PythonBytes> {
         let spare = spare.and_then(|spare| (spare as Box<dyn Any>).downcast::<PythonBytes>().ok());
-        match spare {
-            Some(spare) if spare.len == len => Ok(spare.owner.into_bound(py)),
-            _ => PyByteArray::new_with(py, len, |_| Ok(())),
+        if let Some(spare) = spare.filter(|spare| spare.len == len) {
+            return Ok(*spare);
         }
+        if len < MAPPED {
+            let owner = PyByteArray::new_with(py, len, |_| Ok(()))?;
+            return Ok(PythonBytes { at: owner.data(), len, owner: owner.into_any().unbind() });
+        }
+        let mmap = py.import("mmap")?;
+        // Private, so that it counts as the anonymous memory that it is.
+        let flags = mmap.getattr("MAP_PRIVATE")?.bitor(mmap.getattr("MAP_ANONYMOUS")?)?;
+        let options = PyDict::new(py);
+        options.set_item("flags", flags)?;
+        let owner = mmap.call_method("mmap", (-1, len), Some(&options))?;
+        let ctypes = py.import("ctypes")?;
+        let first = ctypes.getattr("c_char")?.call_method1("from_buffer", (&owner,))?;
+        let at: usize = ctypes.call_method1("addressof", (first,))?.extract()?;
+        Ok(PythonBytes { at: std::ptr::with_exposed_provenance(at), len, owner: owner.unbind() })
     }
 }
 
@@ -80,7 +93,7 @@ impl BlockReader for PythonReader {
     fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
         Python::attach(|py| {
             let buffer = Self::buffer(py, len, spare).map_err(|error| no_room(key, len, &error))?;
-            let view = PyMemoryView::from(&buffer).map_err(|error| failed(key, &error))?;
+            let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(key, &error))?;
             let told = self.read.call1(py, (key, &view));
             drop(view);
             let told = told.and_then(|told| told.extract::<Option<String>>(py));
@@ -91,11 +104,11 @@ impl BlockReader for PythonReader {
             // may be written to later, or by a thread that does not hold the GIL: then the copy counts.
             // SAFETY: the object lives, and the GIL is held.
             #[allow(unsafe_code)]
-            let references = unsafe { pyo3::ffi::Py_REFCNT(buffer.as_ptr()) };
+            let references = unsafe { pyo3::ffi::Py_REFCNT(buffer.owner.as_ptr()) };
             if references > 1 {
-                return Ok(Box::new(buffer.to_vec()) as Box<dyn BlockBytes>);
+                return copied(py, &buffer).map_err(|error| failed(key, &error));
             }
-            Ok(Box::new(PythonBytes { at: buffer.data(), len: buffer.len(), owner: buffer.unbind() }))
+            Ok(Box::new(buffer) as Box<dyn BlockBytes>)
         })
     }
 }
@@ -125,7 +138,7 @@ impl ArrayWriter for PythonWriter {
     fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()> {
         // A copy of its own, so that Python may go on with it after the tile is used again.
         self.call(key, |py| {
-            let bytes = pyo3::types::PyBytes::new(py, bytes);
+            let bytes = PyBytes::new(py, bytes);
             self.writer.call_method1(py, "write", (key, index.to_vec(), shape.to_vec(), bytes))
         })
     }
@@ -138,6 +151,13 @@ impl ArrayWriter for PythonWriter {
         // What it failed at is told already.
         let _ = self.call("the store", |py| self.writer.call_method0(py, "abort"));
     }
+}
+
+/// What is in a buffer now, taken by Python: others may shrink or close what they refer to.
+fn copied(py: Python<'_>, buffer: &PythonBytes) -> PyResult<Box<dyn BlockBytes>> {
+    let view = PyMemoryView::from(buffer.owner.bind(py))?;
+    let bytes = view.call_method0("tobytes")?.cast_into::<PyBytes>()?;
+    Ok(Box::new(bytes.as_bytes().to_vec()))
 }
 
 /// Findings that a callback gave as JSON.
