@@ -10,6 +10,7 @@ import fastshard
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore as ts
 from helpers import assert_refused, cli
 from orbax_maker import describe, painted, write
 from safetensors.numpy import load_file
@@ -119,6 +120,23 @@ def test_chunks_left_out_hold_the_fill_value(fill: object, tmp_path: Path) -> No
     assert_refused(root, tmp_path / "out", "FS106", exit=3, tensor="w")
     have = merged(root, tmp_path / "out", "--accept", "elided-zeros")
     np.testing.assert_array_equal(have["w"], values)
+
+
+def read_by_tensorstore() -> int:
+    """Bytes of files so far."""
+    (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return int(metric["values"][0]["value"])
+
+
+def test_the_index_is_not_read_again_for_every_chunk(tmp_path: Path) -> None:
+    """Orbax writes it as one node, so that this would be quadratic in the number of chunks."""
+    values = painted(48, 48)
+    write(tmp_path / "items", "w", values, [2, 2], ocdbt=True)
+    describe(tmp_path / "items", ["w"])
+    stored = sum(f.stat().st_size for f in (tmp_path / "items").rglob("*") if f.is_file())
+    before = read_by_tensorstore()
+    np.testing.assert_array_equal(merged(tmp_path / "items", tmp_path / "out")["w"], values)
+    assert read_by_tensorstore() - before < 8 * stored
 
 
 def edit(file: Path, **changes: Any) -> None:

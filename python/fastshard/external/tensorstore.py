@@ -15,6 +15,9 @@ from .. import budget
 from ..errors import FastshardError
 from . import ocdbt_index
 
+#: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
+#: chunk otherwise. In bytes where no budget is stated, at least, and at most.
+_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST = 16, 16 << 20, 4 << 20, 64 << 20
 #: Arrays that one store keeps open.
 _OPEN = 64
 #: mallopt's parameters. source: malloc.h of glibc
@@ -36,9 +39,14 @@ def library() -> Any:
         raise FastshardError.of(
             "FS514", f"zarr and OCDBT are read by TensorStore: {error}", help="pip install 'fastshard[orbax]'"
         ) from None
-    stated = budget.stated()
-    _share_heap(_HEAP if stated is None else min(max(stated // _HEAP_PART, _LEAST), _MOST))
+    _share_heap(_share(_HEAP_PART, _HEAP, _LEAST, _MOST))
     return tensorstore
+
+
+def _share(part: int, default: int, least: int, most: int) -> int:
+    """A part of the memory budget in bytes, within bounds."""
+    stated = budget.stated()
+    return default if stated is None else min(max(stated // part, least), most)
 
 
 @functools.lru_cache(1)
@@ -55,17 +63,24 @@ def _share_heap(threshold: int) -> None:
         mallopt(_TRIM_THRESHOLD, threshold)
 
 
+def new_context() -> Any:
+    """What the stores of one checkpoint share: nodes of their indices are kept, and no chunk that the core does not hold itself."""
+    index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
+    return library().Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#index": {"total_bytes_limit": index}}
+    )
+
+
 class Store:
     """A directory with arrays: their folders, or an OCDBT database that holds them."""
 
-    def __init__(self, path: Path, *, ocdbt: bool, label: str) -> None:
+    def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
         self._ts = library()
         self.label = label
         # TensorStore takes no path with `..` in it.
         self._folder = f"{path.resolve()}/"
         self._ocdbt = ocdbt
-        # Nothing is kept that the core does not hold itself.
-        self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        self._context = new_context() if context is None else context
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Any] = OrderedDict()
         self._kv = self._wait(lambda: self._ts.KvStore.open(self._spec(""), context=self._context).result())
@@ -73,7 +88,7 @@ class Store:
     def _spec(self, path: str) -> dict[str, Any]:
         base = {"driver": "file", "path": self._folder}
         if self._ocdbt:
-            return {"driver": "ocdbt", "base": base, "path": path}
+            return {"driver": "ocdbt", "base": base, "path": path, "cache_pool": "cache_pool#index"}
         return {"driver": "file", "path": self._folder + path}
 
     def _wait(self, work: Any, tensor: str | None = None) -> Any:

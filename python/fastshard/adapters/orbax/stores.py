@@ -83,14 +83,17 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
     """
     union = Union([])
+    context = tensorstore.new_context()
     for place in places:
         if place.ocdbt and not place.merged:
             for process in sorted(place.processes, key=lambda p: p.key):
-                part = _process(listing, place, process)
+                part = _process(listing, place, process, context)
                 union.of_process.setdefault(process.id, set()).update(part.keys)
                 union.add(part)
         else:
-            store = tensorstore.Store(place.path(listing), ocdbt=place.ocdbt, label=place.label(listing))
+            store = tensorstore.Store(
+                place.path(listing), ocdbt=place.ocdbt, label=place.label(listing), context=context
+            )
             union.add(_held(listing, place, store))
     _describe(union, union.keys)
     if names - set(union.arrays) - set(union.unread) or any(
@@ -102,7 +105,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
             for process in sorted(place.processes, key=lambda p: p.key) if place.merged else ():
                 # One that cannot be read has nothing to add; what the merged store lacks is missing then.
                 with contextlib.suppress(FastshardError):
-                    part = _process(listing, place, process)
+                    part = _process(listing, place, process, context)
                     union.of_process.setdefault(process.id, set()).update(part.keys)
                     part.keys -= before
                     union.add(part)
@@ -122,10 +125,11 @@ def _held(listing: Listing, place: Place, store: tensorstore.Store, below: str =
     return Held(place, store.label, store, set(keys), lost)
 
 
-def _process(listing: Listing, place: Place, process: Process) -> Held:
+def _process(listing: Listing, place: Place, process: Process, context: Any) -> Held:
     """The store of one process."""
     name = process.folder
-    store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=f"{place.label(listing)}/{name}")
+    label = f"{place.label(listing)}/{name}"
+    store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=label, context=context)
     return _held(listing, place, store, name)
 
 
