@@ -1,0 +1,72 @@
+"""The two lines of the README say what is missing and how to get it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SH = shutil.which("sh") or "/bin/sh"
+
+
+def ran(folder: Path, programs: dict[str, str], **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of the first line where only these programs and the system's small ones are to be had."""
+    folder.mkdir()
+    for name in ("cut", "sort", "head", "printf", "dirname", "rm", "mkdir", "cp"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!{SH}\n{text}\n")
+        (folder / name).chmod(0o755)
+    copied = folder / "repository"
+    shutil.copytree(ROOT / "scripts", copied / "scripts")
+    found = subprocess.run(
+        [SH, copied / "scripts/demo.sh"], env={"PATH": str(folder), **environment}, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    return found.returncode, found.stderr
+
+
+PYTHON = (
+    'case "$*" in *sys.exit*) exit 0;; *ensurepip*) exit 0;; --version) echo Python 3.12.1;; *) exit 9;; esac'
+)
+OLD = 'case "$*" in *sys.exit*) exit 1;; --version) echo Python 3.8.2;; esac'
+BARE = 'case "$*" in *ensurepip*) exit 1;; *) exit 0;; esac'
+
+
+@pytest.mark.parametrize(
+    ("programs", "told"),
+    [
+        ({}, ("Python 3.10 or newer is needed: there is no python3", "PYTHON=")),
+        ({"python3": OLD}, ("Python 3.8.2 is older", "PYTHON=")),
+        ({"python3": BARE}, ("venv is missing", "python3-venv")),
+        ({"python3": PYTHON}, ("Rust 1.87 or newer is needed to build", "rustup.rs")),
+        (
+            {"python3": PYTHON, "cargo": "exit 0", "rustc": "echo rustc 1.9.0"},
+            ("this is 1.9.0", "rustup update"),
+        ),
+    ],
+)
+def test_what_is_missing_is_said_with_how_to_get_it(
+    programs: dict[str, str], told: tuple[str, ...], tmp_path: Path
+) -> None:
+    code, said = ran(tmp_path / "bin", programs)
+    assert code == 2 and all(part in said for part in told), said
+    assert not (tmp_path / "bin/repository/.venv").exists()
+
+
+def test_what_is_new_enough_goes_on(tmp_path: Path) -> None:
+    """As far as making the environment, which this Python refuses."""
+    code, said = ran(
+        tmp_path / "bin", {"python3": PYTHON, "cargo": "exit 0", "rustc": "echo rustc 1.100.0-nightly"}
+    )
+    assert code == 9 and not said
+
+
+def test_the_readme_has_the_two_lines() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name, line in (("quickstart", "sh scripts/demo.sh"), ("tests", "sh scripts/test.sh")):
+        assert f"<!-- ci: {name} -->\n```sh\n{line}\n```" in text
+    assert os.access(ROOT / ".ci/run", os.R_OK)
