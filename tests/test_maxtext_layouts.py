@@ -484,7 +484,7 @@ def test_other_models_of_maxtext_are_merged_and_not_converted(tmp_path: Path) ->
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"model_type": "qwen3"}, "qk_norm"),
-        ({"model_type": "gpt_neox"}, "no MaxText layout"),
+        ({"model_type": "gpt_neox"}, "as MaxText needs"),
         ({"hidden_act": "gelu"}, "activation"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "scaling of rotary embeddings"),
     ],

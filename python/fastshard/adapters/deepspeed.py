@@ -13,7 +13,7 @@ from typing import Any
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_model, zero
-from .base import Contents, Found, Options, Source, Unit, counted, lacking, missing
+from .base import Contents, Found, Options, Source, Unit, lacking, missing
 from .gpt_neox import GptNeox
 from .steps import Step, choose
 from .zero import stage3
@@ -67,13 +67,13 @@ class Files:
                     "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
                 )
             if match := _LAYER.match(file.name):
-                files.layers.append((counted(match[1], file), counted(match[2] or "0", file), file))
+                files.layers.append((int(match[1]), int(match[2] or 0), file))
             elif match := _RANK.match(file.name):
-                files.ranks.append((counted(match[1], file), file))
+                files.ranks.append((int(match[1]), file))
             elif match := _ZERO3.match(file.name):
-                files.sliced.append((counted(match[1], file), counted(match[2], file), file))
+                files.sliced.append((int(match[1]), int(match[2]), file))
             elif match := _OPTIM.match(file.name):
-                files.optim.append((counted(match[1], file), counted(match[2], file), file))
+                files.optim.append((int(match[1]), int(match[2]), file))
         files.layers.sort(key=lambda t: (t[0], t[1], t[2].root))
         files.ranks.sort(key=lambda t: (t[0], t[1].root))
         files.sliced.sort(key=lambda t: (t[1], t[0], t[2].root))

@@ -48,7 +48,8 @@ def config_of(
     """
     if options.config is not None:
         return options.config, Path(options.config_path) if options.config_path else None
-    path = companions.first(companions.places(listing, folder, above=above), "config.json")
+    places = companions.places(listing, folder, above=above)
+    path = next((place / "config.json" for place in places if _is_there(listing, place)), None)
     if path is None:
         return None, None
     label = _label(listing, path)
@@ -59,6 +60,15 @@ def config_of(
     if not isinstance(config, dict):
         raise FastshardError.of("FS211", "config.json is not an object", file=label)
     return config, path
+
+
+def _is_there(listing: Listing, place: Path) -> bool:
+    """True if a folder has a config.json; below a root one that the listing has: no link that leaves the checkpoint."""
+    path = place / "config.json"
+    root = next((root for root in listing.roots if path.is_relative_to(root)), None)
+    if root is None:
+        return regular.is_file(path)
+    return listing.find(path.relative_to(root).as_posix()) is not None
 
 
 def _label(listing: Listing, path: Path) -> str:

@@ -48,9 +48,10 @@ class HfTarget:
             return cls(source, *megatron_config.facts_of(source))
         if source.layout in _JAX:
             return cls(source, *maxtext_config.facts_of(source))
-        if source.family is None:
+        if source.family is None and source.layout is None and source.tree is None:
             raise _unknown()
-        raise FastshardError.of("FS514", f"no Hugging Face layout for the family {source.family!r} yet")
+        what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
+        raise FastshardError.of("FS514", f"no Hugging Face layout for {what} yet")
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:

@@ -53,7 +53,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
         let dimensions: Vec<&String> = table.shards[&entry.class]
             .iter()
-            .filter(|(_, axes)| !axes.iter().any(|a| bound.contains(&a)))
+            .filter(|(_, axes)| bound.is_empty() || !axes.iter().any(|a| bound.contains(&a)))
             .map(|(d, _)| d)
             .filter(|d| known.degree(d) > 1)
             .collect();

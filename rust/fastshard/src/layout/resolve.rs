@@ -263,7 +263,8 @@ pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Opti
     let dims =
         (0..shape.len()).map(|d| vec![Factor::Axis { name: generic_axis(at, d), padded: None }]).collect();
     if let Some(d) = divided {
-        table.shards.entry(String::new()).or_default().entry("tp".into()).or_default();
+        let default = table.shards.entry(String::new()).or_default();
+        default.entry("tp".into()).or_default().push(generic_axis(at, d));
         table.divided.insert(generic_axis(at, d));
     }
     table.entries.push(Entry {

@@ -175,7 +175,7 @@ pub struct Table {
     pub fixed: Extents,
     /// Shard maps by class; the default one under the empty name.
     pub shards: BTreeMap<String, ShardMap>,
-    /// Axes of generic rules that `tp` divides: there may be as many as tensors.
+    /// Axes of generic rules that `tp` divides, which are in its shard map too.
     pub divided: HashSet<String>,
     /// Stored tensors.
     pub entries: Vec<Entry>,
@@ -412,8 +412,9 @@ impl Table {
     /// Degree by which the stored extent of `axis` is divided in entries of `class`, with the
     /// parallel dimension that divides it.
     pub fn divided_by(&self, class: &str, axis: &str) -> Option<&str> {
-        if class.is_empty() && self.divided.contains(axis) {
-            return Some("tp");
+        // As many as tensors: not looked for one after another.
+        if axis.contains('#') {
+            return self.divided.contains(axis).then_some("tp");
         }
         let map = self.shards.get(class)?;
         map.iter().find(|(_, axes)| axes.iter().any(|a| a == axis)).map(|(dimension, _)| dimension.as_str())
