@@ -366,3 +366,14 @@ def test_code_of_its_own_goes_along(tmp_path: Path) -> None:
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     fastshard.merge(tmp_path / "hf", tmp_path / "plain")
     assert not (tmp_path / "plain/parts.py").exists()
+
+
+def test_the_row_for_padding_is_no_lost_slab(tmp_path: Path) -> None:
+    for row, warned in ((3, False), (4, True)):
+        of = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES, pad_token_id=3))
+        with torch.no_grad():
+            of.model.embed_tokens.weight.normal_()
+            of.model.embed_tokens.weight[row] = 0
+        of.save_pretrained(tmp_path / str(row))
+        ran = cli("verify", tmp_path / str(row))
+        assert ran.code == 0 and bool(ran.having("FS313")) is warned

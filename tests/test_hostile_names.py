@@ -183,3 +183,16 @@ def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Pat
 def test_an_address_is_no_path() -> None:
     for address in ("s3://bucket/run", "gs://bucket/run", "hf://org/model"):
         assert cli("merge", address, "out").having("FS514", message="addresses are not read")
+
+
+def test_quiet_says_errors_only(tmp_path: Path) -> None:
+    for argv in (
+        ("merge", HF, tmp_path / "out"),
+        ("verify", HF),
+        ("convert", HF, tmp_path / "hf", "--to", "hf"),
+    ):
+        ran = cli(*argv, "-q", json_output=False)
+        assert (ran.code, ran.out, ran.err) == (0, "", ""), argv
+    ran = cli("merge", tmp_path / "nowhere", tmp_path / "not", "-q", json_output=False)
+    assert ran.code == 2 and not ran.out and "FS501" in ran.err
+    assert "tensors" in cli("inspect", HF, "-q", json_output=False).out

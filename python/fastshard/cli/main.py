@@ -19,6 +19,8 @@ from .parser import UsageError, build, flags
 from .stopping import Stopping
 from .streams import Streams, prepare
 
+#: Commands whose result is a deed or a verdict: with ``-q`` only errors are said.
+_SILENT = ("merge", "convert", "verify", "masters", "manifest")
 _WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
 
 
@@ -164,7 +166,7 @@ class _Run:
                 document["not_proven"] = not_proven(findings, a.command)
             document["findings"] = [f.to_dict() for f in findings]
             self._streams.write(lambda: render.print_json(document))
-        elif result and result.text:
+        elif result and result.text and not (getattr(a, "quiet", 0) and a.command in _SILENT):
             # Which of several steps it is comes before all that is said of it.
             lines = [render.printable(f.message) for f in findings if f.code == "FS112"]
             lines.append(render.printable(result.text, keep="\n"))
