@@ -316,6 +316,59 @@ def test_names_that_a_wrapper_changed_are_not_passed_off(begins: str, tmp_path: 
     assert read_result(tmp_path / "merged").keys() == state.keys()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_adapters_in_a_trainers_checkpoint_are_merged_and_named(name: str, tmp_path: Path) -> None:
+    of = model("llama", tmp_path / "plain") if name == "llama" else made(name)
+    state: dict[str, torch.Tensor] = {}
+    for key, tensor in of.state_dict().items():
+        tuned = key.endswith(("q_proj.weight", "c_attn.weight"))
+        base = f"base_model.model.{key.removesuffix('.weight')}"
+        state[f"{base}.base_layer.weight" if tuned else f"{base}.weight"] = tensor
+        if tuned:
+            state[f"{base}.lora_A.default.weight"] = torch.randn(4, tensor.shape[1])
+    folder = tmp_path / "run/step_10"
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    config_at(tmp_path / "run", of)
+    ran = cli("merge", tmp_path / "run", tmp_path / "merged")
+    assert ran.code == 0, ran.out
+    assert read_result(tmp_path / "merged").keys() == state.keys()
+    # The config is not for these names.
+    assert not (tmp_path / "merged/config.json").exists()
+    assert_refused(
+        tmp_path / "run",
+        tmp_path / "out",
+        "FS514",
+        exit=2,
+        command=("convert", "--to", "hf"),
+        message="PEFT has changed",
+    )
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf"])
+def test_a_model_under_other_names_than_its_config_s_is_merged(form: str, tmp_path: Path) -> None:
+    """torchtitan's names beside the config of the model that it was made of."""
+    of = model("llama", tmp_path / "plain")
+    parts = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+             "self_attn.o_proj": "attention.wo", "mlp.": "feed_forward.", "embed_tokens": "tok_embeddings",
+             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    state = {}
+    for name, tensor in of.state_dict().items():
+        for old, new in parts.items():
+            name = name.replace(old, new)
+        state[name.removeprefix("model.")] = tensor.clone()
+    if form == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "run/step-10", no_dist=True)
+        config_at(tmp_path / "run", of)
+    else:
+        config_at(tmp_path / "run", of)
+        save_file(state, tmp_path / "run/model.safetensors")
+    ran = cli("merge", tmp_path / "run", tmp_path / "merged")
+    assert ran.code == 0, ran.out
+    assert read_result(tmp_path / "merged").keys() == state.keys()
+    ran = cli("convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
+    assert ran.code == 0 and ran.having("FS109", message="have other names")
+
+
 def test_a_config_of_something_else_above_is_no_models(tmp_path: Path) -> None:
     of = made("gpt2")
     as_zero3(of, tmp_path / "run")

@@ -243,7 +243,9 @@ def _along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tupl
             sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
         )
     config = source.config_file or companions.first(source.places, "config.json")
-    found = companions.beside(source.places, config if source.hf_names else None)
+    # Code of its own is for those who load the model under its own names.
+    own = source.hf_names and (merged or made.target == "hf")
+    found = companions.beside(source.places, config if own else None)
     found |= tokenizer.files if tokenizer else {}
     if config is not None and source.hf_names and (merged or made.keeps_names):
         found["config.json"] = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -47,7 +48,9 @@ def config_of(
         FastshardError: ``FS211`` if it is not a JSON object.
     """
     if options.config is not None:
-        return options.config, Path(options.config_path) if options.config_path else None
+        path = Path(options.config_path) if options.config_path else None
+        # What is published as config.json is the file itself, if it is JSON.
+        return options.config, path if path is not None and path.suffix == ".json" else None
     places = companions.places(listing, folder, above=above)
     path = next((place / "config.json" for place in places if _is_there(listing, place)), None)
     if path is None:
@@ -101,17 +104,30 @@ def describe(
     if config is None or not (source.hf_names or config.keys() & _TELLING):
         return
     label = None if path is None else _label(listing, path)
-    source.config, source.config_file, source.hf_names = config, path, True
+    source.config, source.config_file = config, path
+    apart = tuple(source.other_prefixes)
+    names = [
+        n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
+    ]
+    stored = {name.removeprefix(outer) for name in names}
+    if (changed := wrapped(stored)) is not None:
+        # A trainer's names are no longer those that its config is for.
+        source.no_table = f"{changed[1]} has changed the names ({changed[0]})"
+        return
+    source.hf_names = True
     layout = hf_config.layout_of(config)
     source.no_table = _why_not(config, layout)
     if layout is None or source.no_table is not None:
         return
     base = hf_config.BASES[layout]
-    names = [name for name in names if name.startswith(outer) and not is_state(name)]
     begins = _beginning(names)
+    if not _is_of(layout, names):
+        source.no_table = (
+            f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
+        )
+        return
     prefix = f"{outer}{base}" if begins is None else begins
     kind = hf_config.architecture_of(config)
-    stored = {name.removeprefix(outer) for name in names}
     source.layout, source.family = layout, layout.removeprefix("hf.")
     source.axes, source.facts = hf_config.axes_and_facts(config, label, stored)
     source.provable = True
@@ -142,6 +158,23 @@ def _beginning(names: Iterable[str]) -> str | None:
     """What precedes ``layers.N`` in most names; None where there are no such names."""
     found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
     return found.most_common(1)[0][0] if found else None
+
+
+@functools.cache
+def _of_layers(layout: str) -> re.Pattern[str]:
+    """What a layer's tensors are called in a table, after the layer's number."""
+    found = re.findall(r'^name = ".*?layers\.\{L\}\.(.*)"$', layouts.get(layout), re.MULTILINE)
+    # Alternative spellings are written alike in both.
+    literal = (re.sub(r"\\([(|)])", r"\1", re.escape(name)) for name in found)
+    literal = (re.sub(r"\\\{\w+\\\}", r"\\d+", name) for name in literal)
+    return re.compile(rf"(?:.*\.)?layers\.\d+\.(?:{'|'.join(literal)})")
+
+
+def _is_of(layout: str, names: Iterable[str]) -> bool:
+    """True if the tensors of layers are called as the table calls them, most of them; and if there are none."""
+    layered = [name for name in names if _LAYER.match(name)]
+    fitting = sum(_of_layers(layout).fullmatch(name) is not None for name in layered)
+    return 2 * fitting >= len(layered)
 
 
 def _prefixed(layout: str, base: str, prefix: str) -> str:

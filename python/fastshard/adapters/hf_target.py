@@ -48,6 +48,8 @@ class HfTarget:
             return cls(source, *megatron_config.facts_of(source))
         if source.layout in _JAX:
             return cls(source, *maxtext_config.facts_of(source))
+        if source.no_table is not None:
+            raise _changed(source.no_table)
         if source.family is None and source.layout is None and source.tree is None:
             raise _unknown()
         what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
@@ -133,6 +135,14 @@ def _unknown() -> FastshardError:
     )
 
 
+def _changed(why: str) -> FastshardError:
+    return FastshardError.of(
+        "FS514",
+        f"{why}: they are not the model's own, so that nothing would load them",
+        help="save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
+    )
+
+
 def _why(source: Source) -> str:
     """Why the names of a model of Hugging Face stay."""
     if source.no_table is None and source.headless is None:
@@ -143,13 +153,7 @@ def _why(source: Source) -> str:
 def _unproven(source: Source, bound: Bound) -> Finding:
     """What is not proven of names that stay."""
     if (changed := wrapped(bound.shapes)) is not None:
-        name, by = changed
-        raise FastshardError.of(
-            "FS514",
-            f"names that {by} has changed: not the model's own, so that nothing would load them",
-            tensor=name,
-            help="save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
-        )
+        raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
     return Finding.of(
         "FS109",
         f"{_why(source)}: names and shapes stay as they are stored, and no table says that they are the model's",
