@@ -344,18 +344,48 @@ def test_adapters_in_a_trainers_checkpoint_are_merged_and_named(name: str, tmp_p
     )
 
 
+#: Hugging Face's words for a Llama, and torchtitan's.
+TITAN = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.": "feed_forward.", "embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def titan(text: str) -> str:
+    for old, new in TITAN.items():
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf"])
+def test_a_table_of_one_s_own_says_what_other_names_are(form: str, tmp_path: Path) -> None:
+    of = model("llama", tmp_path / "plain")
+    state = {titan(name).removeprefix("model."): tensor.clone() for name, tensor in of.state_dict().items()}
+    config_at(tmp_path / "run", of)
+    if form == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "run/step-10", no_dist=True)
+    else:
+        save_file(state, tmp_path / "run/model.safetensors")
+    lines = (
+        fastshard.layouts.get("hf.llama")
+        .replace('layout = "hf.llama"', 'layout = "titan.llama"')
+        .splitlines()
+    )
+    named = (titan(line).replace('"model.', '"') if line.startswith("name = ") else line for line in lines)
+    (tmp_path / "titan.toml").write_text("\n".join(named))
+    ran = cli(
+        "convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--layout", tmp_path / "titan.toml"
+    )
+    assert ran.code == 0, ran.out
+    assert torch.equal(logits(loaded(tmp_path / "out", of)), logits(of))
+
+
 @pytest.mark.parametrize("form", ["dcp", "hf"])
 def test_a_model_under_other_names_than_its_config_s_is_merged(form: str, tmp_path: Path) -> None:
     """torchtitan's names beside the config of the model that it was made of."""
     of = model("llama", tmp_path / "plain")
-    parts = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-             "self_attn.o_proj": "attention.wo", "mlp.": "feed_forward.", "embed_tokens": "tok_embeddings",
-             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
-    state = {}
-    for name, tensor in of.state_dict().items():
-        for old, new in parts.items():
-            name = name.replace(old, new)
-        state[name.removeprefix("model.")] = tensor.clone()
+    state = {titan(name).removeprefix("model."): tensor.clone() for name, tensor in of.state_dict().items()}
     if form == "dcp":
         dcp.save(state, checkpoint_id=tmp_path / "run/step-10", no_dist=True)
         config_at(tmp_path / "run", of)

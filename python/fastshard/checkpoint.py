@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core, adapters, budget, companions, regular
-from .adapters import copies
+from .adapters import copies, hf_model
 from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
 from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
@@ -105,6 +105,7 @@ def open(
         source.family = layouts.family(source.layout)
         source.layout_text = source.rules = None
         source.pass_unknown = False
+        hf_model.by_own_table(source, contents.names())
     if not source.places:
         places = companions.places(listing, found.notes.get("folder") or "")
         source.places = places or list(listing.roots)

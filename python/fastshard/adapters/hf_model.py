@@ -141,6 +141,19 @@ def describe(
         source.axes.pop("V", None)
 
 
+def by_own_table(source: Source, names: Collection[str]) -> None:
+    """Takes back that no table fits: the caller's own says what the tensors are, and the config still gives axes and facts."""
+    source.no_table = source.headless = None
+    config = source.config
+    if config is None or source.axes or hf_config.layout_of(config) is None:
+        return
+    label = None if source.config_file is None else str(source.config_file)
+    source.axes, source.facts = hf_config.axes_and_facts(config, label, names)
+    source.hf_names = source.provable = True
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
 def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
     """Why a model has no table; None if it has one."""
     model_type = config.get("model_type")

@@ -34,14 +34,11 @@ class HfTarget:
                 that decides values is unknown, or the model is.
         """
         config = source.config or {}
-        if (
-            source.hf_names
-            and source.layout in hf_config.BASES
-            and not (source.headless or source.layout_text)
-        ):
-            return cls(source, source.layout, hf_config.axes_and_facts(config)[1])
         if source.hf_names:
-            return cls(source, _kept(source), {})
+            layout = hf_config.layout_of(config) if source.no_table is None else None
+            if layout is None or source.headless or source.layout_text:
+                return cls(source, _kept(source), {})
+            return cls(source, layout, hf_config.axes_and_facts(config)[1])
         if "features" in source.values and source.family in ("gpt_neox", "llama"):
             return cls(source, *neox_to_hf.facts_of(source))
         if source.layout in ("megatron.legacy", "megatron.dist"):
