@@ -57,7 +57,7 @@ class Contents:
     def names(self) -> set[str]:
         """Names of all tensors, as the files that can be read give them."""
         files = (i for i in range(len(self._readable)) if self.readable(i))
-        return {".".join(map(str, t["path"])) for i in files for t in self.tensors(i)}
+        return {name for i in files for name in self._catalog.names(i)}
 
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor.

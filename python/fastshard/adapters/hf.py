@@ -283,5 +283,6 @@ class HuggingFace:
         above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
         source.places = companions.places(listing, folder, above=above)
         config, path = hf_model.config_of(listing, folder, options, above=above)
-        hf_model.describe(source, listing, config, path, values.names())
+        if config is not None:
+            hf_model.describe(source, listing, config, path, values.names())
         return source

@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 mod assembled;
 mod lookalikes;
+mod plain;
 
 use crate::catalog::Catalog;
 use crate::codes;
@@ -366,6 +367,15 @@ fn slot_name(name: &str, pass: &Pass) -> String {
     pass.slot.as_ref().map_or_else(|| name.to_string(), |slot| format!("{name}.{slot}"))
 }
 
+/// Names and sources of a pass's outputs as they are among those of all passes.
+fn globally(outputs: &mut [(BTreeMap<String, u64>, Output)], pass: &Pass) {
+    for (_, output) in outputs {
+        output.name = slot_name(&output.name, pass);
+        let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
+        sources.for_each(|source| *source = pass.tensors[*source as usize]);
+    }
+}
+
 /// What resolving and composing one pass needs.
 struct Resolving<'a> {
     table: &'a mut Table,
@@ -396,6 +406,10 @@ impl Made {
         catalog: &Catalog,
     ) -> Result<()> {
         let Resolving { table, units, outside, unknown, absent, target } = with;
+        if plain::all_plain(pass, table, outside, unknown, target) {
+            self.plain(pass, target, stored);
+            return Ok(());
+        }
         let mut registry = Registry::default();
         let resolved = resolve::resolve(table, &mut registry, &pass.seen, units, outside, unknown);
         catalog.look()?;
@@ -409,11 +423,7 @@ impl Made {
         let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside, absent };
         let composed = compose::compose(&side, target, &mut registry);
         let mut outputs = composed.outputs;
-        for (_, output) in &mut outputs {
-            output.name = slot_name(&output.name, pass);
-            let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
-            sources.for_each(|source| *source = pass.tensors[*source as usize]);
-        }
+        globally(&mut outputs, pass);
         let global = |t: u32| pass.tensors[t as usize];
         self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
         self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
@@ -427,6 +437,23 @@ impl Made {
             self.axes = extents.map(|(k, v)| (k.clone(), *v)).collect();
         }
         Ok(())
+    }
+}
+
+impl Made {
+    /// Tensors that no rule names: each has a rule of its own.
+    fn plain(&mut self, pass: &Pass, target: &Target, stored: &mut [StoredTensor]) {
+        for (seen, &tensor) in pass.seen.iter().zip(&pass.tensors) {
+            stored[tensor as usize].rule = self.rules.len() as u32;
+            self.rules.push(seen.name.clone());
+        }
+        let mut outputs = plain::outputs(pass, target);
+        globally(&mut outputs, pass);
+        self.findings.extend(casts(target.dtype, &outputs, stored));
+        self.outputs.extend(outputs);
+        if pass.slot.is_none() {
+            self.axes = BTreeMap::new();
+        }
     }
 }
 
