@@ -68,16 +68,18 @@ def config_of(
 def _is_there(listing: Listing, place: Path) -> bool:
     """True if a folder has a config.json; below a root one that the listing has: no link that leaves the checkpoint."""
     path = place / "config.json"
-    root = next((root for root in listing.roots if path.is_relative_to(root)), None)
-    if root is None:
-        return regular.is_file(path)
-    return listing.find(path.relative_to(root).as_posix()) is not None
+    inside = _inside(listing, path)
+    return regular.is_file(path) if inside is None else listing.find(inside.as_posix()) is not None
+
+
+def _inside(listing: Listing, path: Path) -> Path | None:
+    """The path relative to the root that holds it; None if none does."""
+    return next((path.relative_to(root) for root in listing.roots if path.is_relative_to(root)), None)
 
 
 def _label(listing: Listing, path: Path) -> str:
-    """The path as messages name it: relative to the root that holds it."""
-    root = next((root for root in listing.roots if path.is_relative_to(root)), None)
-    return str(path if root is None else path.relative_to(root))
+    """The path as messages name it."""
+    return str(_inside(listing, path) or path)
 
 
 def describe(
