@@ -12,7 +12,7 @@ from . import _core, budget, companions
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
-from .errors import FastshardError, Finding, carry, from_core, raise_errors
+from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
 from .options import PLANNING, Merging, Threaded, Writing, refuse_unknown
@@ -173,7 +173,7 @@ def convert(
         raise_errors(findings)
         # What was compared with a manifest is where it belongs.
         settled = (expected.manifest or beside(checkpoint)) is not None
-        planned = [f for f in made.findings if not settled or f.code != "FS114"]
+        planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
         copies = _along(made, words, given=tokenizer is not None)
         options_json = json.dumps({
             **run,

@@ -64,6 +64,8 @@ class Finding:
         return _core.format_finding(json.dumps(self.to_dict()))
 
 
+#: What nothing inside the files proves, and a manifest that was made where they were written does.
+UNPROVEN = ("FS114", "FS314")
 #: Row of every code: ``name``, ``severity``, ``exit``, ``explanation``.
 CODES: dict[str, dict[str, Any]] = {row["code"]: row for row in json.loads(_core.codes_table())}
 

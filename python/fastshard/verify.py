@@ -14,7 +14,7 @@ from . import _core, budget, published, regular
 from .checkpoint import Checkpoint
 from .convert import Source, _opened
 from .discover import StrPath
-from .errors import FastshardError, Finding, from_core, raise_errors
+from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
     Manifest,
@@ -83,7 +83,7 @@ def verify(
     findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
     if path is not None:
         # The manifest states what must exist, and where.
-        findings = [f for f in findings if f.file or f.code not in ("FS109", "FS114")]
+        findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
     try:
         with Progress(progress) as bar:
             # Replicas and duplicates can only be judged over tensors that are whole.

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import budget
 from ..convert import told
-from ..errors import FastshardError, Finding, error_for, exit_code, published
+from ..errors import UNPROVEN, FastshardError, Finding, error_for, exit_code, published
 from ..options import meant
 from . import commands, render
 from .parser import UsageError, build, flags
@@ -216,4 +216,4 @@ def not_proven(findings: list[Finding], command: str) -> str:
     told = "that the layout is right for the model: a hash cannot tell, logits can"
     if unprovable:
         told = f"{unprovable.message}; {unprovable.help}"
-    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code == "FS114")])
+    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)])

@@ -82,6 +82,9 @@ macro_rules! codes {
     };
 }
 
+/// What nothing inside the files proves, and a manifest that was made where they were written does.
+pub const UNPROVEN: [Code; 2] = [LOOKALIKES, NO_CHECKSUMS];
+
 codes! {
     101 MISSING_FILE Error Incomplete "A file that the checkpoint's own metadata, its config or its other ranks call for is not there. Copy it from the node that wrote it (the finding names the rank), or name that node's directory as a further CKPT."
     102 MISSING_TENSOR Error Incomplete "A tensor that the layout expects is in no file. Either a rank's file is missing or was cut short, or the config describes another model."
@@ -125,6 +128,7 @@ codes! {
     311 TIED_DIFFER Error Problem "Two tensors that the config declares tied hold different values."
     312 TRUNCATED Error Problem "A file is shorter or longer than its header says. Copy it again from the node that wrote it."
     313 ZERO_SLAB Warning Problem "Rows, columns or other slabs of a floating tensor are zero throughout while the rest is not. A shard that was lost or never gathered leaves that; so do pruning and tokens that were never trained. Compare with the files of the ranks, or with a good copy by `fastshard diff`."
+    314 NO_CHECKSUMS Note Problem "Torch files that were saved without checksums (`torch.serialization.set_crc32_options(False)`): bytes that were damaged since are not seen. A manifest that was made where they were written settles it: `fastshard manifest`, then --expect."
     401 MASTERS_DIFFER Error Problem "The optimizer's fp32 masters do not round to the parameters: one of the two is stale or damaged, and nothing in the files says which. Parameters are what was evaluated; `--weights params` takes them, `fastshard masters CKPT --repair OUT` rebuilds the masters from them. If the parameters' file is the damaged one, restore it."
     402 MASTERS_NOT_CHECKABLE Warning CouldNotRun "The files hold no second copy of the parameters to check the masters against (ZeRO stage 3, or no optimizer files), or their order is not told."
     403 WEIGHTS_TAKEN Note Problem "The checkpoint holds its weights twice, as parameters and as fp32 masters; the finding says which copy was taken. Choose with --weights params|masters."

@@ -352,6 +352,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
     };
     findings.extend(lookalikes::lookalikes(catalog, &plan));
+    findings.extend(lookalikes::unsummed(catalog, &plan));
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
     if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {

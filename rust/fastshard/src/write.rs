@@ -560,9 +560,9 @@ fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manif
     manifest.axes = plan.axes.clone();
     manifest.value_ops = Manifest::ops_of(plan);
     manifest.values = options.values.clone();
-    let settled = |note: &&Finding| options.expected && note.code == codes::LOOKALIKES;
+    let settled = |note: &&Finding| options.expected && codes::UNPROVEN.contains(&note.code);
     let notes: Vec<&Finding> = plan.notes.iter().filter(|note| !settled(note)).collect();
-    for note in notes.iter().filter(|note| note.code == codes::LOOKALIKES) {
+    for note in notes.iter().filter(|note| codes::UNPROVEN.contains(&note.code)) {
         manifest.not_proven += &format!("; {}", note.message);
     }
     manifest.findings = notes.into_iter().chain(&report.findings).cloned().collect();

@@ -57,7 +57,7 @@ pub fn parse_range(file: &SourceFile, start: u64, len: u64) -> Result<ParsedFile
     digest.update(&pkl);
     for member in archive.by_name() {
         digest.update(member.name.as_bytes());
-        digest.update(&member.crc32.to_le_bytes());
+        digest.update(&member.crc32.unwrap_or(0).to_le_bytes());
         digest.update(&member.len.to_le_bytes());
     }
     let header_digest = *digest.finalize().as_bytes();

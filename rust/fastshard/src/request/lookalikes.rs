@@ -1,6 +1,6 @@
-//! Files and blocks of which nothing inside tells which is which.
+//! What files do not tell of themselves: which of them is which, whether they are as they were written.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
@@ -51,12 +51,7 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     files.sort_unstable();
     let mut of_what = Vec::new();
     if !files.is_empty() {
-        let named: Vec<String> = files.iter().take(NAMED).map(|file| plan.label(*file)).collect();
-        let more = match files.len() - named.len() {
-            0 => String::new(),
-            n => format!(" and {n} more"),
-        };
-        of_what.push(format!("{} files ({}{more})", files.len(), named.join(", ")));
+        of_what.push(counted(plan, &files));
     }
     if blocks > 1 {
         of_what.push(format!("{blocks} chunks"));
@@ -66,6 +61,33 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     let help = "two that were swapped would not be seen, nor one with fewer than 64 different values that was copied over \
                 another: --expect with a manifest that was made where they were written settles it";
     (!of_what.is_empty()).then(|| Finding::new(codes::LOOKALIKES, message).help(help))
+}
+
+/// The torch files that were saved without checksums: a note, if there are any.
+pub(super) fn unsummed(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
+    let without = |file: &&CatalogFile| {
+        matches!(file.parsed.format, "torch_zip" | "dcp")
+            && file.parsed.blobs.iter().any(|blob| blob.crc32.is_none())
+    };
+    let found: HashSet<(u32, &str)> =
+        catalog.files.iter().flatten().filter(without).map(|file| (file.root, &*file.path)).collect();
+    let found = (0u32..).zip(&plan.sources).filter(|(_, source)| found.contains(&(source.root, &*source.path)));
+    let found: Vec<u32> = found.map(|(i, _)| i).collect();
+    let message = format!("{} saved without checksums", counted(plan, &found));
+    let help = "bytes that were damaged since are not seen: --expect with a manifest that was made where they were written \
+                settles it";
+    (!found.is_empty()).then(|| Finding::new(codes::NO_CHECKSUMS, message).help(help))
+}
+
+/// How many files, and the names of the first.
+fn counted(plan: &Plan, files: &[u32]) -> String {
+    let named: Vec<String> = files.iter().take(NAMED).map(|file| plan.label(*file)).collect();
+    let more = match files.len() - named.len() {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    let plural = if files.len() == 1 { "" } else { "s" };
+    format!("{} file{plural} ({}{more})", files.len(), named.join(", "))
 }
 
 /// True for a file that was given its own name when it was saved, and no other the same: if it were another's, the two

@@ -41,8 +41,8 @@ const IN_ZIP64: u64 = 0xffff_ffff;
 pub(super) struct Member {
     /// Name with all folders.
     pub(super) name: String,
-    /// CRC32 of the content.
-    pub(super) crc32: u32,
+    /// CRC32 of the content; none in an archive that was saved without checksums.
+    pub(super) crc32: Option<u32>,
     /// Bytes of the content.
     pub(super) len: u64,
     /// Bytes in the file.
@@ -62,15 +62,18 @@ impl Member {
             offset: self.data,
             stored_len: self.stored_len,
             len: self.len,
-            crc32: Some(self.crc32),
+            crc32: self.crc32,
             deflated: self.deflated,
             encoded: false,
             member: Some(self.name.clone()),
         }
     }
 
-    /// Where in the file the member's CRC32 stands: its two headers, and the descriptor after its data.
+    /// Where in the file the member's CRC32 stands, if it has one: its two headers, and the descriptor after its data.
     fn crc_at(&self, file: &SourceFile) -> Result<Vec<u64>> {
+        if self.crc32.is_none() {
+            return Ok(Vec::new());
+        }
         let mut places = vec![self.central + 16];
         let fixed = file.read_vec(self.header, LOCAL)?;
         // With a descriptor the local header may leave the field 0, and readers want it so.
@@ -142,6 +145,7 @@ impl Archive {
         }
 
         let mut members = Vec::with_capacity(zip.len());
+        let mut summed = false;
         for (index, (at, name)) in directory.names.into_iter().enumerate() {
             let entry = zip.by_index_raw(index).map_err(|e| zip_error(file, &name, e))?;
             let unsupported = |what: String| -> Error {
@@ -155,8 +159,9 @@ impl Archive {
                 CompressionMethod::Deflated => true,
                 method => return Err(unsupported(format!("compression method {method} is not supported"))),
             };
+            summed |= entry.crc32() != 0;
             let mut member = Member {
-                crc32: entry.crc32(),
+                crc32: Some(entry.crc32()),
                 len: entry.size(),
                 stored_len: entry.compressed_size(),
                 data: 0,
@@ -169,6 +174,12 @@ impl Archive {
             member.data = local_header(file, &member, start + directory.start)?;
             check_sizes(file, &member)?;
             members.push(member);
+        }
+
+        if !summed {
+            // `torch.serialization.set_crc32_options(False)`: zeros stand in every place. A pickle is never empty, so of
+            // an archive with checksums one at least is not zero.
+            members.iter_mut().for_each(|member| member.crc32 = None);
         }
 
         members.sort_by_key(|m| (m.header, m.data));
@@ -338,8 +349,9 @@ fn local_header(file: &SourceFile, member: &Member, directory: u64) -> Result<u6
     // With a descriptor, writers leave the fields 0; torch's does so even in the zip64 extra field.
     let left_out = u16_at(&fixed, 6) & DESCRIPTOR != 0;
     let crc32 = u32_at(&fixed, 14);
-    if crc32 != member.crc32 && !(left_out && crc32 == 0) {
-        return Err(differs("CRC32", format!("{:08x}", member.crc32), format!("{crc32:08x}")));
+    let central = member.crc32.unwrap_or(0);
+    if crc32 != central && !(left_out && crc32 == 0) {
+        return Err(differs("CRC32", format!("{central:08x}"), format!("{crc32:08x}")));
     }
     let mut wide = zip64_extra(extra).chunks_exact(8).map(|chunk| u64_at(chunk, 0));
     for (what, central, at) in [("size", member.len, 22), ("stored size", member.stored_len, 18)] {
