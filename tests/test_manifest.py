@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import fastshard
 import pytest
 import torch
 from helpers import (
+    FIXTURES,
     HF,
     NEOX,
     STEP,
@@ -18,6 +20,7 @@ from helpers import (
     cli,
     copy,
     edit_pt,
+    flip_bit,
     flip_payload,
     layer_file,
     load_file,
@@ -170,3 +173,23 @@ def test_manifest_says_what_was_written(tmp_path: Path) -> None:
     assert set(made) == set(tensors)
     assert all(tuple(made[n]["shape"]) == tuple(t.shape) for n, t in tensors.items())
     assert made["lm_head.weight"]["dtype"] == "BF16" and tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_what_a_merge_does_not_read_must_be_sound_too(tmp_path: Path) -> None:
+    """A manifest of damaged moments would call the damage right ever after."""
+    good = FIXTURES / "deepspeed/zero1_fp16_dp2"
+    name = sorted(good.rglob("*optim_states.pt"))[0].relative_to(good)
+    with zipfile.ZipFile(good / name) as archive:
+        members = [archive.read(m) for m in archive.infolist() if "/data/" in m.filename and m.file_size > 64]
+    passed = 0
+    for number, content in enumerate(members):
+        root = copy(good, tmp_path / f"ckpt{number}")
+        flip_bit(root / name, (root / name).read_bytes().find(content) + len(content) // 2)
+        passed += cli("merge", root, tmp_path / f"out{number}").code == 0
+        manifest = tmp_path / "m.json"
+        ran = cli("manifest", root, "-o", manifest)
+        assert ran.code == 1 and ran.having("FS301", file=name.name), ran.findings
+        with pytest.raises(fastshard.FastshardError, match="FS301"):
+            fastshard.manifest(root, manifest)
+        assert not manifest.exists()
+    assert passed, "all is read by a merge"

@@ -173,9 +173,12 @@ def manifest(
             outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
+    # What the plan takes nothing of is read here for the first time.
+    findings = [Finding.from_dict(f) for f in outcome["findings"]]
+    raise_errors(findings)
     outcome["manifest"]["files"] += published.companions(checkpoint)
     regular.replace(path, json.dumps(outcome["manifest"], indent=1) + "\n")
-    return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+    return Manifest(outcome["manifest"], findings)
 
 
 @dataclass(frozen=True)
