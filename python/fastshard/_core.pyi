@@ -47,7 +47,7 @@ class Catalog:
         threads: int,
         records: dict[int, list[tuple[int, int, str]]] | None = None,
         blocks: dict[
-            int, tuple[list[tuple[str, str, list[int]]], str, Callable[[str, memoryview], str | None]]
+            int, tuple[list[tuple[str, str, list[int], int]], str, Callable[[str, memoryview], str | None]]
         ]
         | None = None,
         memory: int | None = None,

@@ -180,16 +180,18 @@ class StateFile:
 class Blocks:
     """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
 
-    #: (key, dtype, shape) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
-    #: shape of what is decoded (blocks at the edge are clipped to the array).
-    tensors: list[tuple[str, str, list[int]]]
+    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
+    #: shape of what is handed on (blocks at the edge are clipped to the array), bytes that decoding takes (they are whole there).
+    tensors: list[tuple[str, str, list[int], int]]
     #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
     #: Called from several threads.
     read: Callable[[str, memoryview], None]
     #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
     identity: str
 
-    def listed(self) -> tuple[list[tuple[str, str, list[int]]], str, Callable[[str, memoryview], str | None]]:
+    def listed(
+        self,
+    ) -> tuple[list[tuple[str, str, list[int], int]], str, Callable[[str, memoryview], str | None]]:
         """The form that the core takes; findings of a block come back as JSON."""
 
         def read(key: str, view: memoryview) -> str | None:

@@ -14,17 +14,17 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
-/// (key, dtype, shape) of each block, what identifies the content, and the function that decodes.
-pub(crate) type Listed = (Vec<(String, String, Vec<u64>)>, String, Py<PyAny>);
+/// (key, dtype, shape, bytes that decoding takes) of each block, what identifies the content, and the function that decodes.
+pub(crate) type Listed = (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>);
 
 /// The store that a Python listing describes.
 pub(crate) fn store((blocks, identity, read): Listed) -> PyResult<Store> {
     let blocks: PyResult<Vec<_>> = blocks
         .into_iter()
-        .map(|(key, dtype, shape)| {
+        .map(|(key, dtype, shape, decoding)| {
             let dtype = Dtype::from_safetensors(&dtype)
                 .ok_or_else(|| PyValueError::new_err(format!("{key}: unknown dtype {dtype}")))?;
-            Ok((key, dtype, shape))
+            Ok((key, dtype, shape, decoding))
         })
         .collect();
     Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read }) })

@@ -244,8 +244,10 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
-    let per_worker = block * (1 + DECODING) + options.encodes * (1 + ENCODING) + scales.each;
-    let least = Workspace::bytes(MIN_TILE) + per_worker;
+    let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
+    let decoding = decoding.saturating_mul(DECODING);
+    let per_worker = decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each);
+    let least = per_worker.saturating_add(Workspace::bytes(MIN_TILE));
     if available < least {
         let what = match per_worker {
             0 => "one tile".to_string(),
@@ -285,7 +287,7 @@ fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
     let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
     let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
-    let blocks = held + workers * block * DECODING;
+    let blocks = held + workers * decoding;
     let encodes = workers * options.encodes * (1 + ENCODING);
     let tiled = workers * (Workspace::bytes(tile) + scales.each);
     let bound = baseline + own + checksums + tiled + blocks + encodes;

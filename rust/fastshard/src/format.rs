@@ -25,7 +25,7 @@ use crate::value::Values;
 pub struct Blob {
     /// Offset of the first byte in the file.
     pub offset: u64,
-    /// Bytes in the file (compressed size if deflated).
+    /// Bytes in the file (compressed size if deflated); of a block of a store the bytes that its decoding takes.
     pub stored_len: u64,
     /// Bytes of data.
     pub len: u64,

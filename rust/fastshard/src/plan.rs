@@ -39,7 +39,7 @@ pub struct PlanBlob {
     pub file: u32,
     /// Offset of the first byte in the file.
     pub offset: u64,
-    /// Bytes in the file.
+    /// Bytes in the file; of a block of a store the bytes that its decoding takes.
     pub stored_len: u64,
     /// Bytes of data.
     pub len: u64,

@@ -235,7 +235,7 @@ def _identity(listing: Listing, places: list[Place]) -> str:
         root = os.fspath(listing.roots[place.root])
         for _, file in place.files(listing):
             stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
-            digest.update(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...discover import Listing
 from ...errors import FastshardError, Finding, error_for
 from ...external import tensorstore
+from ...external.dtypes import item_size
 from .places import Place, Process
 from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
@@ -300,10 +301,10 @@ class Reader:
 
 def listed(
     union: Union, elided: dict[str, list[tuple[int, ...]]], stores_fill: bool
-) -> tuple[Reader, list[tuple[str, str, list[int]]], dict[str, list[Any]]]:
-    """The reader, its blocks (key, dtype, shape), and per array (first element, extent, number of block)."""
+) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Any]]]:
+    """The reader, its blocks (key, dtype, shape, bytes to decode), and per array (first element, extent, number of block)."""
     reader = Reader(union, stores_fill)
-    tensors: list[tuple[str, str, list[int]]] = []
+    tensors: list[tuple[str, str, list[int], int]] = []
     pieces: dict[str, list[Any]] = {}
     for name, array in sorted(union.arrays.items()):
         absent = set(elided.get(name, ()))
@@ -315,8 +316,9 @@ def listed(
             block = f"{name}/"
             reader.blocks[block] = (array, [0] * len(array.shape), list(array.shape), None)
             pieces[name].append(([0] * len(array.shape), list(array.shape), len(tensors)))
-            tensors.append((block, array.dtype, list(array.shape)))
+            tensors.append((block, array.dtype, list(array.shape), 0))
             continue
+        whole = math.prod(array.block) * item_size(array.dtype)
         for index in array.chunks():
             key = f"{name}/{array.key(index)}"
             if key not in union.keys and index not in absent:
@@ -325,5 +327,5 @@ def listed(
                 block = key if array.block == array.chunk else f"{key}#{number}"
                 reader.blocks[block] = (array, lo, extent, None if index in absent else key)
                 pieces[name].append((lo, extent, len(tensors)))
-                tensors.append((block, array.dtype, extent))
+                tensors.append((block, array.dtype, extent, 0 if index in absent else whole))
     return reader, tensors, pieces

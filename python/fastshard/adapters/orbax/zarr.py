@@ -160,7 +160,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     found = _DTYPES[dtype]
     item = item_size(found)
     if (
-        math.prod(shape) * item >= 1 << 62
+        max(math.prod(shape), math.prod(chunk)) * item >= 1 << 62
         or math.prod(min(c, n) for c, n in zip(chunk, shape, strict=True)) * item >= 1 << 40
     ):
         raise malformed("an array or a chunk beyond what can be addressed", list(shape))

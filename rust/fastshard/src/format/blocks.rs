@@ -14,8 +14,9 @@ use super::{Blob, FileTensor, ParsedFile};
 /// The blocks of a store.
 #[derive(Debug, Clone)]
 pub struct Store {
-    /// Key, element type and shape of each block.
-    pub blocks: Vec<(String, Dtype, Vec<u64>)>,
+    /// Key, element type and shape of each block, and the bytes that its decoding takes: what is clipped at the edge of
+    /// an array is decoded whole.
+    pub blocks: Vec<(String, Dtype, Vec<u64>, u64)>,
     /// What tells this content from another: names, sizes and times of what is stored.
     pub identity: String,
     /// Decodes them.
@@ -30,7 +31,7 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
     let mut names = HashSet::new();
     let mut blobs = Vec::with_capacity(store.blocks.len());
     let mut tensors = Vec::with_capacity(store.blocks.len());
-    for (key, dtype, shape) in &store.blocks {
+    for (key, dtype, shape, decoding) in &store.blocks {
         let refuse = |what: &str| Finding::new(codes::USAGE, what).tensor(key);
         if !names.insert(key) {
             return Err(refuse("a block is listed twice").into());
@@ -49,7 +50,7 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
         });
         blobs.push(Blob {
             offset: 0,
-            stored_len: len,
+            stored_len: len.max(*decoding),
             len,
             crc32: None,
             deflated: false,

@@ -71,7 +71,8 @@ pub(super) fn unsummed(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     };
     let found: HashSet<(u32, &str)> =
         catalog.files.iter().flatten().filter(without).map(|file| (file.root, &*file.path)).collect();
-    let found = (0u32..).zip(&plan.sources).filter(|(_, source)| found.contains(&(source.root, &*source.path)));
+    let found =
+        (0u32..).zip(&plan.sources).filter(|(_, source)| found.contains(&(source.root, &*source.path)));
     let found: Vec<u32> = found.map(|(i, _)| i).collect();
     let message = format!("{} saved without checksums", counted(plan, &found));
     let help = "bytes that were damaged since are not seen: --expect with a manifest that was made where they were written \
