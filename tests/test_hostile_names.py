@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -196,3 +197,22 @@ def test_quiet_says_errors_only(tmp_path: Path) -> None:
     ran = cli("merge", tmp_path / "nowhere", tmp_path / "not", "-q", json_output=False)
     assert ran.code == 2 and not ran.out and "FS501" in ran.err
     assert "tensors" in cli("inspect", HF, "-q", json_output=False).out
+
+
+@pytest.mark.parametrize(
+    ("fixture", "old"),
+    [
+        ("sharded/colossalai_049_tp2_pp2", "modeling"), ("universal/zero1_bf16_dp2", "global_step4/zero/norm.bias"),
+        ("orbax/paxml_gpt3_micro_weights", "checkpoints"), ("gpt_neox/neox_pp_tp2", "global_step4"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_not_utf8(fixture: str, old: str, tmp_path: Path) -> None:
+    root = copy(FIXTURES / fixture, tmp_path / "ckpt")
+    (root / old).rename((root / old).with_name(os.fsdecode(b"a\xff")))
+    for argv in (["inspect", root], ["merge", root, tmp_path / "out"]):
+        ran = cli(*argv)
+        assert ran.code and "FS520" not in ran.out and "Traceback" not in ran.err, ran.err[-500:]
+        if "modeling" in old or "norm" in old:
+            assert ran.having("FS514", file="a\\xff/", message="not UTF-8"), ran.findings
+    above = copy(HF, tmp_path / os.fsdecode(b"b\xff"))
+    assert cli("merge", above, tmp_path / "whole").code == 0

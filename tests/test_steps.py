@@ -190,6 +190,15 @@ def test_a_tracker_that_names_what_cannot_be_used(there: bool, code: str, key: s
     assert framework.name.format(n=9) in ran.having("FS112")[0]["message"]
 
 
+@pytest.mark.parametrize("key", TRACKED)
+def test_a_tracker_and_no_step_at_all(key: str, tmp_path: Path) -> None:
+    framework = TRACKED[key]
+    run = run_of(framework, tmp_path / "run", 2, tracked=2)
+    shutil.rmtree(run / framework.name.format(n=2))
+    for options in ((), ("--accept", "older-step")):
+        assert_refused(run, tmp_path / "out", "FS105", exit=3, options=options, file=framework.tracker)
+
+
 def test_trackers_of_hosts_that_name_different_steps(tmp_path: Path) -> None:
     framework = FRAMEWORKS["deepspeed"]
     one = run_of(framework, tmp_path / "one", 2, 9, tracked=2)

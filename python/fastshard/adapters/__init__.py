@@ -16,6 +16,7 @@ from .hf_shards import HfRankShards
 from .megatron import Megatron
 from .orbax import Orbax
 from .orbax.parts import refuse_parts
+from .steps import refuse_lone_trackers
 from .strangers import looks_like
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
@@ -41,13 +42,14 @@ def detect(listing: Listing, options: Options) -> Found:
 
     Raises:
         FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
-            part of one, or what the adapter found out by names alone.
+            part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by names alone.
     """
     for adapter in ADAPTERS:
         found = adapter.detect(listing, options)
         if found is not None:
             return found
     refuse_parts(listing)
+    refuse_lone_trackers(listing)
     raise_errors(listing.findings)
     roots = ", ".join(str(root) for root in listing.roots)
     known = looks_like(listing)

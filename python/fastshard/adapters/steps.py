@@ -30,6 +30,8 @@ _OPTIMIZER = re.compile(r"^optimizer_\d+$")
 _NUMBER = re.compile(r"\d{1,18}")
 #: Steps that messages name at most.
 _TOLD = 8
+#: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
+_TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 
 
 @dataclass
@@ -278,7 +280,7 @@ def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
     places = {place for step in steps.values() for place in step.folders}
     parents = {(root, folder.rpartition("/")[0]) for root, folder in places}
     folders = {folder for _, folder in parents}
-    if not all(is_step(folder.rpartition("/")[2]) for folder in folders):
+    if not folders or not all(is_step(folder.rpartition("/")[2]) for folder in folders):
         return None
     if len(folders) > 1 and part_of(folders) is None and not _of_hosts(folders):
         return None
@@ -465,6 +467,18 @@ def _entries(path: Path) -> set[str]:
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return {plain(e.name) for e in entries}
     return set()
+
+
+def refuse_lone_trackers(listing: Listing) -> None:
+    """For what no adapter takes.
+
+    Raises:
+        FastshardError: ``FS105`` if a tracker file is there, and no step that it could name.
+    """
+    for tracker in _TRACKERS:
+        tracked = _tracked(listing, (tracker,))
+        if tracked is not None:
+            raise error_for([_pointing_nowhere(listing, {}, *tracked)])
 
 
 def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:
