@@ -51,6 +51,14 @@ def test_changes() -> None:
     run_series("changes", "--count", 32, "--size", 24)
 
 
+@pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
+def test_mutations(how: list[object], tmp_path: Path) -> None:
+    argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"changes: {how[1]}" in done.stdout and "'same'" in done.stdout and "'refused'" in done.stdout
+
+
 def put(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
