@@ -152,6 +152,7 @@ def test_an_option_that_nobody_knows_is_a_type_error(call: object, near: str) ->
         (("mrege", HF, "out"), "merge"),
         (("merge", HF, "out", "--vocabsize", "3"), "--vocab-size"),
         (("convert", HF, "out", "--to", "hff"), "hf"),
+        (("convert", HF, "out", "--to", "hg"), "hf"),
         (("convert", HF, "out", "--to", "megatron:torchdist"), "megatron:torch_dist"),
         (("merge", HF, "out", "--dtype", "bf61"), "bf16"),
     ],

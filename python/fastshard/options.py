@@ -77,8 +77,8 @@ _ALL = frozenset(Merging.__annotations__) | _OPENING
 
 def meant(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
-    # A name that is long differs in more letters before it is another one.
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    # A name that is long differs in more letters before it is another one; of a short one half are one letter.
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
