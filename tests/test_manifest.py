@@ -175,6 +175,25 @@ def test_manifest_says_what_was_written(tmp_path: Path) -> None:
     assert made["lm_head.weight"]["dtype"] == "BF16" and tensors["lm_head.weight"].dtype == torch.bfloat16
 
 
+def test_of_some_tensors_those_are_compared(ckpt: Path, tmp_path: Path) -> None:
+    """A manifest of a result, against the shards that it was made of."""
+    assert cli("merge", ckpt, tmp_path / "out").code == 0
+    expect = ("--expect", tmp_path / "out/fastshard.manifest.json")
+    damage(ckpt)
+    assert cli("verify", ckpt, *expect).having("FS308", tensor=TENSOR)
+    for chosen in (
+        ("--exclude", TENSOR),
+        ("--include", "*norm*"),
+        ("--include", "*.1.*", "--exclude", "*down*"),
+    ):
+        ran = cli("verify", ckpt, *expect, *chosen)
+        assert ran.code == 0 and not ran.having("FS308") and not ran.having("FS102"), ran.findings
+    assert cli("verify", ckpt, *expect, "--include", "*.1.*").having("FS308", tensor=TENSOR)
+    assert cli("diff", ckpt, TP4).code == 1
+    assert cli("diff", ckpt, TP4, "--exclude", TENSOR).code == 0
+    assert fastshard.diff(ckpt, TP4, include=["*norm*"]) == []
+
+
 def test_what_a_merge_does_not_read_must_be_sound_too(tmp_path: Path) -> None:
     """A manifest of damaged moments would call the damage right ever after."""
     good = FIXTURES / "deepspeed/zero1_fp16_dp2"

@@ -113,6 +113,18 @@ def test_an_array_that_no_result_can_hold_is_named_and_can_be_left_out(
         (note,) = ran.having("FS514")
         assert note["severity"] == "note" and note["tensor"] == "params.q"
         np.testing.assert_array_equal(read(out)["params.w"], painted(6, 4))
+    for argv in (
+        ("verify", root),
+        ("diff", root, root),
+        ("manifest", root, "-o", tmp_path / "m.json"),
+        ("stats", root),
+    ):
+        refused = cli(*argv)
+        assert refused.code == 2 and refused.having("FS514", severity="error", tensor="params.q"), argv
+        ran = cli(*argv, "--exclude", "params.q")
+        assert ran.code == 0 and not ran.errors, (argv, ran.findings)
+    expect = ("--exclude", "params.q", "--expect", tmp_path / "m.json")
+    assert cli("verify", root, *expect).code == cli("merge", root, tmp_path / "sure", *expect).code == 0
     # Of one that is left out no chunk need be there.
     (root / "params.q" / ("c/1/0" if zarr == 3 else "1.0")).unlink()
     assert cli("merge", root, tmp_path / "gone", "--exclude", "params.q").code == 0

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,11 +191,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def against_result(
-    path: Path, plan: Plan, run: dict[str, Any], progress: ProgressCallback, *, severity: str = "warning"
+    path: Path,
+    plan: Plan,
+    run: dict[str, Any],
+    progress: ProgressCallback,
+    *,
+    severity: str = "warning",
+    left_out: Collection[str] = (),
 ) -> list[Finding]:
     """Compares what a plan would write with the tensors of a manifest, by name and hash.
 
-    A tensor that the manifest does not name is a finding of ``severity``.
+    A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not looked at.
     """
     outcome = json.loads(plan.core.check(json.dumps(run), progress))
     hashes: dict[str, str] = outcome["hashes"]
@@ -206,7 +212,7 @@ def against_result(
         name = f"{tensor.get('file')}:{tensor['name']}"
         name = name if name in hashes else tensor["name"]
         unnamed.discard(name)
-        if name not in hashes and name in plan.index:
+        if name not in hashes and (name in plan.index or name in left_out):
             continue  # Of another part of the tensors than was asked for.
         if name not in hashes:
             findings.append(

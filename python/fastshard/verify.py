@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ def verify(
     *,
     expect: StrPath | Mapping[str, Any] | None = None,
     subset: tuple[int, int] | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
@@ -58,6 +60,8 @@ def verify(
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest beside the source is used by itself.
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
+        include: glob patterns of names to read; all if empty. Files that a manifest names are compared whole.
+        exclude: glob patterns of names to leave out.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -75,7 +79,7 @@ def verify(
         )
     expected = expected_by(expect)
     checkpoint = _opened(source, **expected.opening(dict(opening)))
-    plan = make_plan(checkpoint.opened)
+    plan = make_plan(checkpoint.opened, include=include, exclude=exclude)
     findings = list(plan.findings)
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     path = expected.manifest or beside(checkpoint)
@@ -92,7 +96,12 @@ def verify(
             found = [Finding.from_dict(f) for f in checked["findings"]]
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.config)]
             if path is not None:
-                findings += _against(path, checkpoint, plan, run, bar.phase("hashing"))
+                left_out = (
+                    make_plan(checkpoint.opened).index.keys() - plan.index.keys()
+                    if include or exclude
+                    else ()
+                )
+                findings += _against(path, checkpoint, plan, run, bar.phase("hashing"), left_out)
     except _core.CoreError as error:
         findings += from_core(error).findings
     return _unique(findings)
@@ -108,7 +117,12 @@ def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:
 
 
 def _against(
-    path: Path, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: Any
+    path: Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    run: dict[str, Any],
+    progress: Any,
+    left_out: Collection[str] = (),
 ) -> list[Finding]:
     """Findings about what is not as the manifest at ``path`` has it."""
     document = read(path)
@@ -118,7 +132,8 @@ def _against(
         text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
         return findings + [Finding.from_dict(f) for f in json.loads(text)]
     own = published.root_of(path, document, checkpoint) is not None
-    return findings + against_result(path, plan, run, progress, severity="error" if own else "warning")
+    severity = "error" if own else "warning"
+    return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
 
 
 def _unique(findings: list[Finding]) -> list[Finding]:
@@ -132,6 +147,7 @@ def manifest(
     source: Source,
     out: StrPath | None = None,
     *,
+    exclude: Iterable[str] = (),
     stats: bool = False,
     memory: str | int | None = None,
     threads: int | None = None,
@@ -143,6 +159,7 @@ def manifest(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
+        exclude: glob patterns of names of arrays to do without, as they cannot be read; all else is hashed.
         stats: with statistics of each tensor as it is stored (see :class:`fastshard.TensorStats`).
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
@@ -162,7 +179,7 @@ def manifest(
             file=str(path),
             help="choose another place with -o FILE",
         )
-    plan = make_plan(checkpoint.opened)
+    plan = make_plan(checkpoint.opened, exclude=exclude)
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
@@ -247,6 +264,8 @@ def diff(
     a: Source,
     b: Source,
     *,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
@@ -256,15 +275,17 @@ def diff(
 
     Names are the sources' own where both have the same; otherwise both are seen through their
     Hugging Face layout. Hashes are compared first; only tensors that differ are read again, for the
-    figures and for the statistics of both sides.
+    figures and for the statistics of both sides. ``include`` and ``exclude`` are glob patterns of names, as for
+    :func:`fastshard.plan`.
 
     Raises:
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
     """
     one, two = _opened(a, **opening), _opened(b, **opening)
-    plans = [make_plan(one.opened), make_plan(two.opened)]
+    chosen: dict[str, Any] = {"include": include, "exclude": exclude}
+    plans = [make_plan(side.opened, **chosen) for side in (one, two)]
     if not set(plans[0].index) & set(plans[1].index):
-        plans = [make_plan(one.opened, "hf"), make_plan(two.opened, "hf")]
+        plans = [make_plan(side.opened, "hf", **chosen) for side in (one, two)]
     for plan in plans:
         raise_errors(plan.findings)
     hashes: list[dict[str, str]] = []

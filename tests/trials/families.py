@@ -3,13 +3,16 @@
     python tests/trials/families.py --count 40 --folder /dev/shm/families
 
 A small model of each family of causal language models that transformers can make without a download, and with other
-heads or none, with random weights in every tensor, saved as one file and in shards: verified, merged and converted.
+heads or none, with random weights in every tensor, saved as one file and in shards, as safetensors and as torch files:
+verified, merged and converted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import shutil
 import sys
 import tempfile
@@ -19,6 +22,8 @@ from typing import Any
 import fastshard
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SMALL = {
@@ -81,6 +86,27 @@ def accused(path: Path) -> list[str]:
     return [f"{f.code} {f.severity}: {f.message}" for f in said if f.severity != "note"]
 
 
+def as_torch_files(place: Path, model: Any, most: str) -> None:
+    """Puts `pytorch_model*.bin` in the place of the safetensors files, as transformers before 5 saved them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(place.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (place / "model.safetensors.index.json").unlink(missing_ok=True)
+    # Tied ones are there under each of their names, in one storage.
+    for name, of in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if of in tensors:
+            tensors.setdefault(name, tensors[of])
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="pytorch_model{suffix}.bin", max_shard_size=most
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        torch.save({name: tensors[name] for name in names}, place / file_name)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (place / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -102,13 +128,15 @@ def main() -> int:
             if model is None:
                 continue
             tried.setdefault(model_type, []).append(head)
-            for shards in ("1GB", "100KB"):
-                place = a.folder / f"{model_type}-{shards}"
+            for shards, form in itertools.product(("1GB", "100KB"), ("safetensors", "bin")):
+                place = a.folder / f"{model_type}-{shards}-{form}"
                 shutil.rmtree(place, ignore_errors=True)
                 model.save_pretrained(place, max_shard_size=shards)
+                if form == "bin":
+                    as_torch_files(place, model, shards)
                 for line in accused(place):
                     bad += 1
-                    print(f"{model_type}, head {head}, shards of {shards}: {line}")
+                    print(f"{model_type}, head {head}, {form} in shards of {shards}: {line}")
                 shutil.rmtree(place)
     heads = sum(map(len, tried.values()))
     print(f"{len(tried)} families, {heads} models, accused: {bad}: {' '.join(tried)}")

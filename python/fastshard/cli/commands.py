@@ -273,7 +273,14 @@ def verify(a: argparse.Namespace) -> Outcome:
     if opening["config"] is None:
         del opening["config"]
     findings = verify_checkpoint(
-        a.ckpt, expect=a.expect, subset=subset, memory=a.memory, progress=_progress(a), **opening
+        a.ckpt,
+        expect=a.expect,
+        subset=subset,
+        include=a.include,
+        exclude=a.exclude,
+        memory=a.memory,
+        progress=_progress(a),
+        **opening,
     )
     errors = sum(f.severity == "error" for f in findings)
     warnings = sum(f.severity == "warning" for f in findings)
@@ -298,8 +305,9 @@ def stats(a: argparse.Namespace) -> Outcome:
 
 def diff(a: argparse.Namespace) -> Outcome:
     """Tensor by tensor."""
-    opening = _opening(a)
-    differences = diff_checkpoints(a.a, a.b, memory=a.memory, progress=_progress(a), **opening)
+    differences = diff_checkpoints(
+        a.a, a.b, include=a.include, exclude=a.exclude, memory=a.memory, progress=_progress(a), **_opening(a)
+    )
     text = (
         f"{len(differences)} tensors differ"
         if differences
@@ -312,7 +320,13 @@ def diff(a: argparse.Namespace) -> Outcome:
 def manifest(a: argparse.Namespace) -> Outcome:
     """Hashes what is there."""
     made = make_manifest(
-        a.ckpt, a.output, stats=a.stats, memory=a.memory, progress=_progress(a), **_opening(a)
+        a.ckpt,
+        a.output,
+        exclude=a.exclude,
+        stats=a.stats,
+        memory=a.memory,
+        progress=_progress(a),
+        **_opening(a),
     )
     document = made.document
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME

@@ -217,6 +217,7 @@ def build() -> argparse.ArgumentParser:
     _source(verify)
     verify.add_argument("--expect", metavar="FILE", help="a manifest or config")
     verify.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
+    _choosing(verify)
     _common(verify)
 
     stats = add(
@@ -236,6 +237,7 @@ def build() -> argparse.ArgumentParser:
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
     _opening(diff)
+    _choosing(diff)
     _common(diff)
 
     masters = add(
@@ -262,6 +264,13 @@ def build() -> argparse.ArgumentParser:
     manifest = add("manifest", "hash what is there, so that later damage shows")
     _source(manifest)
     manifest.add_argument("-o", "--output", metavar="FILE", help="default: fastshard.manifest.json in CKPT")
+    manifest.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="do without these arrays, which cannot be read; all else is hashed",
+    )
     _stats(manifest)
     _common(manifest)
 
