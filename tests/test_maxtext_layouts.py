@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from fastshard import FastshardError, convert, layouts, plan
+from fastshard import FastshardError, _core, convert, layouts, plan
 from fastshard import open as fastshard_open
 from fastshard.adapters import jax_layout, maxtext_model
 from fastshard.adapters.maxtext_target import MaxTextTarget
@@ -300,15 +300,16 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
             if name.startswith("params.params.")
         }  # fmt: skip
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
-    bare = layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', "")
-    text = jax_layout.table(bare, maxtext_model.default_names())
+    bare = _core.Table(layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
+    table = jax_layout.table(bare, maxtext_model.default_names())
     assert source.opened.source.rules is not None
     request = {
-        "source": source.opened.source.to_request(None, True) | {"layout": source.opened.source.rules(True, True)},
-        "target": {"name": "maxtext", "layout": text, "facts": {"tied": False, "interleaved": False}},
+        "source": source.opened.source.to_request(None, True) | {"layout": None},
+        "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
         "max_shard_size": 1 << 30,
-    }  # fmt: skip
-    document = json.loads(source.opened.catalog.plan(json.dumps(request)).to_json())
+    }
+    made = source.opened.catalog.plan(json.dumps(request), source.opened.source.rules(True, True), table)
+    document = json.loads(made.to_json())
     ops = {
         output["name"].split("layers_0.")[0]: part["ops"]
         for output in document["outputs"] if output["name"].endswith("layers_0.self_attention.query.kernel")

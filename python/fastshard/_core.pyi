@@ -15,9 +15,10 @@ __all__ = [
     "CoreError",
     "Plan",
     "ResultWriter",
+    "Rule",
+    "Table",
     "__version__",
     "anonymous_memory",
-    "check_layout",
     "codes_table",
     "dcp_metadata",
     "exit_code",
@@ -75,8 +76,8 @@ class Catalog:
         """Number of tensors, and bytes of their names."""
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
-    def plan(self, request: str) -> Plan:
-        """Makes a plan. Raises CoreError for a layout or pattern that cannot be used."""
+    def plan(self, request: str, source: Table | None = None, target: Table | None = None) -> Plan:
+        """Makes a plan under the tables of the two sides. Raises CoreError for a layout or pattern that cannot be used."""
     def compare(self, request: str) -> Plan:
         """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
     def repair(self, request: str, repair: str) -> Plan:
@@ -94,6 +95,66 @@ class Catalog:
 
         What `checked` has read in `Plan.check` is not read again.
         """
+
+@final
+class Table:
+    """A parsed layout table; it does not change. See docs/layouts.md."""
+
+    def __new__(cls, text: str) -> Table:
+        """Raises CoreError (``FS210``) if the text is not a valid table."""
+    @staticmethod
+    def of(name: str, vocab: str | None, shard: dict[str, list[str]], rules: list[Rule]) -> Table:
+        """A table of rules alone, its family called as it is. Raises CoreError (``FS210``) for rules that do not fit it."""
+    @property
+    def name(self) -> str:
+        """Name, as ``layout`` gives it."""
+    @property
+    def family(self) -> str:
+        """Model family: tables of one meet in the same canonical tensors."""
+    @property
+    def vocab(self) -> str | None:
+        """Axis of the true vocabulary."""
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules, in the order of the table."""
+    def with_rules(self, rules: list[Rule]) -> Table:
+        """The same table with other rules. Raises CoreError (``FS210``) naming the first that does not fit it."""
+    def rule_of(self, name: str) -> Rule | None:
+        """The first rule that names a tensor."""
+    def shape(self, name: str, axes: dict[str, int]) -> list[int | None] | None:
+        """The whole shape of a tensor, with None where the axes do not tell; None where no rule gives it one."""
+    def misfits(self, shapes: dict[str, tuple[int, ...]], axes: dict[str, int]) -> int:
+        """How many whole tensors have another shape than their rules give them, under the axes and what most agree on."""
+
+@final
+class Rule:
+    """One rule of a table; it does not change."""
+
+    @staticmethod
+    def literal(name: str, shape: str, canonical: str, optional: bool = False) -> Rule:
+        """A rule for one tensor, its name taken literally. Raises CoreError (``FS210``) for a shape that is no expression."""
+    @staticmethod
+    def ignoring(name: str, reason: str) -> Rule:
+        """A rule that leaves out one tensor of whatever shape, its name taken literally."""
+    @property
+    def name(self) -> str:
+        """The pattern of names."""
+    @property
+    def dimensions(self) -> list[str] | None:
+        """The expressions of the dimensions, without spaces; None for tensors of any shape."""
+    def matches(self, name: str) -> bool:
+        """True for a name of the pattern."""
+    def renamed(self, name: str) -> Rule:
+        """The rule for the same tensors under another pattern of names. Raises CoreError (``FS210``) for one that is none."""
+    def stacked(self, axis: str, at: int) -> Rule:
+        """The rule for such tensors stacked along an axis, which becomes dimension ``at``."""
+    def slot(self, slot: str, power: float) -> Rule:
+        """The rule for what an optimizer keeps of each element, canonical ``slot.NAME``, of its own type.
+
+        It is stored with the weight's factor to the given power, and without its addend.
+        """
+    def left_out(self, reason: str) -> Rule:
+        """The rule that leaves the same tensors out."""
 
 @final
 class Plan:
@@ -188,9 +249,6 @@ def manifest_files(manifest: str, roots: list[str]) -> str:
     Raises:
         CoreError: if the manifest or a file that is there cannot be read.
     """
-
-def check_layout(text: str) -> tuple[str, str]:
-    """(name, family) of a layout table; raises CoreError if it is not valid."""
 
 def anonymous_memory() -> int:
     """Anonymous resident memory of this process, in bytes."""

@@ -104,7 +104,7 @@ def open(
 
         source.layout = layouts.register(options.layout)
         source.family = layouts.family(source.layout)
-        source.layout_text = source.rules = None
+        source.table = source.rules = None
         source.pass_unknown = False
         hf_model.by_own_table(source, contents.names())
     if not source.places:

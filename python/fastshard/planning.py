@@ -155,7 +155,7 @@ def make_plan(
             )
         axes = {k: v for k, v in source.axes.items() if k != "V"}
         source = replace(source, vocab_size=vocab_size, axes=axes)
-    if source.layout is not None and source.layout_text is None and source.layout not in layouts.names():
+    if source.layout is not None and source.table is None and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     findings = _weights(source, opened.findings, weights, optimizer, to)
     findings += [f for f in source.findings if f not in opened.source.findings]
@@ -177,7 +177,7 @@ def make_plan(
             tp, pp, make_vocab_size_divisible_by, zarr2, optimizer, param_scan_axis, fused_qkv, rope_type
         )
         target = target_of(source, to, wanted)
-        request["target"] = target.request(layouts.get(target.layout) if target.layout else "")
+        request["target"] = target.request(layouts.table(target.layout) if target.layout else None)
         if source.rules is not None and not keeping:
             request["source"]["layout"] = source.rules(getattr(target, "keeps_step", False), optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
@@ -397,9 +397,16 @@ def _whole_shapes(catalog: _core.Catalog, request: dict[str, Any]) -> dict[str, 
     return {output[0]: output[2] for output in _plan(catalog, undivided).outputs()}
 
 
+def _in_json(request: dict[str, Any]) -> tuple[str, _core.Table | None, _core.Table | None]:
+    """The request as the core takes it: JSON, and the tables of source and target as themselves."""
+    sides = {key: dict(request[key]) for key in ("source", "target") if key in request}
+    source, target = (sides.get(key, {}).pop("layout", None) for key in ("source", "target"))
+    return json.dumps({**request, **sides}), source, target
+
+
 def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:
     try:
         catalog.within(budget.stated())
-        return catalog.plan(json.dumps(request))
+        return catalog.plan(*_in_json(request))
     except _core.CoreError as error:
         raise from_core(error) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _core, layouts
+from .._core import Table
 from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
@@ -248,8 +249,8 @@ class Source:
     units: list[Unit]
     #: Name of the layout table; None where tensors are whole as they are.
     layout: str | None = None
-    #: The table itself, where it is no built-in one.
-    layout_text: str | None = None
+    #: The table itself, where it is not the one of that name.
+    table: Table | None = None
     family: str | None = None
     generic: list[tuple[str, int | None]] = field(default_factory=list)
     degrees: dict[str, int] = field(default_factory=dict)
@@ -315,7 +316,7 @@ class Source:
     tree: TreeInfo | None = None
     #: Table for a conversion that takes the step (or not) and the optimizer's state (or not), where both lie
     #: beside the weights under names of their own.
-    rules: Callable[[bool, bool], str] | None = None
+    rules: Callable[[bool, bool], Table] | None = None
     #: True if there are moments under such names.
     moments_named: bool = False
 
@@ -360,19 +361,19 @@ class Source:
         return replace(
             self,
             assembled=kept,
-            layout_text=None,
+            table=None,
             weights_prefix="",
             findings=[*self.findings, note],
         )
 
     def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
-        """The form that the core takes, for one copy of the weights, with optimizer slots or without."""
+        """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
         taken = weights or self.weights
-        text = self.layout_text
-        if text is None and self.layout is not None:
-            text = layouts.get(self.layout)
+        table = self.table
+        if table is None and self.layout is not None:
+            table = layouts.table(self.layout)
         return {
-            "layout": text,
+            "layout": table,
             "generic": self.generic,
             "units": [unit.to_dict() for unit in self.units],
             "assembled": [
@@ -491,7 +492,7 @@ class Target(Protocol):
     def layout(self) -> str:
         """Name of the layout table; empty if names and shapes stay."""
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request, with the text of the table."""
 
     def complete(self, bound: Bound) -> Completed:

@@ -329,25 +329,14 @@ class _Whole:
     def __init__(self, source: Source) -> None:
         # Where query heads are not grouped the table fixes r.
         self._axes = {"r": 1, **source.axes}
-        text = layouts.get(source.layout) if source.layout else ""
-        rows = re.findall(r'\[\[tensor\]\]\nname = "([^"]+)"\nshape = "\[([^"]*)\]"', text)
-        self._rules = [(re.compile(n.replace(".", r"\.").replace("{L}", r"\d+")), shape) for n, shape in rows]
+        self._table = layouts.table(source.layout) if source.layout else None
 
     def __call__(self, name: str) -> list[int] | None:
-        shape = self._shape(name)
-        try:
-            return None if shape is None else [self._extent(dim) for dim in shape.split(",")]
-        except KeyError:
-            return None
+        shape = self._table.shape(name, self._axes) if self._table else None
+        return None if shape is None or None in shape else [n for n in shape if n is not None]
 
     def vocabulary(self, name: str) -> bool:
         """True for tensors with a row per word."""
-        return (self._shape(name) or "").startswith("V~P")
-
-    def _shape(self, name: str) -> str | None:
-        return next((shape for rule, shape in self._rules if rule.fullmatch(name)), None)
-
-    def _extent(self, dim: str) -> int:
-        factors = [re.sub(r"\w+:|[()]|~P", "", factor) for factor in dim.strip().split("*")]
-        sums = [[int(n) if n.isdigit() else self._axes[n] for n in f.split("|")] for f in factors]
-        return math.prod(map(sum, sums))
+        rule = self._table.rule_of(name) if self._table else None
+        dimensions = rule.dimensions if rule else None
+        return dimensions is not None and dimensions[:1] == ["V~P"]

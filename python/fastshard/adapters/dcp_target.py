@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._core import Table
 from ..trees import TensorOf, tree
 from .base import Bound, Completed, Source, positive
 from .dcp import chunk_name
@@ -87,7 +88,7 @@ class DcpTarget:
         positive({"--tp": tp, "--pp": pp}, single="--pp")
         return cls(HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp)
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
         return {

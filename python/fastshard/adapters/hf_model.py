@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import companions, layouts, regular
+from .._core import Table
 from ..configs import shown
 from ..discover import Listing
 from ..errors import FastshardError, Finding
@@ -134,7 +134,7 @@ def describe(
     source.axes, source.facts = hf_config.axes_and_facts(config, label, stored)
     source.provable = True
     if prefix != base:
-        source.layout_text = _prefixed(layout, base, prefix)
+        source.table = _prefixed(layout, base, prefix)
     if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
         source.headless = kind.name if kind else "a model without a head, by the names of its tensors"
         source.facts["head"] = any(name.endswith(hf_config.HEADS) for name in stored)
@@ -175,28 +175,29 @@ def _beginning(names: Iterable[str]) -> str | None:
     return found.most_common(1)[0][0] if found else None
 
 
-@functools.cache
-def _of_layers(layout: str) -> re.Pattern[str]:
-    """What a layer's tensors are called in a table, after the layer's number."""
-    found = re.findall(r'^name = ".*?layers\.\{L\}\.(.*)"$', layouts.get(layout), re.MULTILINE)
-    # Alternative spellings are written alike in both.
-    literal = (re.sub(r"\\([(|)])", r"\1", re.escape(name)) for name in found)
-    literal = (re.sub(r"\\\{\w+\\\}", r"\\d+", name) for name in literal)
-    return re.compile(rf"(?:.*\.)?layers\.\d+\.(?:{'|'.join(literal)})")
+def _of_layers(table: Table) -> Table:
+    """The rules of a layer's tensors, their names from ``layers.`` on."""
+    named = ((rule, rule.name.find("layers.{L}.")) for rule in table.rules)
+    return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
 
 
 def _is_of(layout: str, names: Iterable[str]) -> bool:
     """True if the tensors of layers are called as the table calls them, most of them; and if there are none."""
-    layered = [name for name in names if _LAYER.match(name)]
-    fitting = sum(_of_layers(layout).fullmatch(name) is not None for name in layered)
+    rules = _of_layers(layouts.table(layout))
+    layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
+    fitting = sum(rules.rule_of(name) is not None for name in layered)
     return 2 * fitting >= len(layered)
 
 
-def _prefixed(layout: str, base: str, prefix: str) -> str:
+def _prefixed(layout: str, base: str, prefix: str) -> Table:
     """The table with the names as they are stored, so that a merge keeps them."""
+    table = layouts.table(layout)
     outer = prefix.removesuffix(base) if prefix.endswith(base) else ""
-    text = layouts.get(layout).replace('\nname = "', f'\nname = "{outer}')
-    return text.replace(f'\nname = "{outer}{base}', f'\nname = "{prefix}')
+
+    def stored(name: str) -> str:
+        return prefix + name.removeprefix(base) if name.startswith(base) else outer + name
+
+    return table.with_rules([rule.renamed(stored(rule.name)) for rule in table.rules])
 
 
 def _own_head(kind: hf_config.Architecture | None, names: Iterable[str]) -> list[Finding]:

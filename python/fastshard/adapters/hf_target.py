@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from .._core import Table
 from ..errors import FastshardError, Finding
 from ..tokenizer import Tokenizer
 from . import hf_config, maxtext_config, megatron_config, neox_to_hf
@@ -36,7 +37,7 @@ class HfTarget:
         config = source.config or {}
         if source.hf_names:
             layout = hf_config.layout_of(config) if source.no_table is None else None
-            if layout is None or source.headless or source.layout_text:
+            if layout is None or source.headless or source.table is not None:
                 return cls(source, _kept(source), {})
             return cls(source, layout, hf_config.axes_and_facts(config)[1])
         if "features" in source.values and source.family in ("gpt_neox", "llama"):
@@ -73,7 +74,7 @@ class HfTarget:
         """True where no table says what the names mean, so that they stay."""
         return not self.layout
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {"name": self.name} | ({"layout": table, "facts": self.facts} if self.layout else {})
 

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from .. import layouts
+from .._core import Table
 from ..errors import FastshardError, Finding
 from . import maxtext_config
 from .base import Source
-from .jax_layout import MOMENTS, Names, Rule, Rules, dimensions, pattern, place, rules_of, scanned
+from .jax_layout import MOMENTS, Names, Rules, place, scanned
 
 #: dtype and shape by name.
 Arrays = Mapping[str, tuple[str, Sequence[int]]]
@@ -70,7 +71,7 @@ def describe(
     if family is None:
         return
     source.family, source.layout = family, f"maxtext.{family}"
-    text = layouts.get(source.layout)
+    table = layouts.table(source.layout)
     source.axes = maxtext_config.axes_of(config or {}, family)
     source.provable = source.provable or bool(config)
     _facts(source, shapes, config or {}, config_path)
@@ -80,33 +81,31 @@ def describe(
     for where, claim in claims:
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
-    axis, unclear = _scan_axis(text, shapes, source.axes, config or {}) if stacked else (None, None)
-    rules = Rules(text, _names(root, arrays), axis, unclear)
+    axis, unclear = _scan_axis(table, shapes, source.axes, config or {}) if stacked else (None, None)
+    rules = Rules(table, _names(root, arrays), axis, unclear)
     source.rules = rules
     source.moments_named = any(_MOMENT.match(name) for name in arrays)
     # What is merged keeps every name, and needs no axis of the layers.
-    source.layout_text = (
-        f'layout = "{source.layout}"\nfamily = "{family}"\n' if unclear else rules.whole(source.moments_named)
-    )
+    source.table = table.with_rules([]) if unclear else rules.whole(source.moments_named)
     source.values["scan_layers"] = stacked
     if stacked and unclear is None:
         source.values["param_scan_axis"] = axis
     _groups(source, shapes)
 
 
-def _matching(text: str, stacked: bool) -> list[tuple[re.Pattern[str], Rule]]:
-    """Rules of the weights, each with the names that it stands for."""
-    rules = [rule for rule in rules_of(text)[1] if rule["name"].startswith(DECLARED)]
-    # Which axis they are stacked along does not matter for names.
-    named = [scanned(rule, 0)["name"] if stacked else rule["name"] for rule in rules]
-    return [(pattern(name.removeprefix(DECLARED)), rule) for name, rule in zip(named, rules, strict=True)]
+def _weights(table: Table, axis: int | None) -> Table:
+    """The rules of the weights under their names below the root, stacked along an axis where that is given."""
+    rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
+    named = [rule if axis is None else scanned(rule, axis) for rule in rules]
+    return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
 
 
 def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str) -> str | None:
     strange: dict[str, list[str]] = {}
     for family in FAMILIES:
-        rules = _matching(layouts.get(f"maxtext.{family}"), stacked)
-        strange[family] = [name for name in shapes if not any(p.fullmatch(name) for p, _ in rules)]
+        # Which axis they are stacked along does not matter for names.
+        table = _weights(layouts.table(f"maxtext.{family}"), 0 if stacked else None)
+        strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
     if len(fitting) == 1:
         return fitting[0]
@@ -178,23 +177,20 @@ def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
 
 
 def _scan_axis(
-    text: str, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
+    table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
     """The axis of the layers: as the config says, else the one that all shapes fit."""
     stated = maxtext_config.integer(config, "param_scan_axis") if maxtext_config.is_maxtext(config) else None
     if stated is not None:
         return stated, None
-    rules = _matching(text, True)
-    kinds = [(rule, shape) for name, shape in shapes.items() for p, rule in rules if p.fullmatch(name)]
+    ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]
     wrong: dict[int, int] = {}
     told: set[tuple[int, ...]] = set()
     for axis in _SCAN_AXES:
-        places = tuple(
-            place(len(shape) - 1, axis) for rule, shape in kinds if "{L}" in rule["name"] and shape
-        )
+        places = tuple(place(rank - 1, axis) for rank in ranks)
         if places not in told:
             told.add(places)
-            wrong[axis] = _misfits(kinds, axis, axes)
+            wrong[axis] = _weights(table, axis).misfits(dict(shapes), axes)
     best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
     if len(best) == 1 or wrong[best[0]]:
         return best[0], None
@@ -205,26 +201,6 @@ def _scan_axis(
         got=" or ".join(map(str, best)),
         help="give MaxText's yml with --config (it must say param_scan_axis)",
     )
-
-
-def _misfits(kinds: list[tuple[Rule, tuple[int, ...]]], axis: int, axes: dict[str, int]) -> int:
-    """Tensors whose dimensions are not those of the others, were the layers stacked along an axis."""
-    votes: dict[str, Counter[int]] = {}
-    named: list[list[tuple[str, int]]] = []
-    count = 0
-    for rule, shape in kinds:
-        dims = dimensions(scanned(rule, axis)["shape"])
-        if len(dims) != len(shape):
-            count += 1
-            continue
-        pairs = [({"c*t": "d", "V~P": "P"}.get(dim, dim), n) for dim, n in zip(dims, shape, strict=True)]
-        named.append(pairs)
-        for dim, n in pairs:
-            votes.setdefault(dim, Counter())[n] += 1
-    extents = {dim: counted.most_common(1)[0][0] for dim, counted in votes.items()} | axes
-    if "g" in axes and "r" in axes:
-        extents["g*r"] = axes["g"] * axes["r"]
-    return count + sum(any(extents[dim] != n for dim, n in pairs) for pairs in named)
 
 
 def _names(root: str, arrays: Arrays) -> Names:

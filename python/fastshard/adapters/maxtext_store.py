@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._core import Table
 from .base import Bound, Completed
 from .maxtext_target import MaxTextTarget
 from .orbax_target import DICT_KEY, OrbaxTarget
@@ -31,7 +32,7 @@ class MaxTextStore:
         """Name of the layout table."""
         return self.state.layout
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return self.state.request(table)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._core import Table
 from ..errors import FastshardError, Finding
 from . import jax_layout, maxtext_config, maxtext_yml
 from .base import Bound, Completed, Source, positive
@@ -103,13 +104,14 @@ class MaxTextTarget:
         """True: a train state has a step."""
         return True
 
-    def request(self, table: str) -> dict[str, Any]:
-        """The target's side of the core's request, with the text of the table that is derived."""
-        text = jax_layout.table(
+    def request(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request, with the table that is derived."""
+        assert table is not None, "a train state has a layout"
+        derived = jax_layout.table(
             table, self.names, scan=self.scan, optimizer="kept" if self.optimizer else "absent"
         )
         padded = {} if self.multiple is None else {"pad_multiple": self.multiple}
-        return {"name": self.name, "layout": text, "facts": self.facts, **padded}
+        return {"name": self.name, "layout": derived, "facts": self.facts, **padded}
 
     def vocabulary(self, axes: dict[str, int]) -> int:
         """Rows of the embedding."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from .._core import Table
 from ..errors import FastshardError, Finding
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
@@ -104,7 +105,7 @@ class MegatronTarget:
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, whole)
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {
             "name": self.name,

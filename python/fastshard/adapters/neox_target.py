@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from .._core import Table
 from ..configs import shown
 from ..errors import FastshardError, Finding
 from ..trees import TensorOf, tree
@@ -150,7 +151,7 @@ class NeoxTarget:
                     )
         return cls(source, to, pipeline, tp, pp, multiple, layout, facts, whole)
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {
             "name": self.name,

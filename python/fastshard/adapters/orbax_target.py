@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._core import Table
 from ..errors import FastshardError, Finding
 from ..external.dtypes import HELD
 from .base import Bound, Completed, Source
@@ -69,7 +70,7 @@ class OrbaxTarget:
             custom=dict(tree.custom) if tree else {},
         )
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {"name": self.name}
 

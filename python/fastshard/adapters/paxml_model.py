@@ -14,7 +14,7 @@ from .. import layouts
 from ..errors import Finding
 from . import maxtext_config
 from .base import Source
-from .jax_layout import Names, Rules, pattern, rules_of
+from .jax_layout import Names, Rules
 from .maxtext_model import Arrays
 
 ROOT = "mdl_vars.params.lm."
@@ -47,9 +47,8 @@ def describe(
     if not is_train_state(arrays):
         return
     source.framework, source.pass_unknown, source.config = "Paxml", True, config
-    text = layouts.get("paxml.gpt3")
-    named = [pattern(rule["name"]) for rule in rules_of(text)[1]]
-    strange = [name for name in arrays if name.startswith(ROOT) and not any(p.fullmatch(name) for p in named)]
+    table = layouts.table("paxml.gpt3")
+    strange = [name for name in arrays if name.startswith(ROOT) and table.rule_of(name) is None]
     if strange:
         source.findings.append(
             Finding.of(
@@ -65,9 +64,9 @@ def describe(
     source.family, source.layout = "gpt3", "paxml.gpt3"
     source.axes = maxtext_config.axes_of(config or {}, "gpt3")
     source.provable = source.provable or bool(config)
-    source.rules = Rules(text, _names(arrays))
+    source.rules = Rules(table, _names(arrays))
     source.moments_named = any(_MOMENT.match(name) for name in arrays)
-    source.layout_text = source.rules.whole(source.moments_named)
+    source.table = source.rules.whole(source.moments_named)
 
 
 def _names(arrays: Arrays) -> Names:

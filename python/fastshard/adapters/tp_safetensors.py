@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
+from .._core import Rule, Table
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from . import hf_model
@@ -175,7 +175,7 @@ class TpSafetensors:
             source.expected_names = set(dims)
             if source.layout is None:
                 source.layout = source.family = "layout.json"
-                source.layout_text = _own_table(dims, source)
+                source.table = _own_table(dims, source)
                 source.axes = {k: v for k, v in source.axes.items() if k == "P"}
         if source.layout is None and options.layout is None:
             source.findings.append(
@@ -195,14 +195,10 @@ class TpSafetensors:
         return source
 
 
-def _own_table(dims: dict[str, Any], source: Source) -> str:
+def _own_table(dims: dict[str, Any], source: Source) -> Table:
     """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
     padded, vocab = source.axes.get("P"), source.vocab_size
     rows = [n for n, d in dims.items() if d == 0 and _VOCABULARY.search(n)] if padded and vocab else []
     source.generic = [(name, dim) for name, dim in dims.items() if name not in rows]
-    table = 'layout = "layout.json"\nfamily = "layout.json"\nvocab = "V"\n[shard]\ntp = ["V~P"]\n'
-    for i, name in enumerate(rows):
-        if any(c in name for c in "{}()|"):
-            raise FastshardError.of("FS211", "layout.json: a name with pattern characters", tensor=name)
-        table += f'[[tensor]]\nname = {json.dumps(name)}\nshape = "[V~P, H{i}]"\n'
-    return table
+    rules = [Rule.literal(name, f"[V~P, H{i}]", name) for i, name in enumerate(rows)]
+    return Table.of("layout.json", "V", {"tp": ["V~P"]}, rules)

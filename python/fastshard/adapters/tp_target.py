@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from .._core import Table
 from .base import Bound, Completed, Source, positive
 from .hf_target import HfTarget
 
@@ -39,7 +40,7 @@ class TpTarget:
             HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE
         )
 
-    def request(self, table: str) -> dict[str, Any]:
+    def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         multiple = self.multiple * self.tp
         return {

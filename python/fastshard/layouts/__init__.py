@@ -12,9 +12,11 @@ from importlib import resources
 from .. import _core, regular
 from ..errors import from_core
 
-__all__ = ["family", "get", "names", "register"]
+__all__ = ["family", "get", "names", "register", "table"]
 
 _registered: dict[str, str] = {}
+#: Those that were parsed, by name.
+_parsed: dict[str, _core.Table] = {}
 
 
 def register(source: str | os.PathLike[str]) -> str:
@@ -32,11 +34,11 @@ def register(source: str | os.PathLike[str]) -> str:
     given = isinstance(source, str) and "\n" in source
     text = str(source) if given else regular.read_text(source, regular.MAX_CONFIG, code="FS211")
     try:
-        name, _family = _core.check_layout(text)
+        table = _core.Table(text)
     except _core.CoreError as error:
         raise from_core(error) from None
-    _registered[name] = text
-    return name
+    _registered[table.name], _parsed[table.name] = text, table
+    return table.name
 
 
 def get(name: str) -> str:
@@ -59,7 +61,18 @@ def family(name: str) -> str:
     Raises:
         KeyError: if there is none of that name.
     """
-    return _core.check_layout(get(name))[1]
+    return table(name).family
+
+
+def table(name: str) -> _core.Table:
+    """A table, parsed: what looks names up in it or makes others of it does so on its rules, not on its text.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    if name not in _parsed:
+        _parsed[name] = _core.Table(get(name))
+    return _parsed[name]
 
 
 def names() -> list[str]:

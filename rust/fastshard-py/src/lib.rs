@@ -5,6 +5,7 @@
 
 mod calls;
 mod stores;
+mod tables;
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{IntoRawFd, RawFd};
@@ -135,19 +136,12 @@ impl Catalog {
     /// A plan with the open files that it reads.
     fn with_files(&self, planned: fastshard::request::Planned) -> Plan {
         // The plan's sources are the catalog's files in the order in which units named them.
-        let files = planned
-            .plan
-            .sources
-            .iter()
-            .filter_map(|s| {
-                self.inner
-                    .files
-                    .iter()
-                    .flatten()
-                    .find(|f| f.path == s.path && f.root == s.root)
-                    .map(|f| f.source.clone())
-            })
-            .collect();
+        let held =
+            self.inner.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
+        let held: HashMap<_, _> = held.collect();
+        let sources = planned.plan.sources.iter();
+        let files =
+            sources.filter_map(|s| held.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
         Plan {
             plan: Arc::new(planned.plan),
             findings: planned.findings,
@@ -266,8 +260,21 @@ impl Catalog {
         self.inner.within(memory).map_err(raise)
     }
 
-    fn plan(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(unusable)?;
+    #[pyo3(signature = (request, source=None, target=None))]
+    fn plan(
+        &self,
+        py: Python<'_>,
+        request: &str,
+        source: Option<PyRef<'_, tables::Table>>,
+        target: Option<PyRef<'_, tables::Table>>,
+    ) -> PyResult<Plan> {
+        let mut request: Request = serde_json::from_str(request).map_err(unusable)?;
+        if let Some(table) = source {
+            request.source.layout = Some(Arc::clone(&table.inner));
+        }
+        if let (Some(side), Some(table)) = (&mut request.target, target) {
+            side.layout = Some(Arc::clone(&table.inner));
+        }
         let catalog = Arc::clone(&self.inner);
         let planned = py.detach(move || fastshard::request::plan(&catalog, &request)).map_err(raise)?;
         Ok(self.with_files(planned))
@@ -408,6 +415,8 @@ impl Plan {
             "axes": plan.axes,
             "texts": plan.texts.keys().collect::<Vec<_>>(),
             "value_ops": Manifest::ops_of(plan),
+            "changes": plan.changes(),
+            "read_amplification": plan.read_amplification(),
             "decoding": decoding(plan),
         }))
     }
@@ -678,13 +687,6 @@ fn manifest_entry(py: Python<'_>, root: PathBuf, name: &str) -> PyResult<String>
     to_json(&py.detach(|| verify::entry(&root, name)).map_err(raise)?)
 }
 
-/// Parses a layout table; raises `CoreError` if it is not valid.
-#[pyfunction]
-fn check_layout(text: &str) -> PyResult<(String, String)> {
-    let table = fastshard::layout::table::Table::parse(text).map_err(raise)?;
-    Ok((table.name, table.family))
-}
-
 /// The edges between the bins of a histogram, ascending.
 #[pyfunction]
 fn histogram_edges() -> Vec<f64> {
@@ -705,12 +707,13 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Catalog>()?;
     m.add_class::<Plan>()?;
     m.add_class::<ResultWriter>()?;
+    m.add_class::<tables::Table>()?;
+    m.add_class::<tables::Rule>()?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_files, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
-    m.add_function(wrap_pyfunction!(check_layout, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;

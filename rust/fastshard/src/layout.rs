@@ -2,9 +2,10 @@
 //!
 //! A [`table::Table`] declares stored tensors over the family's canonical tensors by named axes.
 //! [`bind`] fixes the axes from shapes and configs, [`resolve`] turns a checkpoint's tensors into
-//! boxes of canonical tensors, and [`crate::compose`] meets two such sets.
+//! boxes of canonical tensors, [`derive`] makes tables of tables, and [`crate::compose`] meets two such sets.
 
 pub mod bind;
+pub mod derive;
 pub mod expr;
 pub mod names;
 pub mod resolve;

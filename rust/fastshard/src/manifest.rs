@@ -183,7 +183,14 @@ impl Manifest {
         plan.outputs
             .iter()
             .filter_map(|o| {
-                o.parts.iter().find(|p| !p.ops.is_empty()).map(|p| (o.name.clone(), p.ops.clone()))
+                let mut ops: Vec<Op> = Vec::new();
+                let all = o.parts.iter().flat_map(|part| &part.ops);
+                all.for_each(|op| {
+                    if !ops.contains(op) {
+                        ops.push(*op)
+                    }
+                });
+                (!ops.is_empty()).then(|| (o.name.clone(), ops))
             })
             .collect()
     }

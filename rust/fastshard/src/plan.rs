@@ -3,7 +3,7 @@
 //! A plan is a document. It can be printed, compared and digested; the digest names the run. The
 //! engine executes nothing else.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -493,6 +493,67 @@ impl Plan {
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|f| f.size).sum::<u64>()
             + self.texts.values().map(|t| t.len() as u64).sum::<u64>()
+    }
+
+    /// What is done to values, in words, and to how many outputs: value ops, casts, sums and means of several sources,
+    /// scales of quantised tensors. Empty where every bit is kept.
+    pub fn changes(&self) -> BTreeMap<String, u64> {
+        let mut all: BTreeMap<String, u64> = BTreeMap::new();
+        for output in &self.outputs {
+            let mut here: BTreeSet<String> = BTreeSet::new();
+            for part in &output.parts {
+                here.extend(part.ops.iter().map(|op| match op {
+                    Op::Scale(factor) => format!("scale {factor}"),
+                    Op::Add(term) => format!("add {term}"),
+                }));
+                match part.combine {
+                    Combine::Mean if part.sources.len() > 1 => drop(here.insert("mean of replicas".into())),
+                    Combine::Sum if part.sources.len() > 1 => drop(here.insert("sum over ranks".into())),
+                    _ => {}
+                }
+                for stored in part.sources.iter().map(|&source| &self.stored[source as usize]) {
+                    if stored.scale.is_some() {
+                        here.insert(format!("values of {} by scales", stored.dtype));
+                    } else if stored.dtype != output.dtype {
+                        here.insert(format!("cast {} to {}", stored.dtype, output.dtype));
+                    }
+                }
+            }
+            here.into_iter().for_each(|change| *all.entry(change).or_default() += 1);
+        }
+        all
+    }
+
+    /// Bytes that are read for each byte of the stored tensors that anything is made of: what several outputs take, or what is
+    /// compared with a tensor that has been read, is read again.
+    pub fn read_amplification(&self) -> f64 {
+        let mut looked_at: BTreeSet<u32> = BTreeSet::new();
+        let mut read = 0u64;
+        let mut take = |stored: u32, elements: u64| {
+            looked_at.insert(stored);
+            read = read
+                .saturating_add(elements.saturating_mul(self.stored[stored as usize].dtype.size() as u64));
+        };
+        for part in self.outputs.iter().flat_map(|output| &output.parts) {
+            for &source in &part.sources {
+                take(source, part.volume());
+                self.stored[source as usize].twins.iter().for_each(|twin| take(*twin, part.volume()));
+            }
+        }
+        for pad in &self.pads {
+            take(pad.stored, pad.axes.iter().map(|axis| axis.n).product());
+        }
+        for &(first, copy) in &self.copies {
+            for stored in [first, copy] {
+                take(stored, element_count(&self.stored[stored as usize].shape).unwrap_or(0));
+            }
+        }
+        let held: u64 = looked_at.iter().map(|stored| self.stored[*stored as usize].nbytes()).sum();
+        if held == 0 {
+            1.0
+        } else {
+            read as f64 / held as f64
+        }
     }
 
     /// Checks what the engine relies on, wherever the plan came from: indices, bounds, and that each

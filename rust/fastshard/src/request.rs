@@ -1,8 +1,9 @@
 //! From a declaration to a plan: what an adapter says of a checkpoint, put to the layout engine.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 mod assembled;
 mod lookalikes;
@@ -56,9 +57,9 @@ pub struct Request {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSide {
-    /// Layout table, TOML text; none for tensors that are whole as they are.
-    #[serde(default)]
-    pub layout: Option<String>,
+    /// Layout table (TOML text in JSON); none for tensors that are whole as they are.
+    #[serde(default, deserialize_with = "parsed")]
+    pub layout: Option<Arc<Table>>,
     /// Rules for single tensors, from a `layout.json`: name and the dimension split over tp.
     #[serde(default)]
     pub generic: Vec<(String, Option<usize>)>,
@@ -138,9 +139,9 @@ pub struct UnitSide {
 pub struct TargetSide {
     /// Name for the plan and the manifest, e.g. `hf`.
     pub name: String,
-    /// Layout table, TOML text; none to keep the source's names and shapes.
-    #[serde(default)]
-    pub layout: Option<String>,
+    /// Layout table (TOML text in JSON); none to keep the source's names and shapes.
+    #[serde(default, deserialize_with = "parsed")]
+    pub layout: Option<Arc<Table>>,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -220,14 +221,18 @@ fn believable(request: &Request) -> Result<()> {
     Ok(())
 }
 
+fn parsed<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<Option<Arc<Table>>, D::Error> {
+    let text = Option::<String>::deserialize(text)?;
+    text.map(|text| Table::parse(&text).map(Arc::new).map_err(serde::de::Error::custom)).transpose()
+}
+
 /// Makes a plan of a catalog by a request.
 ///
 /// # Errors
 /// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
 pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
-    let mut table = request.source.layout.as_deref().map_or_else(|| Ok(Table::generic()), Table::parse)?;
-    let mut target_table =
-        request.target.as_ref().and_then(|t| t.layout.as_deref()).map(Table::parse).transpose()?;
+    let mut table = request.source.layout.as_deref().map_or_else(Table::generic, Table::clone);
+    let mut target_table = request.target.as_ref().and_then(|t| t.layout.as_deref()).cloned();
     if let Some(target) = &target_table {
         if target.family != table.family {
             return Err(Finding::new(

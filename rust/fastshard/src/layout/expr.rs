@@ -199,6 +199,23 @@ fn stored<'a>(name: &'a str, padded: &'a Option<String>) -> &'a str {
     padded.as_deref().unwrap_or(name)
 }
 
+/// A product as it is written, without spaces.
+pub fn written(factors: &[Factor]) -> String {
+    let factor = |factor: &Factor| match factor {
+        Factor::Axis { name, padded: None } => name.clone(),
+        Factor::Axis { name, padded: Some(padded) } => format!("{name}~{padded}"),
+        Factor::Alternatives(all) => {
+            let all: Vec<String> =
+                all.iter().map(|(tag, inner)| format!("{tag}:{}", written(inner))).collect();
+            format!("({})", all.join("|"))
+        }
+    };
+    match factors {
+        [] => "1".into(),
+        factors => factors.iter().map(factor).collect::<Vec<_>>().join("*"),
+    }
+}
+
 /// The extent of a product under `extents`, or `None` if an axis is unbound or it overflows.
 pub fn product(factors: &[Factor], derived: &Derived, extents: &Extents) -> Option<u64> {
     factors.iter().try_fold(1u64, |n, factor| {

@@ -94,6 +94,12 @@ impl Scale {
         Ok(Scale { constant: 1.0, axis: Some((expr::parse_dim(&axis)?, power)) })
     }
 
+    /// The factor to a power.
+    pub fn to_the(&self, power: f64) -> Scale {
+        let axis = self.axis.as_ref().map(|(dim, own)| (dim.clone(), own * power));
+        Scale { constant: self.constant.powf(power), axis }
+    }
+
     /// The factor under the given extents, or `None` if its axis is unbound.
     pub fn value(&self, derived: &Derived, extents: &Extents) -> Option<f64> {
         match &self.axis {
@@ -252,6 +258,10 @@ fn bad(table: &str, message: String) -> Error {
         .into()
 }
 
+fn bad_rule(table: &str, rule: &str, message: String) -> Error {
+    bad(table, format!("tensor {rule:?}: {message}"))
+}
+
 impl Table {
     /// Parses and checks a table.
     ///
@@ -281,8 +291,7 @@ impl Table {
         check_derived(&derived).map_err(fail)?;
         // A shard map names the factor as it stands in the shapes; what is divided is its stored extent.
         let stored = |map: &ShardMap| -> ShardMap {
-            let strip = |a: &String| a.rsplit('~').next().unwrap_or(a).trim().to_string();
-            map.iter().map(|(k, v)| (k.clone(), v.iter().map(strip).collect())).collect()
+            map.iter().map(|(k, v)| (k.clone(), v.iter().map(|a| stored_axis(a)).collect())).collect()
         };
         let mut shards = BTreeMap::from([(String::new(), stored(&raw.shard))]);
         shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
@@ -304,46 +313,19 @@ impl Table {
 
         let mut entries = Vec::with_capacity(raw.tensor.len());
         for entry in &raw.tensor {
-            let fail = |message: String| bad(&raw.layout, format!("tensor {:?}: {message}", entry.name));
-            let name = Pattern::parse(&entry.name).map_err(fail)?;
-            let when =
-                entry.when.as_deref().map(Condition::parse).transpose().map_err(fail)?.unwrap_or_default();
+            let fail = |message: String| bad_rule(&raw.layout, &entry.name, message);
             let shape = entry.shape.as_deref().map(expr::parse_shape).transpose().map_err(fail)?;
-            let Some(shards) = shards.get(&entry.class) else {
-                return Err(fail(format!("there is no [class.{}]", entry.class)));
-            };
-            match (&shape, &entry.ignore) {
-                (None, None) => return Err(fail("it needs a shape, or `ignore` with a reason".into())),
-                (_, Some(reason)) if reason.trim().is_empty() => {
-                    return Err(fail("`ignore` needs a reason".into()))
-                }
-                _ => {}
-            }
-            let canonical = entry.canonical.clone().unwrap_or_else(|| entry.name.clone());
-            if let Some(shape) = &shape {
-                let padded = shape.dims.iter().find_map(|dim| {
-                    padded_in(dim, &|a, p| derived.contains_key(a) || derived.contains_key(p))
-                });
-                if let Some(axis) = padded {
-                    return Err(fail(format!("{axis}: a derived axis cannot be padded")));
-                }
-                check_shape(shape, &name, &canonical, &derived, shards).map_err(fail)?;
-            }
-            if let Some(dimension) = &entry.partial {
-                if !shards.contains_key(dimension) {
-                    return Err(fail(format!(
-                        "partial = {dimension:?} is not a parallel dimension in [shard]"
-                    )));
-                }
-            }
-            if !entry.add.is_finite() {
-                return Err(fail("add must be finite".into()));
-            }
             entries.push(Entry {
-                name,
+                name: Pattern::parse(&entry.name).map_err(fail)?,
                 shape,
-                canonical,
-                when,
+                canonical: entry.canonical.clone().unwrap_or_else(|| entry.name.clone()),
+                when: entry
+                    .when
+                    .as_deref()
+                    .map(Condition::parse)
+                    .transpose()
+                    .map_err(fail)?
+                    .unwrap_or_default(),
                 optional: entry.optional,
                 partial: entry.partial.clone(),
                 ignore: entry.ignore.clone(),
@@ -359,7 +341,7 @@ impl Table {
             let when = t.when.as_deref().map(Condition::parse).transpose().map_err(fail)?.unwrap_or_default();
             tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
         }
-        Ok(Table {
+        let table = Table {
             name: raw.layout,
             family: raw.family,
             vocab: raw.vocab,
@@ -369,7 +351,47 @@ impl Table {
             divided: HashSet::new(),
             entries,
             tied,
-        })
+        };
+        table.entries.iter().try_for_each(|entry| table.check(entry))?;
+        Ok(table)
+    }
+
+    /// Checks a rule as far as that can be done without a checkpoint.
+    ///
+    /// # Errors
+    /// `FS210` naming it.
+    pub(super) fn check(&self, entry: &Entry) -> Result<()> {
+        let fail = |message: String| bad_rule(&self.name, entry.name.text(), message);
+        let Some(shards) = self.shards.get(&entry.class) else {
+            return Err(fail(format!("there is no [class.{}]", entry.class)));
+        };
+        match (&entry.shape, &entry.ignore) {
+            (None, None) => return Err(fail("it needs a shape, or `ignore` with a reason".into())),
+            (_, Some(reason)) if reason.trim().is_empty() => {
+                return Err(fail("`ignore` needs a reason".into()))
+            }
+            _ => {}
+        }
+        if let Some(shape) = &entry.shape {
+            let derived = &self.derived;
+            let padded = shape
+                .dims
+                .iter()
+                .find_map(|dim| padded_in(dim, &|a, p| derived.contains_key(a) || derived.contains_key(p)));
+            if let Some(axis) = padded {
+                return Err(fail(format!("{axis}: a derived axis cannot be padded")));
+            }
+            check_shape(shape, &entry.name, &entry.canonical, derived, shards).map_err(fail)?;
+        }
+        if let Some(dimension) = &entry.partial {
+            if !shards.contains_key(dimension) {
+                return Err(fail(format!("partial = {dimension:?} is not a parallel dimension in [shard]")));
+            }
+        }
+        if !entry.add.is_finite() {
+            return Err(fail("add must be finite".into()));
+        }
+        Ok(())
     }
 
     /// Takes the derived and fixed axes of another table of the family that this one does not have: where
@@ -419,6 +441,11 @@ impl Table {
         let map = self.shards.get(class)?;
         map.iter().find(|(_, axes)| axes.iter().any(|a| a == axis)).map(|(dimension, _)| dimension.as_str())
     }
+}
+
+/// The stored extent's name of an axis as it stands in a shape: `P` of `V~P`.
+pub(super) fn stored_axis(axis: &str) -> String {
+    axis.rsplit('~').next().unwrap_or(axis).trim().to_string()
 }
 
 /// The first padded axis of a product that `wanted` accepts, by its real and stored names.
