@@ -15,6 +15,7 @@ from fastshard.sizes import parse_size
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 MEMORY = "2GiB"
 TP1 = FIXTURES / "gpt_neox/neox_pp_tp1"
@@ -149,6 +150,26 @@ def test_difference_is_measured(tmp_path: Path) -> None:
     assert found.std == pytest.approx((float((values**2).sum()) / count - mean**2) ** 0.5)
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "largest"),
+    [
+        (torch.tensor([2**60, 5]), torch.tensor([2**60 + 1, 5]), 1.0),
+        (torch.tensor([-(2**63), 5]), torch.tensor([2**63 - 1, 5]), 2.0**64),
+        (torch.tensor([3 + 4j, 1j]), torch.tensor([3 + 0j, 1j]), 4.0),
+        (torch.tensor([1j, 1j]), torch.tensor([1j, 1 + 1j]), 1.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+        (torch.tensor([2**63, 7], dtype=torch.uint64), torch.tensor([2**63 + 2, 7], dtype=torch.uint64), 2.0),
+    ],
+)
+def test_differences_of_whole_and_complex_numbers_are_exact(
+    one: torch.Tensor, two: torch.Tensor, largest: float, tmp_path: Path
+) -> None:
+    for name, tensor in (("one", one), ("two", two)):
+        save_file({"w": tensor}, tmp_path / f"{name}.safetensors")
+    (found,) = fastshard.diff(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    assert (found.kind, found.differing, found.largest) == ("values", 1, largest)
+
+
 def test_tensor_that_one_side_lacks(tmp_path: Path) -> None:
     fastshard.merge(HF, tmp_path / "out", exclude=["model.norm.weight"], memory=MEMORY)
     (tmp_path / "out/config.json").unlink()
@@ -207,7 +228,6 @@ ignore = "left over"
 
 
 def write_mine(root: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import save_file
 
     root.mkdir()
     full = {f"{n}.{i}": torch.randn(*s) for i in range(2) for n, s in (("up", (8, 4)), ("down", (4, 8)))}

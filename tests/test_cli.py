@@ -13,7 +13,7 @@ import fastshard
 import jsonschema
 import pytest
 from fastshard.errors import CODES
-from helpers import HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
+from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
 
 COMMANDS = {
     "inspect": lambda tmp: ("inspect", NEOX),
@@ -187,3 +187,23 @@ def test_locale_without_utf8_is_no_crash(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_plan_names_every_change_of_values() -> None:
+    plan = ("plan", FIXTURES / "maxtext_twins/a_mt_f32_scan", "--to", "hf")
+    for options, ops in (((), {"scale 4"}), (("--dtype", "bf16"), {"scale 4", "cast F32 to BF16 (30)"})):
+        ran = cli(*plan, *options, json_output=False)
+        (row,) = [line for line in ran.out.splitlines() if line.startswith("value ops")]
+        assert {op for op in ("scale 4", "cast F32 to BF16 (30)", "add") if op in row} == ops, row
+    assert "none: every bit is kept" in cli("plan", HF, "--dtype", "bf16", json_output=False).out
+
+
+def test_a_plan_tells_how_often_bytes_are_read() -> None:
+    """By the shapes: what one rank holds of a divided tensor is read once, a copy for each rank as often as there are ranks."""
+    merge = cli("plan", HF).doc["read_amplification"]
+    assert merge == 1.0 and "reads      1 x" in cli("plan", HF, json_output=False).out
+    tensors = fastshard.open(HF)
+    divided = cli("plan", HF, "--to", "tp-safetensors", "--tp", 2)
+    again = sum(t.nbytes for name, t in tensors.items() if "norm" in name)
+    whole = sum(t.nbytes for t in tensors.values())
+    assert divided.code == 0 and divided.doc["read_amplification"] == pytest.approx((whole + again) / whole)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import _core, budget, published, regular
 from .checkpoint import Checkpoint
@@ -330,17 +331,32 @@ def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
 _CHUNK = 16 << 20
 
 
+def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        # Of int64 and uint64 numpy would make floats.
+        unequal = (
+            (a != b)
+            if a.dtype.kind == b.dtype.kind
+            else (a < 0) | (b < 0) | (a.astype("u8") != b.astype("u8"))
+        )
+        delta: NDArray[Any] = np.zeros(a.shape)
+        delta[unequal] = (a[unequal].astype(object) - b[unequal].astype(object)).astype(np.float64)
+        return unequal, delta
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    p, q = a.astype(wide), b.astype(wide)
+    delta = np.abs(p - q) if wide is np.complex128 else p - q
+    return ~((p == q) | (np.isnan(p) & np.isnan(q))), delta
+
+
 def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
-    """Figures of the difference, in bounded memory."""
+    """Figures of the difference, in bounded memory. Of complex numbers it is the distance of the two."""
     rows = x.shape[0] if x.shape else 1
     step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
     differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0
     for start in range(0, rows, step):
-        p, q = (
-            (t[start : start + step] if t.shape else t.numpy()).astype(np.float64).ravel() for t in (x, y)
-        )
-        delta = p - q
-        unequal = ~((p == q) | (np.isnan(p) & np.isnan(q)))
+        a, b = ((t[start : start + step] if t.shape else t.numpy()).ravel() for t in (x, y))
+        unequal, delta = _apart(a, b)
         differing += int(unequal.sum())
         finite = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
         largest = max(largest, float(finite.max(initial=0.0)))

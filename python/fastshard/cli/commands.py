@@ -178,13 +178,11 @@ def plan(a: argparse.Namespace) -> Outcome:
         "summary": summary,
         "space": {"needed": summary["bytes"], "free_here": free},
         "memory": {"budget": memory, "baseline": _core.anonymous_memory(), "threads": _threads(a)},
-        "read_amplification": 1.0,
+        "read_amplification": summary["read_amplification"],
     }
     if a.verbose or a.json:
         document["plan"] = made.to_dict()
-    ops = sorted(
-        {f"{next(iter(op))} {next(iter(op.values()))}" for v in summary["value_ops"].values() for op in v}
-    )
+    changes = [f"{change} ({count})" for change, count in summary["changes"].items()]
     rows = [
         ("target", made.target),
         ("digest", made.digest),
@@ -199,16 +197,16 @@ def plan(a: argparse.Namespace) -> Outcome:
             + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else ""),
         ),
         ("dtypes", ", ".join(f"{d} x {n}" for d, (n, _) in summary["dtypes"].items()) or "-"),
-        (
-            "value ops",
-            ", ".join(ops) or "none: every bit is kept" if a.dtype == "keep" else f"cast to {a.dtype}",
-        ),
+        ("value ops", ", ".join(changes) or "none: every bit is kept"),
         ("space", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
         (
             "memory",
             f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {_threads(a)} threads)",
         ),
-        ("reads", "each source byte once, replicas and checksums included"),
+        (
+            "reads",
+            f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums included",
+        ),
     ]
     if decoding := summary["decoding"]:
         beyond = decoding["live"] > memory
