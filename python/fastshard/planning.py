@@ -188,7 +188,7 @@ def make_plan(
         planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")]
     findings += planned if source.rules is None else _grouped(planned)
     if dtype != "keep":
-        findings += _quantised(core, dtype)
+        findings += _quantised(core, dtype, opened.source.config)
     if not source.provable:
         findings.append(
             Finding.of(
@@ -202,7 +202,10 @@ def make_plan(
     summary = json.loads(core.summary())
     findings += _words(source, summary["axes"], tokenizer)
     dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
-    main = _TORCH_DTYPES[max(dtypes, key=lambda d: dtypes[d])] if dtypes else None
+    masters = source.masters and (weights or source.weights) == "masters"
+    # Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
+    weight = {d: (_TORCH_DTYPES[d] == "float32" if masters else False, n) for d, n in dtypes.items()}
+    main = _TORCH_DTYPES[max(weight, key=lambda d: weight[d])] if weight else None
     if target is not None and not any(f.severity == "error" for f in findings):
         bound = Bound(
             axes=summary["axes"],
@@ -224,9 +227,11 @@ def make_plan(
             f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
         ]
     if (to is None or getattr(target, "keeps_names", False)) and source.hf_names and source.config:
-        cast = dtype != "keep" or (source.masters and (weights or source.weights) == "masters")
-        # With the old one transformers would cast the tensors back, or take them for quantised ones.
-        config = hf_config.with_dtype(source.config, main) if cast else source.config
+        config = hf_config.with_rows(source.config, summary["axes"].get("V"))
+        # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
+        # saved is as its config says.
+        if dtype != "keep" or masters or not (source.saved_whole or hf_config.dtype_of(config) is None):
+            config = hf_config.with_dtype(config, main)
         if config != opened.source.config or (to is not None and source.config_file is None):
             request["texts"] = {
                 **request.get("texts", {}),
@@ -324,9 +329,23 @@ def _grouped(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.code != "FS212"] + notes
 
 
-def _quantised(core: _core.Plan, dtype: str) -> list[Finding]:
-    """8-bit floats whose scales were not found would be kept as they are, which is not what was asked for."""
-    stored = [(name, kind) for name, kind, *_ in core.outputs() if kind.startswith("F8_")]
+def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> list[Finding]:
+    """What is stored quantised and has no scales that are understood would be kept as it is, which is not what was asked for."""
+    outputs = core.outputs()
+    method = hf_config.quantised_by(config or {})
+    packed = [(n, kind) for n, kind, shape, *_ in outputs if kind[0] in "IU" and len(shape) > 1]
+    if method and packed:
+        return [
+            Finding.of(
+                "FS514",
+                f"{len(packed)} tensors hold packed weights (quantization_config: {method}), whose values are not computed here",
+                tensor=packed[0][0],
+                expected=f"floats that can be cast to {dtype}",
+                got=packed[0][1],
+                help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
+            )
+        ]
+    stored = [(name, kind) for name, kind, *_ in outputs if kind.startswith("F8_")]
     if not stored:
         return []
     name, kind = stored[0]

@@ -262,6 +262,8 @@ class Source:
     provable: bool = False
     #: Names in the files are those of Hugging Face.
     hf_names: bool = False
+    #: The files are what ``save_pretrained`` writes: their config describes them.
+    saved_whole: bool = False
     findings: list[Finding] = field(default_factory=list)
     #: Errors about single tensors: notes where these are not asked for.
     of_tensors: list[Finding] = field(default_factory=list)
@@ -361,10 +363,19 @@ class Source:
         return replace(
             self,
             assembled=kept,
-            table=None,
+            table=self._table_below(),
             weights_prefix="",
             findings=[*self.findings, note],
         )
+
+    def _table_below(self) -> Table | None:
+        """The table with names as they are below the prefix; None for the one that is called so anyhow."""
+        if self.table is None or self.layout is None:
+            return None
+        usual = layouts.table(self.layout)
+        rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
+        same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
+        return None if same else self.table.with_rules(rules)
 
     def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
         """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""

@@ -274,6 +274,7 @@ class HuggingFace:
             pass_unknown=True,
             layers_may_repeat=True,
             hf_names=True,
+            saved_whole=True,
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,
         )

@@ -230,6 +230,24 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
+def quantised_by(config: dict[str, Any]) -> str | None:
+    """The method by which a model's weights are quantised, as its config states it; None for plain weights."""
+    stated = config.get("quantization_config")
+    return shown(stated.get("quant_method")) if isinstance(stated, dict) else None
+
+
+def dtype_of(config: dict[str, Any]) -> Any:
+    """The dtype that a config states for the weights; None for none."""
+    return config.get("dtype", config.get("torch_dtype"))
+
+
+def with_rows(config: dict[str, Any], rows: int | None) -> dict[str, Any]:
+    """The config with the rows of the vocabulary that are written, where it states any."""
+    if rows is None or not isinstance(config.get("vocab_size"), int) or config["vocab_size"] == rows:
+        return config
+    return {**config, "vocab_size": rows}
+
+
 def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """The config with the weights' dtype, by its torch name."""
     if not dtype:

@@ -106,6 +106,15 @@ def describe(
     if config is None or not (source.hf_names or config.keys() & _TELLING):
         return
     label = None if path is None else _label(listing, path)
+    if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
+        raise FastshardError.of(
+            "FS211",
+            "a config of transformers that is no model's",
+            file=label,
+            expected="model_type or architectures",
+            got="neither",
+            help="give the model's config.json; generation_config.json says nothing of the model",
+        )
     source.config, source.config_file = config, path
     apart = tuple(source.other_prefixes)
     names = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +12,16 @@ from .._core import Table
 from ..errors import FastshardError, Finding
 from ..tokenizer import Tokenizer
 from . import hf_config, maxtext_config, megatron_config, neox_to_hf
-from .base import Bound, Completed, Source
+from .base import Bound, Completed, Source, is_state
 from .hf_model import wrapped
 
+#: What trainers call the model that they hold, and no model of transformers a part of itself.
+_HOLDERS = {
+    "net", "network", "actor", "policy", "critic", "student", "teacher", "ema", "ema_model", "model_ema", "state_dict", "app",
+    "wrapped", "inner_model",
+}  # fmt: skip
+#: What a whole model has at its top, below another key.
+_WHOLE_BELOW = re.compile(r"model\.(lm_head|embed_out|model|transformer|score)\.")
 #: Layouts whose config is MaxText's.
 _JAX = ("maxtext.llama", "maxtext.gpt3", "paxml.gpt3")
 
@@ -37,7 +46,8 @@ class HfTarget:
         config = source.config or {}
         if source.hf_names:
             layout = hf_config.layout_of(config) if source.no_table is None else None
-            if layout is None or source.headless or source.table is not None:
+            quantised = hf_config.quantised_by(config) is not None
+            if layout is None or source.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
             return cls(source, layout, hf_config.axes_and_facts(config)[1])
         if "features" in source.values and source.family in ("gpt_neox", "llama"):
@@ -101,7 +111,7 @@ class HfTarget:
             return [], {}, [_unproven(self.source, bound)]
         config, assumed = self.config(bound.axes)
         if not self.source.hf_names:
-            config, told = _special_tokens(config, bound.tokenizer, self.source)
+            config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
         text = json.dumps(hf_config.with_dtype(config, bound.dtype), indent=2) + "\n"
         return [], {"config.json": text}, assumed
@@ -143,15 +153,21 @@ def _changed(why: str) -> FastshardError:
 
 def _why(source: Source) -> str:
     """Why the names of a model of Hugging Face stay."""
-    if source.no_table is None and source.headless is None:
-        return "the model lies below names of its own"
-    return source.no_table or f"architectures says {source.headless}"
+    if source.no_table is not None:
+        return source.no_table
+    if source.headless is not None:
+        return f"architectures says {source.headless}"
+    if (method := hf_config.quantised_by(source.config or {})) is not None:
+        return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
+    return "the model lies below names of its own"
 
 
 def _unproven(source: Source, bound: Bound) -> Finding:
     """What is not proven of names that stay."""
     if (changed := wrapped(bound.shapes)) is not None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
+    if (name := _held(source, bound.shapes)) is not None:
+        raise _changed(f"the model lies below a trainer's own key ({name})")
     return Finding.of(
         "FS109",
         f"{_why(source)}: names and shapes stay as they are stored, and no table says that they are the model's",
@@ -159,8 +175,22 @@ def _unproven(source: Source, bound: Bound) -> Finding:
     )
 
 
+def _held(source: Source, names: Iterable[str]) -> str | None:
+    """A name by which the model lies below a key that transformers knows nothing of; None if there is none."""
+    weights = [name for name in names if not is_state(name)]
+    kept = next((name for name in weights if name.partition(".")[0] in _HOLDERS), None)
+    if kept is None:
+        # Only a whole model has these, and none calls itself so.
+        kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
+    known = source.table is not None and source.headless is None
+    if kept is None and known and "auto_map" not in (source.config or {}):
+        # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
+        kept = next(iter(weights), None)
+    return kept
+
+
 def _special_tokens(
-    config: dict[str, Any], tokenizer: Tokenizer | None, source: Source
+    config: dict[str, Any], tokenizer: Tokenizer | None, source: Source, rows: int | None
 ) -> tuple[dict[str, Any], list[Finding]]:
     """A config that nobody else has written, with the ids that its tokenizer gives its special tokens: transformers
     has defaults of its own, by which a model generates past the end."""
@@ -169,7 +199,20 @@ def _special_tokens(
     special = dict(tokenizer.special or {})
     if source.framework == "GPT-NeoX" and tokenizer.end_of_document is not None:
         special.setdefault("eos_token_id", tokenizer.end_of_document)
+    beyond = {key: number for key, number in special.items() if rows is not None and number >= rows}
+    special = {key: number for key, number in special.items() if key not in beyond}
     notes = [
+        Finding.of(
+            "FS109",
+            f"config: {key} is left out: the tokenizer's has no row",
+            severity="note",
+            file="config.json",
+            expected=f"an id below {rows}",
+            got=str(number),
+        )
+        for key, number in beyond.items()
+    ]
+    notes += [
         Finding.of(
             "FS109",
             f"config: {key} is the tokenizer's",
