@@ -215,3 +215,15 @@ def test_another_config_of_transformers_is_no_models(tmp_path: Path) -> None:
             HF, tmp_path / "out", "FS211", exit=2, command=tuple(command), message="no model's",
             options=("--config", tmp_path / "generation_config.json"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["dcp", "tp-safetensors"])
+def test_the_config_goes_along_where_names_stay(to: str, tmp_path: Path) -> None:
+    of = made("gpt2")
+    of.save_pretrained(tmp_path / "model")
+    assert cli("convert", tmp_path / "model", tmp_path / "there", "--to", to, "--dtype", "bf16").code == 0
+    assert config_of(tmp_path / "there")["model_type"] == "gpt2" and stated(tmp_path / "there") == "bfloat16"
+    ran = cli("convert", tmp_path / "there", tmp_path / "back", "--to", "hf")
+    assert ran.code == 0, ran.findings
+    got = loaded(tmp_path / "back", of).state_dict()
+    assert all(torch.equal(got[n].bfloat16(), tensor.bfloat16()) for n, tensor in of.state_dict().items())

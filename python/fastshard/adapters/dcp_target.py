@@ -88,6 +88,11 @@ class DcpTarget:
         positive({"--tp": tp, "--pp": pp}, single="--pp")
         return cls(HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp)
 
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        return self.whole.keeps_names
+
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.

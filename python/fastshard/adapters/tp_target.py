@@ -40,6 +40,11 @@ class TpTarget:
             HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE
         )
 
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        return self.whole.keeps_names
+
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         multiple = self.multiple * self.tp
