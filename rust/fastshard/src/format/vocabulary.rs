@@ -244,7 +244,11 @@ impl<R: BufRead> Message<'_, R> {
             return Ok(None);
         }
         let tag = self.varint()?;
-        Ok(Some((tag >> 3, (tag & 7) as u8)))
+        match tag >> 3 {
+            // No message has such a field: a file of zeros would be read to its end.
+            0 => Err(io::Error::other("no protobuf of SentencePiece")),
+            field => Ok(Some((field, (tag & 7) as u8))),
+        }
     }
 
     /// Bytes of the field's value that follow.
@@ -367,5 +371,7 @@ mod tests {
         }
         assert!(of(b"", Kind::SentencePiece, &[]).is_err());
         assert!(of(&[0xff; 40], Kind::SentencePiece, &[]).is_err());
+        // Zeros after a whole model are no fields either.
+        assert!(of(&[&model[..], &[0; 40]].concat(), Kind::SentencePiece, &[]).is_err());
     }
 }
