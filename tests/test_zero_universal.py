@@ -136,6 +136,34 @@ def test_moments_of_a_model_that_is_tuned_in_part(tmp_path: Path, stage: int | s
     assert_same(have, run.moments())
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("gpt_neox", "lm_head", "embed_out"),
+        ("gpt_neox", "embed_out", "lm_head"),
+        ("mixtral", ".mlp.", ".block_sparse_moe."),
+        ("mixtral", ".block_sparse_moe.", ".mlp."),
+    ],
+)
+def test_any_spelling_of_what_is_frozen_is_known(
+    tmp_path: Path, stage: int, name: str, old: str, new: str
+) -> None:
+    """A layout knows some tensors by two names, of which a frozen one has one or the other."""
+    model = tiny_models.model(name, tmp_path / "hf").float()
+    tensors = {n.replace(old, new): t.detach() for n, t in model.named_parameters()}
+    assert any(new in n for n in tensors)
+    trained = {n: t for n, t in tensors.items() if "norm" in n and ".1." in n}
+    frozen = {n: t.bfloat16() for n, t in tensors.items() if n not in trained}
+    run = Run(stage, 2, torch.bfloat16, [trained], frozen)
+    root = written(tmp_path / "ckpt", run)
+    shutil.copy(tmp_path / "hf/config.json", root / "config.json")
+    ran = cli("merge", root, tmp_path / "out", "--optimizer")
+    assert ran.code == 0, ran.out
+    have = {n: t for n, t in read_result(tmp_path / "out").items() if ".exp_avg" in n}
+    assert_same(have, run.moments())
+
+
 def test_a_moment_that_is_lost_is_missed(tmp_path: Path) -> None:
     run, _ = llama("plain", tmp_path / "hf", "llama")
     run.groups, run.frozen = [run.trained | {n: t.float() for n, t in run.frozen.items()}], {}

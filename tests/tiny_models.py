@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24,
@@ -21,6 +29,10 @@ MODELS = {
     "llama_biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "gpt_neox": GPTNeoXConfig(
+        **{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mistral": MistralConfig(**SIZES, sliding_window=5),
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "qwen3": Qwen3Config(**SIZES),

@@ -1,11 +1,14 @@
 //! Completeness of a source by its own layout.
 
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::wanted::{positions, MAX_MISSING};
 use super::Source;
 use crate::codes;
 use crate::error::Finding;
+use crate::layout::expr::Extents;
+use crate::layout::names::Pattern;
 use crate::layout::table::Truth;
 
 /// Rank per parallel dimension.
@@ -70,6 +73,10 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
                 })
                 .collect();
         }
+        let spared = LazyCell::new(|| {
+            let names = excused.iter().copied().chain(source.absent);
+            named_by(&entry.name, names, &source.resolved.extents)
+        });
         for position in positions {
             let key = (e, position.values().copied().collect::<Vec<u64>>());
             let here = present.get(&key);
@@ -77,11 +84,9 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
                 let found = here.is_some_and(|all| {
                     all.iter().any(|c| coords.iter().all(|(d, r)| c.get(d).copied().unwrap_or(0) == *r))
                 });
-                if !found {
+                if !found && !spared.contains(&key.1) {
                     if let Some(name) = entry.name.format(&position, &source.resolved.extents, &[]) {
-                        if !excused.contains(&name) && !source.absent.contains(&name) {
-                            missing.push((name, position.clone(), coords.clone()));
-                        }
+                        missing.push((name, position.clone(), coords.clone()));
                     }
                 }
             }
@@ -133,6 +138,19 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Positions that names stand for, whichever of its spellings they have.
+fn named_by<'a>(
+    pattern: &Pattern,
+    names: impl Iterator<Item = &'a String>,
+    extents: &Extents,
+) -> HashSet<Vec<u64>> {
+    names
+        .filter_map(|name| pattern.matches(name, &BTreeMap::new()))
+        .filter(|found| found.extents.iter().all(|(axis, n)| extents.get(axis) == Some(n)))
+        .map(|found| found.index.into_values().collect())
+        .collect()
 }
 
 /// True if another rule's tensors hold the canonical tensors of this one (a tied or alternative form).
