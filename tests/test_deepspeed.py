@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fastshard
+import numpy as np
 import pytest
 import torch
 from helpers import FIXTURES, assert_refused, cli, copy, edit_pt, flip_payload, load_pt, read_result, sha256
@@ -299,6 +300,60 @@ def test_repair_refuses_a_step_it_cannot_set(tmp_path: Path, why: str, change: A
     ran = cli("masters", root, "--repair", tmp_path / "out")
     assert (ran.code, not (tmp_path / "out").exists()) == (2, True), ran.out
     assert ran.having("FS514", message=why, help="--drop-optimizer", file="optim_states", tensor="step")
+
+
+def with_state(root: Path, change: Any) -> Path:
+    """Changes what the optimizer's files hold of torch's optimizer."""
+    with stub_classes():
+        for dp in range(2):
+            edit_pt(root / optim_file(dp), lambda c: change(c["optimizer_state_dict"]))
+    return root
+
+
+@pytest.mark.parametrize("step", [np.int64(7), np.array(7), "7", True, [7]], ids=repr)
+@pytest.mark.parametrize("where", ["state", "param_groups"])
+def test_repair_keeps_no_step_of_another_kind(tmp_path: Path, where: str, step: Any) -> None:
+    def change(state: dict[str, Any]) -> None:
+        base = state["base_optimizer_state"]
+        (base["state"][0] if where == "state" else base["param_groups"][0])["step"] = step
+
+    root = with_state(copy(ZERO1, tmp_path / "ckpt"), change)
+    ran = cli("masters", root, "--repair", tmp_path / "out")
+    assert (ran.code, not (tmp_path / "out").exists()) == (2, True), ran.out
+    assert ran.having("FS514", help="--drop-optimizer", file="optim_states", tensor=f"{where}.0.step")
+    assert cli("masters", root, "--repair", tmp_path / "out", "--drop-optimizer").code == 0
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 1 << 70, torch.tensor(9.0)], ids=str)
+def test_repair_sets_the_step_of_a_group_to_zero(tmp_path: Path, step: Any) -> None:
+    def change(state: dict[str, Any]) -> None:
+        for entry in state["base_optimizer_state"]["param_groups"]:
+            entry.update(step=step, lr=torch.tensor(0.5))
+
+    root, out = with_state(copy(ZERO1, tmp_path / "ckpt"), change), tmp_path / "out"
+    ran = cli("masters", root, "--repair", out)
+    assert ran.code == 0, ran.out
+    with stub_classes():
+        for dp in range(2):
+            for entry in load_pt(out / optim_file(dp))["optimizer_state_dict"]["base_optimizer_state"][
+                "param_groups"
+            ]:
+                assert (float(entry["step"]), float(entry["lr"])) == (0.0, 0.5)
+
+
+def test_repair_keeps_no_moments_of_an_elastic_checkpoint(tmp_path: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        states = state["base_optimizer_state"]["state"]
+        state["base_optimizer_state"] = [{**entry, "step": 4} for entry in states.values()]
+
+    root, out = with_state(copy(ZERO1, tmp_path / "ckpt"), change), tmp_path / "out"
+    ran = cli("masters", root, "--repair", out)
+    assert ran.code == 0, ran.out
+    with stub_classes():
+        for dp in range(2):
+            for entry in load_pt(out / optim_file(dp))["optimizer_state_dict"]["base_optimizer_state"]:
+                assert entry["step"] == 0 and {"exp_avg", "exp_avg_sq"} <= entry.keys()
+                assert not any(value.any() for value in entry.values() if torch.is_tensor(value))
 
 
 def test_repair_reads_no_damaged_parameter(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class StateFile:
     masters: list[int]
     #: Moments and steps.
     state: list[int]
-    #: Keys that lead to steps that are numbers in the pickle, and not zero.
+    #: Keys that lead to steps that are no tensors, and not zero: numbers in the pickle, or what is refused.
     numbers: list[list[str]] = field(default_factory=list)
 
 

@@ -216,24 +216,29 @@ def tensors_below(value: Any) -> list[int]:
     return list(found)
 
 
-def counted_steps(base: Any, under: list[str]) -> list[list[str]]:
-    """Keys that lead to steps that an optimizer keeps as numbers, and that are not zero: per parameter or flat vector,
-    and per group as Apex and DeepSpeed's FusedAdam do.
+def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
+    """What an optimizer that starts afresh has zero: tensors (moments and steps), and keys that lead to other steps.
+
+    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. Whatever is no
+    tensor and not zero is told, numbers or not: what cannot be set to zero must not be kept.
 
     Args:
-        base: the optimizer's state, as torch's optimizers give it.
+        base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic checkpoint.
         under: keys that lead to it from the file's root.
     """
-    if not isinstance(base, dict):
-        return []
-    states, groups = base.get("state"), base.get("param_groups")
-    entries = (
-        [("state", str(key), entry) for key, entry in states.items()] if isinstance(states, dict) else []
-    )
-    if isinstance(groups, list):
-        entries += [("param_groups", str(i), entry) for i, entry in enumerate(groups)]
-    return [
-        [*under, where, key, "step"]
-        for where, key, entry in entries
-        if isinstance(entry, dict) and isinstance(step := entry.get("step"), (int, float)) and step
-    ]
+    tensors = dict.fromkeys(tensors_below(base.get("state") if isinstance(base, dict) else base))
+    counted: list[list[str]] = []
+    stack = [(under, base)]
+    while stack:
+        path, at = stack.pop()
+        if tensor_index(at) is not None:
+            continue
+        entries = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        for key, value in entries:
+            if key != "step":
+                stack.append(([*path, str(key)], value))
+            elif (index := tensor_index(value)) is not None:
+                tensors[index] = None
+            elif value is not None and not (isinstance(value, (int, float)) and value == 0):
+                counted.append([*path, key])
+    return list(tensors), counted

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, StateFile, lacking
-from .model import Flat, Model, Named, Rank, counted_steps, scalar, state_of, tensor_index, tensors_below
+from .model import Flat, Model, Named, Rank, scalar, state_below, state_of, tensor_index
 
 
 class Partitions:
@@ -240,15 +240,11 @@ class Partitions:
         files = []
         for rank in self.order:
             key = "optimizer_state_dict" if self.stage3 else "base_optimizer_state"
-            base = rank.state.get(key)
-            state = base.get("state") if isinstance(base, dict) else None
+            tensors, numbers = state_below(rank.state.get(key), ["optimizer_state_dict", key])
             masters = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) in self.filled]
             # A partition of a small group may be padding from end to end.
             padding = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) not in self.filled]
-            zeroed = [*tensors_below(state), *padding]
-            files.append(
-                StateFile(rank.file, masters, zeroed, counted_steps(base, ["optimizer_state_dict", key]))
-            )
+            files.append(StateFile(rank.file, masters, [*tensors, *padding], numbers))
         return files
 
     def keep(self, named: Named) -> None:

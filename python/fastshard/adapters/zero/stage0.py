@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import Finding
 from ..base import Assembled, StateFile
-from .model import Model, Parameter, Parts, counted_steps, ints, scalar, tensor_index, tensors_below
+from .model import Model, Parameter, Parts, ints, scalar, state_below, tensor_index, tensors_below
 
 #: Places to be at while names are given, at most; beyond that shapes do not tell.
 _MOST_STATES = 4096
@@ -107,8 +107,8 @@ class Held:
     def state_file(self) -> StateFile:
         """Masters, moments and steps in the model file."""
         masters = tensors_below(self.model.state["optimizer"].get(self.key))
-        numbers = counted_steps(self.base, ["optimizer", "optimizer_state_dict"])
-        return StateFile(self.model.file, masters, tensors_below(self.states), numbers)
+        tensors, numbers = state_below(self.base, ["optimizer", "optimizer_state_dict"])
+        return StateFile(self.model.file, masters, tensors, numbers)
 
     def steps(self) -> list[float]:
         """Optimizer steps, one per parameter or group."""
