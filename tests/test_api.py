@@ -179,6 +179,42 @@ def test_tensor_that_one_side_lacks(tmp_path: Path) -> None:
     assert ran.code == 1 and ran.having("FS309", tensor="model.norm.weight")
 
 
+def test_tensors_chosen_that_one_side_lacks(tmp_path: Path) -> None:
+    """Whatever is chosen, the two are compared as they are whole."""
+    for name, extra in (("one", "only.one"), ("two", "only.two")):
+        tensors = {"both.weight": torch.ones(3), f"{extra}.weight": torch.ones(2)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    pair = (tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    one, two = (("only.one.weight", "only_a"), ("only.two.weight", "only_b"))
+    for include, wanted in (
+        (["*.one.*"], [one]), (["*.two.*"], [two]), (["only.*"], [one, two]), (["both.*"], []),
+    ):  # fmt: skip
+        found = fastshard.diff(*pair, include=include, memory=MEMORY)
+        assert [(f.tensor, f.kind) for f in found] == wanted
+        assert fastshard.diff(*pair, include=iter(include), exclude=iter(()), memory=MEMORY) == found
+        assert cli("diff", *pair, "--include", include[0]).code == bool(wanted)
+    assert [(f.tensor, f.kind) for f in fastshard.diff(*pair, exclude=iter(["both*"]))] == [one, two]
+    ran = cli("diff", *pair, "--include", "neither")
+    assert ran.code == 2 and ran.having("FS515", message="nothing is left"), ran.out
+    # Layouts without common names are seen as Hugging Face's, which is what the patterns are about.
+    fastshard.convert(NEOX, tmp_path / "hf", memory=MEMORY)
+    assert fastshard.diff(NEOX, tmp_path / "hf", include=["embed_out*"], memory=MEMORY) == []
+
+
+def test_a_head_that_one_side_lacks(tmp_path: Path) -> None:
+    """Of the head alone, nothing tells which model it belongs to; the whole does."""
+    head = torch.zeros(8, 4)
+    rest = {"model.embed_tokens.weight": torch.ones(8, 4), "model.norm.weight": torch.ones(4)}
+    save_file(rest, tmp_path / "headless.safetensors")
+    save_file({**rest, "lm_head.weight": head}, tmp_path / "whole.safetensors")
+    pair = [tmp_path / "whole.safetensors", tmp_path / "headless.safetensors"]
+    for sides, kind in ((pair, "only_a"), (pair[::-1], "only_b")):
+        (found,) = fastshard.diff(*sides, include=["lm_head*"], memory=MEMORY)
+        assert (found.tensor, found.kind) == ("lm_head.weight", kind)
+        ran = cli("diff", *sides, "--include", "lm_head*")
+        assert ran.code == 1 and ran.having("FS309", tensor="lm_head.weight"), ran.out
+
+
 def test_damaged_side_is_refused(tmp_path: Path) -> None:
     other = copy(NEOX, tmp_path / "other")
     (other / STEP / layer_file(3, 1)).unlink()

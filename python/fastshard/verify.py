@@ -78,6 +78,7 @@ def verify(
         raise FastshardError.of(
             "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
         )
+    include, exclude = list(include), list(exclude)
     expected = expected_by(expect)
     checkpoint = _opened(source, **expected.opening(dict(opening)))
     plan = make_plan(checkpoint.opened, include=include, exclude=exclude)
@@ -283,12 +284,7 @@ def diff(
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
     """
     one, two = _opened(a, **opening), _opened(b, **opening)
-    chosen: dict[str, Any] = {"include": include, "exclude": exclude}
-    plans = [make_plan(side.opened, **chosen) for side in (one, two)]
-    if not set(plans[0].index) & set(plans[1].index):
-        plans = [make_plan(side.opened, "hf", **chosen) for side in (one, two)]
-    for plan in plans:
-        raise_errors(plan.findings)
+    plans = _comparable((one, two), list(include), list(exclude))
     hashes: list[dict[str, str]] = []
     sides: list[dict[str, TensorStats]] = []
     run = run_options(memory, threads, one.opened.catalog, two.opened.catalog)
@@ -319,6 +315,23 @@ def diff(
         )
         out.append(replace(found, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
     return sorted(out, key=lambda d: d.tensor)
+
+
+def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
+    """Plans of what is chosen of two checkpoints, under common names; that of one may be empty."""
+    chosen: dict[str, Any] = {"include": include, "exclude": exclude}
+    plans = [make_plan(side.opened, **chosen) for side in sides]
+    names = [set(plan.index) for plan in plans]
+    if (include or exclude) and not names[0] & names[1]:
+        # Whether the two have common names does not hang on what is chosen of them.
+        names = [have | make_plan(side.opened).index.keys() for have, side in zip(names, sides, strict=True)]
+    if not names[0] & names[1]:
+        plans = [make_plan(side.opened, "hf", **chosen) for side in sides]
+    for plan in plans:
+        # Where nothing is left of one side, that is what they differ in; of both, no name fits the patterns.
+        empty = bool(include or exclude) and not plan.outputs and any(other.outputs for other in plans)
+        raise_errors([f for f in plan.findings if not (empty and f.code == "FS515")])
+    return plans
 
 
 def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
