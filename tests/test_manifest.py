@@ -20,6 +20,7 @@ from helpers import (
     cli,
     copy,
     edit_pt,
+    edit_safetensors,
     flip_bit,
     flip_payload,
     layer_file,
@@ -102,6 +103,45 @@ def test_manifest_of_a_result_holds_for_other_shardings(tmp_path: Path) -> None:
         other, tmp_path / "out", "FS308", command=("convert", "--to", "hf"), options=("--expect", manifest),
         tensor="gpt_neox.layers.1.mlp.dense_h_to_4h.weight",
     )  # fmt: skip
+
+
+def test_a_results_manifest_holds_for_its_source_of_the_same_file_names(tmp_path: Path) -> None:
+    """Both are `model.safetensors`; their headers, configs and other files are each their own."""
+    source, result = tmp_path / "source", tmp_path / "result"
+    assert cli("convert", NEOX, source, "--to", "hf").code == 0
+    (source / "fastshard.manifest.json").unlink()
+    # Another order of the tensors, and other metadata.
+    edit_safetensors(source / "model.safetensors", lambda tensors: None)
+    (source / "generation_config.json").write_text("{}")
+    assert cli("merge", source, result).code == 0
+    names = [{f.name for f in folder.glob("*.safetensors")} for folder in (source, result)]
+    assert names == [{"model.safetensors"}] * 2
+    assert (source / "model.safetensors").read_bytes() != (result / "model.safetensors").read_bytes()
+    manifest = result / "fastshard.manifest.json"
+    apart = tmp_path / "apart.json"
+    shutil.copy(manifest, apart)
+    edit = {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | edit))
+    for expect in (manifest, apart):
+        ran = cli("verify", source, "--expect", expect)
+        assert ran.code == 0, ran.out
+        assert cli("verify", source / "model.safetensors", "--expect", expect).code == 0
+        assert cli("verify", result, "--expect", expect).code == 0
+    for number, command in enumerate((("merge",), ("convert", "--to", "hf"), ("merge", "--dtype", "f16"),
+                                      ("merge", "--include", "*norm*"), ("convert", "--to", "gpt_neox"))):  # fmt: skip
+        for checkpoint in (source, result):
+            out = tmp_path / f"out{number}_{checkpoint.name}"
+            ran = cli(command[0], checkpoint, out, *command[1:], "--expect", apart)
+            assert ran.code == 0, ran.out
+    # Its tensors are compared all the same.
+    name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    flip_payload(source / "model.safetensors", load_file(source / "model.safetensors")[name])
+    assert cli("verify", source, "--expect", manifest).having("FS308", tensor=name, severity="error")
+    assert_refused(source, tmp_path / "out", "FS308", options=("--expect", manifest), tensor=name)
+    # In its own folder it is about the files.
+    (result / "config.json").write_text("{}")
+    assert cli("verify", result, "--expect", manifest).having("FS308", file="config.json", severity="error")
 
 
 def test_damaged_result_is_found_by_its_own_manifest(tmp_path: Path) -> None:

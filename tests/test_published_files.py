@@ -140,6 +140,19 @@ def test_a_manifest_of_an_older_version_says_nothing_of_other_files(
     assert cli("merge", folder, tmp_path / "out").code == 0
 
 
+@pytest.mark.parametrize("of", ["hf", "merge", "gpt_neox", "dcp", "orbax"])
+def test_a_manifest_that_is_kept_apart_holds_for_the_result(
+    of: str, results: dict[str, Path], tmp_path: Path
+) -> None:
+    """Parts of tensors are compared in their files, whole ones by their names."""
+    apart = tmp_path / "apart.json"
+    copy(results[of], tmp_path / "copy")
+    (tmp_path / "copy/fastshard.manifest.json").rename(apart)
+    for command in (("verify", tmp_path / "copy"), ("merge", tmp_path / "copy", tmp_path / "out")):
+        ran = cli(*command, "--expect", apart)
+        assert ran.code == 0, ran.out
+
+
 def test_names_in_a_manifest_stay_below_it(results: dict[str, Path], tmp_path: Path) -> None:
     folder = copy(results["merge"], tmp_path / "copy")
     outside = {"name": "../../etc/hostname", "size": 1, "blake3": "0" * 64}

@@ -135,13 +135,17 @@ class Expected:
             about = [replace(f, severity="warning") if f.severity == "error" else f for f in about]
         try:
             tensors = {t["name"] for t in document["tensors"]}
-            if named & have or not tensors:
+            own = published.root_of(path, document, checkpoint) is not None
+            if (own and named & have) or not tensors:
                 found = _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
                 return [*about, *found]
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays: its arrays are the source's.
                 return [*about, *against_result(path, checkpoint._plan, run, progress, severity="error")]
-            # A manifest of another layout of the same model: its tensors are the ones to come out.
+            # A manifest of another layout of the same model: its tensors are the ones to come out. Or it is one of the
+            # source's, where only those have the form.
+            if not published.fits(document, plan) and published.fits(document, checkpoint._plan):
+                plan = checkpoint._plan
             return [*about, *against_result(path, plan, run, progress)]
         except _core.CoreError as error:
             raise from_core(error) from None

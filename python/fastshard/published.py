@@ -13,6 +13,7 @@ from .errors import Finding, from_core
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+    from .planning import Plan
 
 #: Names of files that one reader or another loads by name alone, whatever other files say.
 #: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),
@@ -32,16 +33,28 @@ _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pyc
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
-    """Index of the root that the manifest at ``path`` is about: it lies in it, or names files of tensors there.
+    """Index of the root that the manifest at ``path`` is about: it lies in it, or tells of files of tensors there.
 
-    None for the manifest of another folder, whose tensors alone are compared.
+    None for the manifest of another folder, whose tensors alone are compared. A result and the source that it was made of
+    often have files of the same names: of a result's manifest from elsewhere the tensors are compared, unless their
+    names tell of parts, which only files can be held against.
     """
     listing = checkpoint.listing
     for index, root in enumerate(listing.roots):
         if root.resolve() == path.parent.resolve():
             return index
-    tensors = {file["name"] for file in document["files"] if file.get("identity")}
-    return 0 if tensors & {file["path"] for file in checkpoint.files} else None
+    have = {file["path"]: file["size"] for file in checkpoint.files}
+    shared = [file for file in document["files"] if file.get("identity") and file["name"] in have]
+    if document.get("kind") == "inventory":
+        return 0 if shared else None
+    alike = any(have[file["name"]] == file.get("size") for file in shared)
+    return 0 if alike and not fits(document, checkpoint._plan) else None
+
+
+def fits(document: dict[str, Any], plan: Plan) -> bool:
+    """True if a plan's outputs have all tensors of a manifest, of the same dtypes and shapes."""
+    forms = {name: (dtype, shape) for name, dtype, shape, _, _ in plan.outputs}
+    return all(forms.get(t["name"]) == (t.get("dtype"), t.get("shape")) for t in document["tensors"])
 
 
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:

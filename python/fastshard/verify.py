@@ -57,11 +57,14 @@ def verify(
     Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
     shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
 
+    An inventory (of :func:`fastshard.manifest`) and a manifest that lies in the checkpoint are compared file by file; that
+    of a result, given from elsewhere, tensor by tensor where it lists whole ones: its sources are held against it so.
+
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest beside the source is used by itself.
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
-        include: glob patterns of names to read; all if empty. Files that a manifest names are compared whole.
+        include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
         exclude: glob patterns of names to leave out.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
@@ -130,10 +133,10 @@ def _against(
     document = read(path)
     findings = published.compare(path, document, checkpoint)
     named = {file["name"] for file in tensor_files(document)}
-    if named & {file["path"] for file in checkpoint.files} or not plan.outputs:
+    own = published.root_of(path, document, checkpoint) is not None
+    if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:
         text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
         return findings + [Finding.from_dict(f) for f in json.loads(text)]
-    own = published.root_of(path, document, checkpoint) is not None
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
 
