@@ -252,3 +252,13 @@ def test_what_a_merge_does_not_read_must_be_sound_too(tmp_path: Path) -> None:
             fastshard.manifest(root, manifest)
         assert not manifest.exists()
     assert passed, "all is read by a merge"
+
+
+def test_a_manifest_that_is_kept_elsewhere_holds_for_the_whole_result(tmp_path: Path) -> None:
+    assert cli("merge", HF, tmp_path / "out").code == 0
+    kept = shutil.copyfile(tmp_path / "out/fastshard.manifest.json", tmp_path / "kept.json")
+    (tmp_path / "out/fastshard.manifest.json").unlink()
+    assert cli("verify", tmp_path / "out", "--expect", kept).code == 0
+    config = tmp_path / "out/config.json"
+    config.write_text(config.read_text().replace("1000", "1001"))
+    assert cli("verify", tmp_path / "out", "--expect", kept).having("FS308", file="config.json", severity="error")

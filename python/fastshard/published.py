@@ -36,19 +36,21 @@ def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int
     """Index of the root that the manifest at ``path`` is about: it lies in it, or tells of files of tensors there.
 
     None for the manifest of another folder, whose tensors alone are compared. A result and the source that it was made of
-    often have files of the same names: of a result's manifest from elsewhere the tensors are compared, unless their
-    names tell of parts, which only files can be held against.
+    often have files of the same names: of a result's manifest from elsewhere the tensors are compared where the files have
+    other sizes, unless their names tell of parts, which only files can be held against.
     """
     listing = checkpoint.listing
     for index, root in enumerate(listing.roots):
         if root.resolve() == path.parent.resolve():
             return index
     have = {file["path"]: file["size"] for file in checkpoint.files}
-    shared = [file for file in document["files"] if file.get("identity") and file["name"] in have]
+    held = [file for file in document["files"] if file.get("identity")]
+    shared = [file for file in held if file["name"] in have]
     if document.get("kind") == "inventory":
         return 0 if shared else None
-    alike = any(have[file["name"]] == file.get("size") for file in shared)
-    return 0 if alike and not fits(document, checkpoint._plan) else None
+    # A result's own manifest is best kept elsewhere: what it says of configs and headers must be held against the result too.
+    itself = len(shared) == len(held) and all(have[file["name"]] == file.get("size") for file in shared)
+    return 0 if shared and (itself or not fits(document, checkpoint._plan)) else None
 
 
 def fits(document: dict[str, Any], plan: Plan) -> bool:
