@@ -15,6 +15,7 @@ from .. import _core
 from ..checkpoint import Checkpoint
 from ..checkpoint import open as open_checkpoint
 from ..convert import convert as convert_checkpoint
+from ..convert import plan as plan_of
 from ..errors import CODES, FastshardError, Finding
 from ..manifests import MANIFEST_NAME, run_options
 from ..masters import masters as compare_masters
@@ -166,7 +167,7 @@ def _verdict(plan: Plan) -> str:
 def plan(a: argparse.Namespace) -> Outcome:
     """What would be written."""
     checkpoint = _open(a)
-    made = make_plan(checkpoint.opened, a.to, **_degrees(a), **_shape(a))
+    made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **_degrees(a), **_shape(a))
     summary = made.summary
     memory = run_options(a.memory, a.threads, checkpoint.opened.catalog)["memory"]
     try:

@@ -144,12 +144,20 @@ def _stats(parser: argparse._ActionsContainer) -> None:
 def _writing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("writing")
     group.add_argument("--expect", metavar="FILE", help="a manifest or config to check the source against")
-    group.add_argument("--tokenizer", metavar="DIR", help="take tokenizer files from here")
+    _tokenizer(group)
     group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
     group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
     group.add_argument("--sparse", action="store_true", help="leave holes in files where they hold zeros")
     _stats(group)
+
+
+def _tokenizer(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="take tokenizer files from here: a folder, or a file of a vocabulary (default: what lies beside the source)",
+    )
 
 
 def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
@@ -205,6 +213,7 @@ def build() -> argparse.ArgumentParser:
     _source(plan)
     _target(plan, required=False)
     _shaping(plan)
+    _tokenizer(plan)
     _common(plan)
 
     verify = add(
