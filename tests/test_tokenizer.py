@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,120 @@ def test_plan_says_it_before_anything_is_written(tmp_path: Path) -> None:
     words: Any = bpe(tmp_path / "t/tokenizer.json", 509)
     plan = fastshard.plan(NEOX, "hf", vocab_size=300, tokenizer=words)
     assert [f.code for f in plan.findings if f.severity == "error"] == ["FS211"]
+
+
+def ranks(path: Path, words: list[str]) -> Path:
+    """A vocabulary as tiktoken keeps it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(base64.b64encode(w.encode()) + b" %d\n" % i for i, w in enumerate(words)))
+    return path
+
+
+def tekken(path: Path, vocab: int, special: int, size: int, **more: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listed = [{"rank": i, "token_bytes": "QQ==", "token_str": None} for i in range(vocab)]
+    config = {"pattern": "x", "default_vocab_size": size, "default_num_special_tokens": special}
+    path.write_text(json.dumps({"config": config, "vocab": listed, **more}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken"])
+def test_ids_of_tiktokens_files_count(name: str, tmp_path: Path) -> None:
+    file = ranks(tmp_path / "words" / name, list(vocabulary(500)))
+    for given in (file, file.parent):
+        assert_refused(
+            NEOX, tmp_path / "out", "FS211", exit=2, expected="500 of 512", file=name,
+            command=("convert", "--to", "hf", "--tokenizer", given, "--vocab-size", "300"),
+        )  # fmt: skip
+    # Special tokens stand in tokenizer_config.json: after those of the vocabulary.
+    added = {"added_tokens_decoder": {"504": {"content": "<|im_end|>", "special": True}}}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(added))
+    cut = ("convert", NEOX, tmp_path / "out", "--to", "hf", "--tokenizer", file.parent, "--vocab-size")
+    assert cli(*cut, "504").having("FS211", expected="505 of 512")
+    ran = cli(*cut, "505")
+    assert ran.code == 0 and not ran.having("FS109", severity="warning")
+    assert (tmp_path / "out" / name).read_bytes() == file.read_bytes()
+
+
+def test_a_file_of_tiktoken_by_another_name_is_one(tmp_path: Path) -> None:
+    file = ranks(tmp_path / "mine.model", list(vocabulary(500)))
+    ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", file, "--vocab-size", "300")
+    assert ran.having("FS211", expected="500 of 512")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "special", "size", "largest"), [(490, 10, 500, 499), (600, 10, 500, 499), (490, 10, 511, 499)]
+)
+def test_ids_of_tekken_count(vocab: int, special: int, size: int, largest: int, tmp_path: Path) -> None:
+    """Special tokens come first; of a longer list as many words are used as the config says."""
+    words = tekken(tmp_path / "words/tekken.json", vocab, special, size).parent
+    cut = ("plan", NEOX, "--to", "hf", "--tokenizer", words, "--vocab-size")
+    assert cli(*cut, largest).having("FS211", expected=f"{largest + 1} of 512", file="tekken.json")
+    assert not cli(*cut, largest + 1).having("FS211")
+    tekken(words / "tekken.json", vocab, special, size, special_tokens=[{"rank": 3, "token_str": "<s>"}])
+    assert cli(*cut, largest).having("FS211", expected=f"{largest + 1} of 512")
+
+
+def test_added_tokens_count_without_a_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    added = {"added_tokens_decoder": {"480": {"content": "<|end|>"}}}
+    (tmp_path / "words/tokenizer_config.json").write_text(json.dumps(added))
+    cut = ("plan", NEOX, "--to", "hf", "--tokenizer", tmp_path / "words", "--vocab-size")
+    assert cli(*cut, "300").having("FS211", expected="481 of 512")
+    # More words may stand in code: what the file tells is a part.
+    ran = cli(*cut, "481")
+    assert not ran.errors and ran.having("FS109", severity="warning", message="31 of 512 rows are dropped")
+    (tmp_path / "words/tokenizer_config.json").unlink()
+    (tmp_path / "words/added_tokens.json").write_text('{"<|end|>": 480}')
+    assert cli(*cut, "300").having("FS211", expected="481 of 512")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"), ("vocab.json", "[]"), ("tokenizer.model", "not base64\n"), ("tiktoken.model", "QQ== 0\nQQ== x\n"),
+        ("tekken.json", '{"vocab": [{"rank": "1", "token_bytes": ""}], "config": {}}'), ("tekken.json", '{"vocab": 3}'),
+        ("tekken.json", "[" * 100_000), ("tiktoken.model", "QQ== " + "9" * 5000), ("chat_template.jinja", "{{ x }}"),
+    ],
+)  # fmt: skip
+def test_rows_cut_past_a_vocabulary_that_cannot_be_read_are_a_warning(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / name).write_text(content)
+    for command in (("--to", "hf"), ()):
+        plan = ("plan", NEOX, *command, "--tokenizer", tmp_path / "words")
+        ran = cli(*plan, "--vocab-size", "300")
+        assert ran.code == 0, ran.findings
+        assert ran.having("FS109", severity="warning", file=name, message="212 of 512 rows are dropped")
+        # Nothing is dropped, so nothing is to be said.
+        assert not cli(*plan).having("FS109", severity="warning")
+
+
+def test_another_file_of_the_vocabulary_is_read_where_the_first_cannot_be(tmp_path: Path) -> None:
+    words = ranks(tmp_path / "words/tiktoken.model", list(vocabulary(400))).parent
+    (words / "tokenizer.json").write_text("{}")
+    ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", words, "--vocab-size", "300")
+    assert ran.having("FS211", expected="400 of 512")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.txt", "tokenizer.json", "tekken.json", "added_tokens.json"]
+)
+def test_a_vocabulary_of_gigabytes_is_not_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    with (tmp_path / "words" / name).open("wb") as file:
+        file.write(b"\n")
+        os.truncate(file.fileno(), 40 << 30)
+    started = time.monotonic()
+    ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", tmp_path / "words", "--vocab-size", "300")
+    assert time.monotonic() - started < 20
+    assert ran.code == 0 and ran.having("FS109", severity="warning", file=name)
+
+
+def test_a_tokenizer_larger_than_the_rows_says_so(tmp_path: Path) -> None:
+    file = bpe(tmp_path / "tokenizer.json", 520)
+    ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", file, "--vocab-size", "300")
+    (found,) = ran.having("FS211")
+    assert "more than the 512 rows that are stored" in found["message"]
+    assert found["expected"] == "all 512 rows stored" and "--vocab-size 512 keeps every row" in found["help"]

@@ -15,7 +15,7 @@ from .adapters import copies, hf_model
 from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
 from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
-from .discover import File, Listing, StrPath, list_roots
+from .discover import Listing, StrPath, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
 from .options import meant, refuse_unknown
 from .planning import Opened, Plan, make_plan, thread_count
@@ -70,7 +70,8 @@ def open(
     )
     listing = list_roots(paths)
     found = adapters.detect(listing, options)
-    _refuse_unprintable(found.files)
+    for file in found.files:
+        refuse_unprintable(file.path)
     try:
         catalog = _core.Catalog(
             [os.fspath(root) for root in listing.roots],
@@ -130,26 +131,6 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
         return findings
     told = replace(beyond[0], message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
     return [told, *(f for f in findings if f.code != "FS511")]
-
-
-def _refuse_unprintable(files: Iterable[File]) -> None:
-    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may have any."""
-    for file in files:
-        if not file.path.isascii() and not _is_utf8(file.path):
-            raise FastshardError.of(
-                "FS514",
-                "a name that is not UTF-8",
-                file=os.fsencode(file.path).decode(errors="backslashreplace"),
-                help="rename it",
-            )
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _positive(value: int | None, name: str) -> int | None:

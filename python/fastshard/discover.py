@@ -126,6 +126,30 @@ class Listing:
         return regular.read_text(self.roots[file.root] / file.path, limit, label=file.path)
 
 
+def is_utf8(name: str) -> bool:
+    """False for a name of a file whose bytes are no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
+    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may have any.
+
+    Args:
+        name: the part that goes there.
+        path: what the message names; default that.
+
+    Raises:
+        FastshardError: ``FS514`` for a name that is not UTF-8.
+    """
+    if not name.isascii() and not is_utf8(name):
+        shown = os.fsencode(name if path is None else path).decode(errors="backslashreplace")
+        raise FastshardError.of("FS514", "a name that is not UTF-8", file=shown, help="rename it")
+
+
 def list_roots(paths: Iterable[StrPath]) -> Listing:
     """Lists the files below each path. A path may name one file.
 

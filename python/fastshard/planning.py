@@ -364,18 +364,24 @@ def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> l
 def _words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
     """Whether each word of the tokenizer has its row."""
     rows = axes.get("P", axes.get("V"))
-    if tokenizer is None or tokenizer.largest is None or rows is None:
+    if tokenizer is None or rows is None:
         return []
-    kept, words = min(rows, axes.get("V", rows)), tokenizer.largest + 1
+    kept = min(rows, axes.get("V", rows))
+    unproven = _unproven_words(tokenizer, kept, rows)
+    if tokenizer.largest is None:
+        return unproven
+    words = tokenizer.largest + 1
     if kept < min(rows, words):
+        beyond = f", more than the {rows} rows that are stored" if words > rows else ""
         return [
             Finding.of(
                 "FS211",
-                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}",
+                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}{beyond}",
                 file=tokenizer.path,
-                expected=f"{words} of {rows} rows stored",
+                expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
                 got=str(kept),
-                help=f"--vocab-size {min(words, rows)} keeps them; or give the tokenizer that belongs to the model with --tokenizer",
+                help=f"--vocab-size {min(words, rows)} keeps {'every row' if beyond else 'them'}; "
+                "or give the tokenizer that belongs to the model with --tokenizer",
             )
         ]
     if rows < words:
@@ -390,7 +396,23 @@ def _words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) ->
                 help="tokens beyond have no row: the tokenizer was extended, or belongs to another model",
             )
         ]
-    return []
+    return unproven
+
+
+def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:
+    """Rows that are dropped though the file that would tell whose they are cannot be read."""
+    if tokenizer.unread is None or kept >= rows:
+        return []
+    return [
+        Finding.of(
+            "FS109",
+            "the tokenizer's vocabulary cannot be read from this file: "
+            f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
+            severity="warning",
+            file=str(tokenizer.unread),
+            help="give the tokenizer that belongs to the model with --tokenizer",
+        )
+    ]
 
 
 def _vocabulary(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _core, regular
-from .discover import StrPath
+from . import regular, vocabularies
+from .discover import StrPath, refuse_unprintable
 from .errors import FastshardError
 
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
 #: source: transformers tokenization_utils_base.py and the tokenizers of its models
 _VOCABULARIES = {
-    "tokenizer.json": "tokenizers", "vocab.json": "ids", "vocab.txt": "lines", "tokenizer.model": "sentencepiece",
-    "spiece.model": "sentencepiece", "sentencepiece.bpe.model": "sentencepiece",
+    "tokenizer.json": "tokenizers", "vocab.json": "ids", "vocab.txt": "lines", "tokenizer.model": "model",
+    "spiece.model": "sentencepiece", "sentencepiece.bpe.model": "sentencepiece", "tiktoken.model": "tiktoken",
+    "tekken.json": "tekken",
 }  # fmt: skip
+#: How the names of tiktoken's other files end, e.g. qwen.tiktoken.
+_TIKTOKEN = ".tiktoken"
 #: Files of a tokenizer.
 NAMES = (
-    *_VOCABULARIES, "merges.txt", "tekken.json", "tiktoken.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    *_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 #: Where the special tokens are named.
 _STATED = ("special_tokens_map.json", "tokenizer_config.json")
@@ -40,6 +44,8 @@ class Tokenizer:
     files: dict[str, Path]
     #: The largest id of its vocabulary; None where none of its files could be read for it.
     largest: int | None = None
+    #: The file that should tell the ids and could not be read; ``largest`` is then of added tokens at most.
+    unread: Path | None = None
     #: ``bos_token_id`` and the like, as far as its files tell.
     special: dict[str, int] | None = None
     #: Id of the token that ends a document in GPT-2's vocabulary and GPT-NeoX's.
@@ -48,7 +54,7 @@ class Tokenizer:
     @property
     def path(self) -> str:
         """The file that messages name."""
-        return str(next(path for name in NAMES if (path := self.files.get(name)) is not None))
+        return str(next(self.files[name] for name in (*NAMES, *self.files) if name in self.files))
 
 
 def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
@@ -80,13 +86,28 @@ def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
             )
         return _described(files)
     held = [files for folder in folders if (files := _files(folder))]
-    whole = (files for files in held if files.keys() & _VOCABULARIES.keys())
+    whole = (files for files in held if any(_kind(name) for name in files))
     files = next(whole, held[0] if held else {})
     return _described(files) if files else None
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in NAMES if regular.is_file(folder / name)}
+    found = {name: folder / name for name in NAMES if regular.is_file(folder / name)}
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(_TIKTOKEN))  # noqa: PTH208 - names, not paths
+    except OSError:
+        # Where a folder cannot be listed the names that are known may be there all the same.
+        names = []
+    for name in names:
+        if regular.is_file(folder / name):
+            refuse_unprintable(name, folder / name)
+            found[name] = folder / name
+    return found
+
+
+def _kind(name: str) -> str | None:
+    """What a file holds by its name, if that is a vocabulary."""
+    return "tiktoken" if name.endswith(_TIKTOKEN) else _VOCABULARIES.get(name)
 
 
 def _name(path: Path) -> str:
@@ -97,20 +118,25 @@ def _name(path: Path) -> str:
     """
     if path.name in NAMES:
         return path.name
+    if path.name.endswith(_TIKTOKEN):
+        refuse_unprintable(path.name, path)
+        return path.name
     kinds = {
-        ".json": ("tokenizer.json", "vocab.json"),
+        ".json": ("tokenizer.json", "vocab.json", "tekken.json"),
         ".txt": ("vocab.txt",),
         ".model": ("tokenizer.model",),
     }
     for name in kinds.get(path.suffix, ()):
-        if (_vocabulary(path, _VOCABULARIES[name], []) or {}).get("largest") is not None:
+        if vocabularies.read(path, _VOCABULARIES[name], []) is not None:
             return name
     raise FastshardError.of(
         "FS501",
         "the file is no tokenizer's",
         file=str(path),
-        expected="a tokenizer.json, a vocab.json or vocab.txt, or a model of SentencePiece",
-        got="something else",
+        expected="a tokenizer.json, a vocab.json or vocab.txt, or a model of SentencePiece or tiktoken",
+        got="something else"
+        if path.stat().st_size <= vocabularies.MAX_BYTES
+        else f"{path.stat().st_size} bytes, more than are read",
     )
 
 
@@ -128,30 +154,26 @@ def _described(files: dict[str, Path]) -> Tokenizer:
             if str(number).isdecimal() and len(str(number)) < 10 and isinstance(token, dict):
                 added[str(token.get("content"))] = int(number)
     wanted = [*named.values(), END_OF_DOCUMENT]
-    read = [(name, kind) for name, kind in _VOCABULARIES.items() if name in files][:1]
-    read += [("added_tokens.json", "ids")] if read and "added_tokens.json" in files else []
-    largest: list[int] = list(added.values()) if read else []
+    largest: list[int] = list(added.values())
     ids: dict[str, int] = dict(added)
-    for name, kind in read:
-        found = _vocabulary(files[name], kind, wanted) or {}
-        ids |= found.get("ids", {})
-        if found.get("largest") is not None:
+    held = [name for name in _VOCABULARIES if name in files] + [n for n in files if n.endswith(_TIKTOKEN)]
+    # The first that can be read: those after it say the same in another form.
+    known = next((f for n in held if (f := vocabularies.read(files[n], _kind(n) or "", wanted))), None)
+    if "added_tokens.json" in files:
+        more = vocabularies.read(files["added_tokens.json"], "ids", wanted)
+    else:
+        more = None
+    for found in (known, more):
+        if found is not None:
+            ids |= found["ids"]
             largest.append(found["largest"])
     return Tokenizer(
         files,
         largest=max(largest, default=None),
+        unread=None if known else next((files[n] for n in (*held, *NAMES) if n in files), None),
         special={key: ids[token] for key, token in named.items() if token in ids},
         end_of_document=ids.get(END_OF_DOCUMENT),
     )
-
-
-def _vocabulary(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
-    """What the core reads of a vocabulary; None where the file is none: a tokenizer goes along whatever it is."""
-    try:
-        found: dict[str, Any] = json.loads(_core.vocabulary(path, kind, wanted))
-    except _core.CoreError:
-        return None
-    return found
 
 
 def _stated(path: Path) -> dict[str, Any]:
