@@ -217,3 +217,55 @@ def test_a_name_that_is_not_utf8(fixture: str, old: str, tmp_path: Path) -> None
             assert ran.having("FS514", file="a\\xff/", message="not UTF-8"), ran.findings
     above = copy(HF, tmp_path / os.fsdecode(b"b\xff"))
     assert cli("merge", above, tmp_path / "whole").code == 0
+
+
+#: A name that is no text, as a part of others.
+NO_TEXT = os.fsdecode(b"x\xff")
+
+
+def test_code_of_a_model_under_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    root = copy(HF, tmp_path / "ckpt")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "m.Model"}}))
+    (root / "m.py").write_text("")
+    (root / f"{NO_TEXT}.py").write_text("")
+    for command in (("merge",), ("convert", "--to", "hf")):
+        assert_refused(
+            root, tmp_path / "out", "FS514", exit=2, command=command, file="x\\xff.py", message="not UTF-8"
+        )
+
+
+def test_a_file_that_readers_load_under_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    root = copy(HF, tmp_path / "ckpt")
+    (root / f"tokenizer{NO_TEXT}.json").write_text("{}")
+    ran = cli("manifest", root)
+    assert ran.code == 2 and ran.having("FS514", file="tokenizerx\\xff.json", message="not UTF-8")
+    assert not (root / "fastshard.manifest.json").exists()
+    # Nothing of that name goes along with a result.
+    assert cli("merge", root, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--drop-optimizer",)])
+def test_a_stray_file_beside_a_step_under_a_name_that_is_not_utf8(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    root = copy(FIXTURES / "deepspeed/zero1_bf16_dp2", tmp_path / "ckpt")
+    (root / "global_step4" / f"core.{NO_TEXT}").write_text("")
+    (root / "global_step4" / NO_TEXT).mkdir()
+    (root / "global_step4" / NO_TEXT / "latest").write_text("")
+    ran = cli("masters", root, "--repair", tmp_path / "out", *options)
+    assert ran.code == 0, ran.findings
+    assert {f["file"] for f in ran.having("FS108", message="left behind")} == {
+        "global_step4/core.x\\xff",
+        "global_step4/x\\xff/latest",
+    }
+    assert cli("verify", tmp_path / "out").code == 0
+
+
+def test_a_vocabulary_under_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / f"{NO_TEXT}.tiktoken"
+    file.write_text("QQ== 0\n")
+    ran = cli("merge", HF, tmp_path / "out", "--tokenizer", file)
+    assert ran.code == 2 and ran.having("FS514", file="x\\xff.tiktoken", message="not UTF-8")
+    # Above a checkpoint it may be anybody's.
+    assert cli("merge", copy(HF, tmp_path / "ckpt"), tmp_path / "out").code == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import regular
-from .discover import Listing
+from .discover import Listing, refuse_unprintable
 from .errors import FastshardError
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
@@ -85,4 +85,6 @@ def _code(config: Path) -> dict[str, Path]:
             got=str(len(paths)),
             help="give a folder that holds only the model's with --config",
         )
+    for path in paths:
+        refuse_unprintable(path.name, path)
     return {path.name: path for path in paths}

@@ -11,7 +11,7 @@ from . import _core, budget
 from .adapters.base import Source as Declaration
 from .checkpoint import Checkpoint
 from .convert import Source, _opened, carrying
-from .discover import File, StrPath
+from .discover import File, StrPath, is_utf8
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
 from .options import Opening
@@ -208,10 +208,10 @@ def repair_masters(
         raise_errors([replace(read_in_part[p], severity="error") for p in paths if p in read_in_part])
         if not declared.state_files:
             raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
-    files, texts, copies = _files(checkpoint, declared, drop_optimizer)
+    files, texts, copies, left = _files(checkpoint, declared, drop_optimizer)
     repair = json.dumps({"files": files, "texts": texts})
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
-    findings = [Finding.from_dict(f) for f in json.loads(plan.findings())]
+    findings = left + [Finding.from_dict(f) for f in json.loads(plan.findings())]
     raise_errors(findings)
     options = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
@@ -236,8 +236,8 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 
 def _files(
     checkpoint: Checkpoint, declared: Declaration, drop_optimizer: bool
-) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]]]:
-    """Files of the result: those of the catalog, tracker texts, and plain copies."""
+) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
+    """Files of the result: those of the catalog, tracker texts, and plain copies; and what is left behind."""
     state = {s.file: s for s in declared.state_files}
     files: list[dict[str, Any]] = []
     taken: set[str] = {MANIFEST_NAME}
@@ -256,16 +256,28 @@ def _files(
         files.append({"file": i, "name": file.path, "masters": masters_of, "zero": zero, "numbers": numbers})
     texts: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
+    left: list[Finding] = []
     for other in checkpoint.listing.files:
         if other.path in taken or (drop_optimizer and other.path in declared.optimizer_files):
             continue
         if _belongs(other, folders):
             taken.add(other.path)
+            if not is_utf8(other.path):
+                # The manifest, which is UTF-8, could not name it; nobody who loads the step asks for it.
+                left.append(
+                    Finding.of(
+                        "FS108",
+                        "left behind: a name that is not UTF-8",
+                        file=os.fsencode(other.path).decode(errors="backslashreplace"),
+                        help="rename it, or copy it yourself, if it is needed",
+                    )
+                )
+                continue
             if other.name in ("latest", "latest_universal"):
                 texts[other.path] = checkpoint.listing.read_text(other)
             else:
                 copies.append((other.path, os.fspath(checkpoint.roots[other.root] / other.path)))
-    return files, texts, copies
+    return files, texts, copies, left
 
 
 def _belongs(file: File, folders: set[tuple[int, str]]) -> bool:

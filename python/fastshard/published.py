@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core
+from .discover import refuse_unprintable
 from .errors import Finding, from_core
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     for file in listing.files:
         beside = file.root == 0 and file.folder in folders and file.path not in have
         if beside and _is_loaded(file.name) and file.name not in _TRACKERS:
+            refuse_unprintable(file.path)
             try:
                 entries.append(json.loads(_core.manifest_entry(os.fspath(listing.roots[0]), file.path)))
             except _core.CoreError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import regular, vocabularies
-from .discover import StrPath, refuse_unprintable
+from .discover import StrPath, is_utf8, refuse_unprintable
 from .errors import FastshardError
 
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
@@ -94,13 +94,13 @@ def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
 def _files(folder: Path) -> dict[str, Path]:
     found = {name: folder / name for name in NAMES if regular.is_file(folder / name)}
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(_TIKTOKEN))  # noqa: PTH208 - names, not paths
+        names = sorted(os.listdir(folder))  # noqa: PTH208 - names, not paths
     except OSError:
         # Where a folder cannot be listed the names that are known may be there all the same.
         names = []
     for name in names:
-        if regular.is_file(folder / name):
-            refuse_unprintable(name, folder / name)
+        # What is no text cannot go along, and may be anybody's: this folder may be the one above the checkpoint.
+        if name.endswith(_TIKTOKEN) and is_utf8(name) and regular.is_file(folder / name):
             found[name] = folder / name
     return found
 
