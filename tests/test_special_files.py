@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -304,3 +305,15 @@ def test_files_are_opened_in_one_place() -> None:
     assert found == []
     assert [call for _, call in opening_calls(root / "regular.py")] != [], "the search itself finds nothing"
     assert sys.modules["fastshard.regular"] is regular
+
+
+@pytest.mark.parametrize("option", ["--config", "--expect"])
+def test_a_file_of_gigabytes_is_refused_before_it_is_read(option: str, tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    with file.open("wb") as large:
+        large.write(b'{"format": "fastshard.manifest", ')
+        os.truncate(large.fileno(), 40 << 30)
+    started = time.process_time()
+    ran = cli("verify", HF, option, file)
+    assert time.process_time() - started < 5
+    assert ran.code == 2 and [f["got"] for f in ran.errors] == [f"{40 << 30} bytes"]

@@ -126,6 +126,9 @@ def read_bytes(
             size = os.fstat(descriptor).st_size
         except OSError as error:
             raise _cannot(error, label or os.fspath(path)) from None
+        if whole and size > limit:
+            # Known before it is read; what grows meanwhile is bounded below.
+            raise _too_large(label or os.fspath(path), code, limit, f"{size} bytes")
         budget.ask(min(left, size), label or os.fspath(path))
         while left > 0:
             try:
@@ -137,14 +140,14 @@ def read_bytes(
             parts.append(part)
             left -= len(part)
     if whole and left == 0:
-        raise FastshardError.of(
-            code,
-            "a file that is read whole",
-            file=label or os.fspath(path),
-            expected=f"{limit} bytes at most",
-            got="more",
-        )
+        raise _too_large(label or os.fspath(path), code, limit, "more")
     return b"".join(parts)
+
+
+def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
+    return FastshardError.of(
+        code, "a file that is read whole", file=name, expected=f"{limit} bytes at most", got=got
+    )
 
 
 def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str = "FS601") -> str:
