@@ -9,8 +9,10 @@ from pathlib import Path
 
 import fastshard
 import jsonschema
+import numpy as np
 import pytest
 import torch
+from fastshard.arguments import taken
 from fastshard.sizes import parse_size
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given
@@ -327,3 +329,87 @@ def test_any_other_text_is_refused_and_never_crashes(text: str) -> None:
 def test_sizes_that_are_none(bad: object) -> None:
     with pytest.raises(fastshard.CannotRunError):
         parse_size(bad)  # type: ignore[arg-type]
+
+
+# --- options that cannot be meant
+
+#: What is called, by the options that it takes besides those of opening.
+CALLS = {
+    "open": fastshard.open,
+    "plan": lambda p, **o: fastshard.plan(p, **o),
+    "convert": lambda p, **o: fastshard.convert(p, "nowhere/out", **o),
+    "merge": lambda p, **o: fastshard.merge(p, "nowhere/out", **o),
+    "verify": fastshard.verify,
+    "diff": lambda p, **o: fastshard.diff(p, p, **o),
+    "stats": fastshard.stats,
+    "manifest": lambda p, **o: fastshard.manifest(p, "nowhere/m.json", **o),
+    "masters": fastshard.masters,
+    "repair_masters": lambda p, **o: fastshard.repair_masters(p, "nowhere/out", **o),
+}
+ODD = [
+    *(("accept", value) for value in ([5], "copies", None, 5, {"copies": 1}, b"copies")),
+    *(("include", value) for value in (None, "*.w", [5], 5)),
+    *(("exclude", value) for value in (None, "*.w", [None], 5)),
+    *(("subset", value) for value in (5, "1/2", (1,), (1, 2, 3), ("1", "2"), (1.0, 2), (True, 2))),
+    *(("tp", value) for value in (None, "2", 2.0, True)),
+    *(("expect_processes", value) for value in ("2", 2.0, True, [2])),
+    *(("vocab_size", value) for value in ("300", 3.5, True)),
+    *(("make_vocab_size_divisible_by", value) for value in ("128", [1])),
+    *(("param_scan_axis", value) for value in ("1", 1.5)),
+    *(("dtype", value) for value in (["bf16"], None, 5, "bf61")),
+    *(("replicas", value) for value in (["mean"], None)),
+    *(("weights", value) for value in (["masters"], 5)),
+    *(("rope_type", value) for value in (["default"], 5)),
+    *(("overwrite", value) for value in ("no", None, 1)),
+    *(("optimizer", value) for value in ("no", None)),
+    *(("drop_optimizer", value) for value in ("no", None)),
+    *(("fused_qkv", value) for value in ("no", 1)),
+    *(("config", value) for value in (5, ["config.json"], "")),
+    *(("expect", value) for value in (5, "")),
+    *(("layout", value) for value in (5, "")),
+    *(("tokenizer", value) for value in (5, "")),
+    *(("step", value) for value in ("",)),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), ODD, ids=[f"{option}={value!r}" for option, value in ODD])
+def test_odd_values_are_refused_by_the_name_of_their_option(option: str, value: object) -> None:
+    calls = {name: call for name, call in CALLS.items() if option in taken(getattr(fastshard, name))}
+    assert calls
+    for name, call in calls.items():
+        with pytest.raises(fastshard.CannotRunError) as caught:
+            call(TP4, **{option: value})
+        found = caught.value.findings[0]
+        assert found.code in ("FS515", "FS211") and found.message.startswith(option), (name, found)
+        assert repr(value)[:20] in str(found.got), (name, found)
+
+
+def test_a_pattern_that_can_be_read_once_holds_for_both_sides(tmp_path: Path) -> None:
+    fastshard.merge(HF, tmp_path / "out", exclude=["model.norm.weight"], memory=MEMORY)
+    (tmp_path / "out/config.json").unlink()
+    left_out = (name for name in ["model.norm.weight"])
+    assert fastshard.diff(HF, tmp_path / "out", exclude=left_out, memory=MEMORY) == []
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    plan = fastshard.plan(NEOX, "hf", vocab_size=np.int64(509))
+    assert plan.digest == fastshard.plan(NEOX, "hf", vocab_size=509).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "told"),
+    [
+        ("repair_masters", "drop_optimiser", "did you mean drop_optimizer?"),
+        ("plan", "memory", r"plan\(\) does not take it"), ("plan", "memroy", None),
+        ("manifest", "include", r"manifest\(\) does not take it"), ("merge", "to", r"merge\(\) does not take it"),
+        ("open", "dtype", r"open\(\) does not take it"), ("masters", "overwrite", r"masters\(\) does not take it"),
+        ("verify", "subsets", "did you mean subset?"), ("manifest", "exlude", "did you mean exclude?"),
+    ],
+)  # fmt: skip
+def test_options_of_the_function_that_is_called_are_suggested(
+    name: str, option: str, told: str | None
+) -> None:
+    with pytest.raises(TypeError, match=told or "unknown option") as caught:
+        CALLS[name](TP4, **{option: 1})
+    suggested = str(caught.value).rpartition("did you mean ")[2].rstrip("?")
+    assert "did you mean" not in str(caught.value) or suggested in taken(getattr(fastshard, name)) - {option}

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 from . import _core
+from .arguments import checked
 from .errors import FastshardError
 from .sizes import parse_size
 
@@ -49,12 +50,13 @@ def of(memory: str | int | None) -> Iterator[None]:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose keyword argument ``memory`` holds for all that it reads and plans."""
+    """A function whose keyword argument ``memory`` holds for all that it reads and plans; its options are checked."""
+    called = checked(function)
 
     @functools.wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> T:
         with of(kwargs.get("memory")):  # type: ignore[arg-type]
-            return function(*args, **kwargs)
+            return called(*args, **kwargs)
 
     return within
 

@@ -8,25 +8,23 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _core, adapters, budget, companions, regular
+from . import _core, adapters, arguments, budget, companions, regular
 from .adapters import copies, hf_model
 from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
 from .adapters.renamed import renamed
 from .configs import checked, parse_json, parse_yaml
 from .discover import Listing, StrPath, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
-from .options import meant, refuse_unknown
+from .options import meant
 from .planning import Opened, Plan, make_plan, thread_count
 from .tensor import Tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Never
 
 __all__ = ["Checkpoint", "open"]
 
 
+@arguments.checked
 def open(
     *paths: StrPath,
     step: str | int | None = None,
@@ -36,7 +34,6 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
-    **unknown: Never,
 ) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
 
@@ -55,7 +52,6 @@ def open(
         FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
             :attr:`Checkpoint.findings`.
     """
-    refuse_unknown(unknown)
     if not paths:
         raise FastshardError.of("FS515", "no path given")
     content, content_path = _read_config(config)

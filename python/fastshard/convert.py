@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _core, budget, companions
+from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import StrPath
 from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
-from .options import PLANNING, Merging, Threaded, Writing, refuse_unknown
+from .options import PLANNING, Merging, Threaded, Writing
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .tokenizer import Tokenizer
@@ -30,7 +31,6 @@ Source = Checkpoint | StrPath | Iterable[StrPath]
 
 
 def _opened(source: Source, **options: Any) -> Checkpoint:
-    refuse_unknown(options)
     if isinstance(source, Checkpoint):
         late = sorted(
             key for key, value in options.items() if value not in (None, (), []) and key != "threads"
@@ -48,6 +48,7 @@ def _opened(source: Source, **options: Any) -> Checkpoint:
     return open_checkpoint(*source, **options)
 
 
+@checked
 def plan(
     source: Source,
     to: str | None = None,
@@ -158,7 +159,6 @@ def convert(
             ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
             ``FS519`` if it came too late and the result is published.
     """
-    refuse_unknown(options, planning=True)
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
@@ -223,6 +223,7 @@ def carrying(core: _core.Plan) -> Iterator[None]:
         raise
 
 
+@checked
 def merge(source: Source, out: StrPath, **options: Unpack[Merging]) -> Manifest:
     """Merges a checkpoint into whole tensors under the source's own names; needs no known model family.
 

@@ -1,4 +1,4 @@
-"""The options of the functions that open, plan and write: their types, and what to say of one that nobody knows."""
+"""The options of the functions that open, plan and write: their types, and which known word another one was meant for."""
 
 from __future__ import annotations
 
@@ -71,24 +71,17 @@ class Merging(Writing, total=False):
 
 #: Options that shape a plan.
 PLANNING = frozenset(Writing.__annotations__) - frozenset(Source.__annotations__)
-_OPENING = frozenset(Opening.__annotations__) | frozenset(Threaded.__annotations__)
-_ALL = frozenset(Merging.__annotations__) | _OPENING
+#: Options of any function.
+ALL = (
+    frozenset(Merging.__annotations__)
+    | frozenset(Threaded.__annotations__)
+    | {"drop_optimizer", "subset", "to", "out"}
+)
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
     # A name that is long differs in more letters before it is another one; of a short one half are one letter.
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
+    others = [one for one in known if one != word]
+    near = difflib.get_close_matches(word, others, n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def refuse_unknown(options: Iterable[str], *, planning: bool = False) -> None:
-    """Refuses options that no function has, and those that belong to another one.
-
-    Raises:
-        TypeError: naming the first of them.
-    """
-    known = _OPENING | PLANNING if planning else _OPENING
-    for option in options:
-        if option not in known:
-            raise TypeError(f"unknown option {option!r}{meant(option, _ALL)}")
