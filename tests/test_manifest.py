@@ -261,4 +261,6 @@ def test_a_manifest_that_is_kept_elsewhere_holds_for_the_whole_result(tmp_path: 
     assert cli("verify", tmp_path / "out", "--expect", kept).code == 0
     config = tmp_path / "out/config.json"
     config.write_text(config.read_text().replace("1000", "1001"))
-    assert cli("verify", tmp_path / "out", "--expect", kept).having("FS308", file="config.json", severity="error")
+    assert cli("verify", tmp_path / "out", "--expect", kept).having(
+        "FS308", file="config.json", severity="error"
+    )
