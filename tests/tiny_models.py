@@ -1,4 +1,4 @@
-"""Tiny models of the Llama kind, made by transformers, with weights that show where they belong."""
+"""Tiny models, most of the Llama kind, made by transformers, with weights that show where they belong."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ MODELS = {
     "llama_biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "gpt_neox": GPTNeoXConfig(
-        **{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}
-    ),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mistral": MistralConfig(**SIZES, sliding_window=5),
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "qwen3": Qwen3Config(**SIZES),
     "qwen3_tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+#: Models of other kinds, which other layouts hold.
+OTHERS = {
+    "gpt_neox": GPTNeoXConfig(
+        **{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
 }
 
 
 def model(name: str, folder: Path) -> Any:
     """One of these models, saved in a folder."""
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(MODELS[name])
+    made = AutoModelForCausalLM.from_config((MODELS | OTHERS)[name])
     with torch.no_grad():
         for parameter in made.parameters():
             # Norms and biases that are not one and zero show where they belong.
