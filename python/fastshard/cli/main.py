@@ -20,7 +20,7 @@ from .stopping import Stopping
 from .streams import Streams, prepare
 
 #: Commands whose result is a deed or a verdict: with ``-q`` only errors are said.
-_SILENT = ("merge", "convert", "verify", "masters", "manifest")
+_SILENT = ("merge", "convert", "verify", "diff", "masters", "manifest")
 _WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
 
 
@@ -60,7 +60,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _suggestion(parser: argparse.ArgumentParser, command: str, rest: list[str]) -> str:
     """What an unknown flag may have been meant for."""
     flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
-    return "" if flag is None else meant(flag, flags(parser, command))
+    if flag is None:
+        return ""
+    takers = [name for name in commands.COMMANDS if flag in flags(parser, name)]
+    # It is no slip of the pen: the nearest of this command's would be something else.
+    return f"; it is of {', '.join(takers)}" if takers else meant(flag, flags(parser, command))
 
 
 class _Run:
@@ -124,6 +128,8 @@ class _Run:
 
     def _usage(self, error: UsageError) -> int:
         if self._arguments.json:
+            verb = next((word for word in self._argv if not word.startswith("-")), None)
+            self._arguments.command = verb if verb in commands.COMMANDS else None
             return self._tell(None, [Finding.of("FS515", str(error))], 2)
         self._streams.write(lambda: error.parser.print_usage(sys.stderr), "stderr")
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
