@@ -339,8 +339,16 @@ def manifest(a: argparse.Namespace) -> Outcome:
 def masters(a: argparse.Namespace) -> Outcome:
     """Masters against parameters, and their repair."""
     if a.repair is None:
-        if a.drop_optimizer:
-            raise FastshardError.of("FS515", "--drop-optimizer goes with --repair OUT")
+        stray = {
+            "--drop-optimizer": a.drop_optimizer,
+            "--resume": a.resume,
+            "--overwrite": a.overwrite,
+            "--fsync": a.fsync is not None,
+        }
+        if flag := next((flag for flag, given in stray.items() if given), None):
+            raise FastshardError.of(
+                "FS515", f"{flag} goes with --repair OUT", help="nothing is written without --repair"
+            )
         report = compare_masters(a.ckpt, memory=a.memory, progress=_progress(a), **_opening(a))
         verdict = (
             "every fp32 master rounds to its parameter"
@@ -366,7 +374,7 @@ def masters(a: argparse.Namespace) -> Outcome:
         return Result(text, document), report.findings
     manifest = repair_masters(
         a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
-        fsync=a.fsync == "full", progress=_progress(a), **_opening(a),
+        fsync=a.fsync != "none", progress=_progress(a), **_opening(a),
     )  # fmt: skip
     count = len(manifest.document["tensors"])
     what = (

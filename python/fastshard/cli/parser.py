@@ -267,7 +267,7 @@ def build() -> argparse.ArgumentParser:
     )
     group.add_argument("--resume", action="store_true", help="continue an interrupted repair")
     group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
-    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    group.add_argument("--fsync", choices=("full", "none"), help="durability (default: full)")
     _common(masters)
 
     manifest = add("manifest", "hash what is there, so that later damage shows")
