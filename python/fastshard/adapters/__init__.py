@@ -16,7 +16,7 @@ from .hf_shards import HfRankShards
 from .megatron import Megatron
 from .orbax import Orbax
 from .orbax.parts import refuse_parts
-from .steps import refuse_lone_trackers
+from .steps import no_steps, refuse_lone_trackers
 from .strangers import looks_like
 from .tp_safetensors import TpSafetensors
 from .universal import Universal
@@ -44,6 +44,8 @@ def detect(listing: Listing, options: Options) -> Found:
         FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
             part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by names alone.
     """
+    if listing.single and options.step is not None:
+        raise no_steps(options.step)
     for adapter in ADAPTERS:
         found = adapter.detect(listing, options)
         if found is not None:

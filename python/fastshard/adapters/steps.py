@@ -334,12 +334,24 @@ def _have(steps: Iterable[str]) -> str:
     return more + ", ".join(names[-_TOLD:])
 
 
+def no_steps(wanted: str) -> FastshardError:
+    """The error for a step that is asked of what holds none."""
+    return FastshardError.of(
+        "FS501",
+        f"there is no step {shown(wanted)}: this checkpoint has no steps",
+        help="leave out --step, or name the folder that holds the steps as CKPT",
+    )
+
+
 def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
+    # What lies in the root itself has no name that could be asked for.
+    if not any(name.strip(".") for name in steps):
+        raise no_steps(wanted)
     if not found:
         raise FastshardError.of(
             "FS501",
             f"there is no step {shown(wanted)}",
-            expected=f"one of {_have(steps) or 'none'}",
+            expected=f"one of {_have(steps)}",
             help="choose one of these with --step",
         )
     if len(found) > 1:

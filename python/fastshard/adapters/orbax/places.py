@@ -267,12 +267,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
             )
         ]
     elif options.step is not None:
-        raise FastshardError.of(
-            "FS501",
-            f"there is no step {options.step}",
-            expected="none is named here",
-            help="leave out --step",
-        )
+        raise steps.no_steps(options.step)
     else:
         chosen = places
     taken = {p.path(listing).resolve() for p in chosen}
