@@ -114,7 +114,9 @@ def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
     ("merge", TP4, "out", "--weights", "masters"), ("convert", TP4, "out", "--to", "hf", "--tp", "2"),
     ("merge", TP4, "out", "--tokenizer", "nowhere"), ("merge", TP4, "out", "--config", "nowhere.json"),
     ("merge", TP4, "out", "--expect", "nowhere.json"), ("merge", TP4, "out", "--layout", "nowhere.toml"),
-    ("merge", TP4, "out", "--thread", "2"),
+    ("merge", TP4, "out", "--thread", "2"), ("inspect", ""), ("merge", TP4, ""), ("merge", TP4, "", "out"), ("diff", TP4, ""),
+    ("manifest", TP4, "-o", ""), ("inspect", TP4, "--config", ""), ("inspect", TP4, "--layout", ""), ("verify", TP4, "--expect", ""),
+    ("inspect", TP4, "--step", ""), ("merge", TP4, "out", "--tokenizer", ""), ("inspect", TP4, "--layout", "."),
 ], ids=lambda argv: " ".join(str(a) for a in argv if not isinstance(a, Path)) or "none")  # fmt: skip
 def test_bad_usage_is_2(argv: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -172,6 +174,97 @@ def test_reader_of_stdout_that_leaves_is_no_crash() -> None:
 def test_quiet_prints_errors_only(tmp_path: Path) -> None:
     done = run("verify", TP4, "-q")
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_quiet_diff_speaks_of_differences_only(tmp_path: Path) -> None:
+    same = cli("diff", "-q", TP4, TP4, json_output=False)
+    assert (same.code, same.out, same.err) == (0, "", "")
+    fastshard.merge(HF, tmp_path / "out", exclude=["model.norm.weight"], memory="2GiB")
+    (tmp_path / "out/config.json").unlink()
+    other = cli("diff", "-q", HF, tmp_path / "out", json_output=False)
+    assert other.code == 1 and other.out == "" and "model.norm.weight" in other.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (("merge", TP4), "merge"), (("manifest", TP4, "--include", "x"), "manifest"), (("diff", TP4), "diff"),
+        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "masters"), (("mrege", TP4), None), ((), None),
+    ],
+)  # fmt: skip
+def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: str | None) -> None:
+    document = json.loads(run(*argv, "--json").stdout)
+    assert (document["command"], document["exit_code"]) == (command, 2)
+    assert document["findings"][0]["code"] == "FS515"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("manifest", TP4, "--include", "x"), "it is of merge, convert, plan, verify, stats, diff"),
+        (("verify", TP4, "--tokenizer", "x"), "it is of merge, convert, plan"),
+        (("masters", TP4, "--dtype", "bf16"), "it is of merge, convert, plan"),
+        (("inspect", TP4, "--memory", "1GiB"), "it is of merge, convert, plan, verify, stats, diff, manifest, masters"),
+        (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
+        (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
+    ],
+)  # fmt: skip
+def test_flags_of_another_command_are_said_to_be(argv: tuple[object, ...], told: str) -> None:
+    ran = cli(*argv, json_output=False)
+    assert ran.code == 2 and ran.err.strip().endswith(told), ran.err
+    assert ran.err.count("did you mean") == told.count("did you mean")
+
+
+def test_plan_takes_a_tokenizer(tmp_path: Path) -> None:
+    ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", tmp_path)
+    assert ran.code == 2 and ran.having("FS501", message="the folder holds no tokenizer")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        HF / "config.json", HF / "model.safetensors.index.json", TP4 / "layout.json", NEOX / "latest", FIXTURES / "README.md",
+        FIXTURES / "sharded/dcp_tp_micro/.metadata",
+    ],
+    ids=lambda file: file.name,
+)  # fmt: skip
+def test_a_file_that_only_tells_of_tensors_leads_to_its_folder(file: Path, tmp_path: Path) -> None:
+    for argv in (("inspect", file), ("merge", file, tmp_path / "out"), ("verify", file), ("diff", HF, file)):
+        ran = cli(*argv)
+        assert ran.code == 2 and ran.having("FS513", message="holds no tensors", help=str(file.parent))
+    assert [f["code"] for f in ran.errors] == ["FS513"]
+
+
+@pytest.mark.parametrize(
+    "ckpt",
+    ["sharded/hf_sharded", "sharded/tp4_micro", "sharded/hf_sharded/model-00001-of-00004.safetensors", "sharded/dcp_tp_micro",
+     "orbax/gpt3_micro_scan_bf16_zarr2"],
+)  # fmt: skip
+def test_a_step_is_asked_of_what_has_none(ckpt: str) -> None:
+    ran = cli("inspect", FIXTURES / ckpt, "--step", "77")
+    assert ran.code == 2 and ran.having("FS501", message="no step '77': this checkpoint has no steps"), (
+        ran.findings
+    )
+    other = cli("inspect", NEOX, "--step", "77")
+    assert other.having("FS501", expected="one of global_step4")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("inspect", HF, "--config", HF), "FS211"), (("inspect", HF, "--layout", HF), "FS211"),
+        (("manifest", HF, "-o", HF), "FS515"),
+    ],
+)  # fmt: skip
+def test_a_folder_where_a_file_is_named_says_so(argv: tuple[object, ...], code: str) -> None:
+    ran = cli(*argv)
+    assert ran.code == 2 and ran.having(code, message="a folder, not a file", help="name a file")
+
+
+@pytest.mark.parametrize("flag", [["--overwrite"], ["--resume"], ["--drop-optimizer"], ["--fsync", "none"]])
+def test_flags_of_a_repair_need_one(flag: list[str]) -> None:
+    ran = cli("masters", FIXTURES / "deepspeed/zero1_bf16_dp2", *flag)
+    assert ran.code == 2 and ran.having("FS515", message=f"{flag[0]} goes with --repair OUT")
 
 
 def test_locale_without_utf8_is_no_crash(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ _TEXTS = {
     ".metadata",
 }
 
+#: Files that say something about tensors and hold none: by their names, and by how these end.
+_NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
+_NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
+
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
@@ -158,7 +162,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
 
     Raises:
         FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
-            for a FIFO, a device or a socket, ``FS514`` for an address of another machine.
+            for a FIFO, a device or a socket, and for files of which none can hold tensors, ``FS514`` for an address
+            of another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
     files: list[File] = []
@@ -172,6 +177,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             expected="a path on this machine",
             help="copy the checkpoint here, or mount the store",
         )
+    if any(not os.fspath(p) for p in paths):
+        # It would be the current directory.
+        raise FastshardError.of("FS515", "a path that is empty", expected="a checkpoint's folder or file")
     given = [Path(p) for p in paths]
     single = False
     for path in given:
@@ -196,6 +204,14 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if is_file:
             single = True
             files.append(File(index, path.name, status.st_size))
+    if single and all(p.name in _NO_TENSORS or p.name.endswith(_NO_TENSORS_ENDS) for p in given):
+        raise FastshardError.of(
+            "FS513",
+            "this file holds no tensors",
+            file=str(given[0]),
+            expected="a checkpoint's folder, or a file of its tensors",
+            help=f"name the folder that holds it: {given[0].parent}",
+        )
     allowed = [r.resolve() for r in roots]
     allowed += [r.resolve().parent.parent / "blobs" for r in roots if r.resolve().parent.name == "snapshots"]
     for index, path in enumerate(given):

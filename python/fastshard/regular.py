@@ -45,13 +45,16 @@ def special(mode: int) -> str | None:
 
 def unfit(path: StrPath, kind: str, code: str = "FS601") -> Finding:
     """The finding for what should be a regular file and is another ``kind``."""
+    folder = kind == _KINDS[stat.S_IFDIR]
     return Finding.of(
         code,
-        "no regular file",
+        "a folder, not a file" if folder else "no regular file",
         file=os.fspath(path),
-        expected="a regular file",
+        expected="a file" if folder else "a regular file",
         got=kind,
-        help="put a copy of the file itself there; pipes, devices and sockets are not read",
+        help="name a file; where a checkpoint should hold one, put the file itself there"
+        if folder
+        else "put a copy of the file itself there; pipes, devices and sockets are not read",
     )
 
 
@@ -187,6 +190,8 @@ def replaceable(path: StrPath) -> Path:
     Raises:
         FastshardError: ``FS515`` if it is something else; ``FS501`` without the folder.
     """
+    if not os.fspath(path):
+        raise FastshardError.of("FS515", "a path that is empty", expected="a file to write")
     target = Path(os.path.realpath(path))
     try:
         kind = special(target.lstat().st_mode)
