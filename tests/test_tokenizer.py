@@ -294,3 +294,20 @@ def test_a_tokenizer_larger_than_the_rows_says_so(tmp_path: Path) -> None:
     (found,) = ran.having("FS211")
     assert "more than the 512 rows that are stored" in found["message"]
     assert found["expected"] == "all 512 rows stored" and "--vocab-size 512 keeps every row" in found["help"]
+
+
+def test_a_part_of_the_ids_is_no_size_of_the_vocabulary(tmp_path: Path) -> None:
+    """Special tokens of tiktoken's files stand in code: what the file holds is not all that may be kept."""
+    file = ranks(tmp_path / "words/tokenizer.model", list(vocabulary(500)))
+    plan = ("plan", NEOX, "--to", "hf", "--tokenizer", file.parent)
+    assert not cli(*plan).having("FS109", help="--vocab-size 500")
+    ran = cli(*plan, "--vocab-size", "500")
+    assert not ran.errors and ran.having(
+        "FS109", severity="warning", message="special tokens that no file tells"
+    )
+    file.write_text("no vocabulary")
+    (file.parent / "added_tokens.json").write_text('{"<|end|>": 480}')
+    assert not cli(*plan).having("FS109", help="--vocab-size 481")
+    bpe(file.parent / "tokenizer.json", 500)
+    told = [f["help"] for f in cli(*plan).having("FS109", message="the true size of the vocabulary")]
+    assert all("--vocab-size 500" in help for help in told)

@@ -400,17 +400,19 @@ def _words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) ->
 
 
 def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:
-    """Rows that are dropped though the file that would tell whose they are cannot be read."""
-    if tokenizer.unread is None or kept >= rows:
+    """Rows that are dropped though nothing that was read tells whose they are."""
+    file = tokenizer.unread or tokenizer.partial
+    if file is None or kept >= rows:
         return []
+    why = "cannot be read from this file" if tokenizer.unread else "has special tokens that no file tells"
     return [
         Finding.of(
             "FS109",
-            "the tokenizer's vocabulary cannot be read from this file: "
+            f"the tokenizer's vocabulary {why}: "
             f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
             severity="warning",
-            file=str(tokenizer.unread),
-            help="give the tokenizer that belongs to the model with --tokenizer",
+            file=str(file),
+            help="give the tokenizer that belongs to the model with --tokenizer, tokenizer_config.json included",
         )
     ]
 
@@ -419,7 +421,8 @@ def _vocabulary(source: Source, axes: dict[str, int], tokenizer: Tokenizer | Non
     """Padding of a vocabulary whose true size nothing states is taken for words."""
     if "P" not in axes or source.vocab_size is not None or "V" in source.axes:
         return []
-    if tokenizer is not None and tokenizer.largest is not None and tokenizer.largest < axes["P"]:
+    known = tokenizer is not None and tokenizer.unread is None and tokenizer.partial is None
+    if tokenizer is not None and known and tokenizer.largest is not None and tokenizer.largest < axes["P"]:
         number = f"--vocab-size {tokenizer.largest + 1}, by {tokenizer.path}"
     else:
         number = "the tokenizer's size with --vocab-size"

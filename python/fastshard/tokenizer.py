@@ -46,6 +46,8 @@ class Tokenizer:
     largest: int | None = None
     #: The file that should tell the ids and could not be read; ``largest`` is then of added tokens at most.
     unread: Path | None = None
+    #: The file of a vocabulary whose special tokens none of the files tells: they stand in somebody's code.
+    partial: Path | None = None
     #: ``bos_token_id`` and the like, as far as its files tell.
     special: dict[str, int] | None = None
     #: Id of the token that ends a document in GPT-2's vocabulary and GPT-NeoX's.
@@ -158,11 +160,14 @@ def _described(files: dict[str, Path]) -> Tokenizer:
     ids: dict[str, int] = dict(added)
     held = [name for name in _VOCABULARIES if name in files] + [n for n in files if n.endswith(_TIKTOKEN)]
     # The first that can be read: those after it say the same in another form.
-    known = next((f for n in held if (f := vocabularies.read(files[n], _kind(n) or "", wanted))), None)
+    name, known = next(
+        ((n, f) for n in held if (f := vocabularies.read(files[n], _kind(n) or "", wanted))), ("", None)
+    )
     if "added_tokens.json" in files:
         more = vocabularies.read(files["added_tokens.json"], "ids", wanted)
     else:
         more = None
+    partial = known is not None and known.get("special") is False and not added and more is None
     for found in (known, more):
         if found is not None:
             ids |= found["ids"]
@@ -171,6 +176,7 @@ def _described(files: dict[str, Path]) -> Tokenizer:
         files,
         largest=max(largest, default=None),
         unread=None if known else next((files[n] for n in (*held, *NAMES) if n in files), None),
+        partial=files[name] if partial else None,
         special={key: ids[token] for key, token in named.items() if token in ids},
         end_of_document=ids.get(END_OF_DOCUMENT),
     )

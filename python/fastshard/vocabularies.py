@@ -18,7 +18,8 @@ _DIGITS = 9
 
 
 def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
-    """``largest`` and ``ids`` of a vocabulary; None where the file is none: a tokenizer goes along whatever it is.
+    """``largest`` and ``ids`` of a vocabulary, ``special`` false where its special tokens stand elsewhere; None where
+    the file is none: a tokenizer goes along whatever it is.
 
     Args:
         path: the file.
@@ -60,7 +61,7 @@ def _tiktoken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
         largest = max(largest, rank)
         if token in sought:
             ids[sought[token]] = rank
-    return {"largest": largest, "ids": ids}
+    return {"largest": largest, "ids": ids, "special": False}
 
 
 def _ranked(line: bytes) -> tuple[bytes, int] | None:
