@@ -350,10 +350,13 @@ ODD = [
     *(("accept", value) for value in ([5], "copies", None, 5, {"copies": 1}, b"copies")),
     *(("include", value) for value in (None, "*.w", [5], 5)),
     *(("exclude", value) for value in (None, "*.w", [None], 5)),
-    *(("subset", value) for value in (5, "1/2", (1,), (1, 2, 3), ("1", "2"), (1.0, 2), (True, 2))),
+    *(
+        ("subset", value)
+        for value in (5, "1/2", (1,), (1, 2, 3), ("1", "2"), (1.0, 2), (True, 2), (1, 1 << 70))
+    ),
     *(("tp", value) for value in (None, "2", 2.0, True)),
     *(("expect_processes", value) for value in ("2", 2.0, True, [2])),
-    *(("vocab_size", value) for value in ("300", 3.5, True)),
+    *(("vocab_size", value) for value in ("300", 3.5, True, 1 << 70)),
     *(("make_vocab_size_divisible_by", value) for value in ("128", [1])),
     *(("param_scan_axis", value) for value in ("1", 1.5)),
     *(("dtype", value) for value in (["bf16"], None, 5, "bf61")),
@@ -382,6 +385,21 @@ def test_odd_values_are_refused_by_the_name_of_their_option(option: str, value: 
         found = caught.value.findings[0]
         assert found.code in ("FS515", "FS211") and found.message.startswith(option), (name, found)
         assert repr(value)[:20] in str(found.got), (name, found)
+
+
+@pytest.mark.parametrize("path", [5, b"ckpt", None, 3.5, ""])
+def test_paths_that_are_none_are_refused_by_name(path: object) -> None:
+    for call in CALLS.values():
+        with pytest.raises(fastshard.CannotRunError) as caught:
+            call(path)
+        assert caught.value.code == "FS515" and repr(path) in str(caught.value.got)
+    for write in (fastshard.merge, fastshard.convert, fastshard.manifest, fastshard.repair_masters):
+        if path is None and write is fastshard.manifest:
+            continue
+        for call in (lambda: write(TP4, path), lambda: write(TP4, out=path)):  # noqa: B023
+            with pytest.raises(fastshard.CannotRunError) as caught:
+                call()
+            assert caught.value.findings[0].code == "FS515" and str(caught.value).startswith("out")
 
 
 def test_a_pattern_that_can_be_read_once_holds_for_both_sides(tmp_path: Path) -> None:

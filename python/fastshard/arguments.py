@@ -21,8 +21,9 @@ _NUMBERS_OR_NONE = ("vocab_size", "expect_processes", "make_vocab_size_divisible
 _WORDS = ("dtype", "replicas")
 _WORDS_OR_NONE = ("weights", "rope_type")
 _SWITCHES = ("optimizer", "zarr2", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
-_PATHS = ("layout", "tokenizer")
+_PATHS = ("layout", "tokenizer", "out")
 _PATHS_OR_MAPPINGS = ("config", "expect")
+_SOURCES = ("source", "a", "b")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,15 +37,24 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         FastshardError: ``FS515`` or ``FS211`` for a value that no such option has, naming the option.
     """
     known = taken(function)
+    parameters = inspect.signature(function).parameters.values()
+    listed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = {p.name for p in parameters if p.name in listed and p.default is p.empty}
+
+    def fitting(name: str, given: Any) -> Any:
+        if given is None and name in needed:
+            raise _refused(name, "a path", given)
+        return value(name, given)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         for option in kwargs:
-            if option not in known and option not in positional:
+            if option not in known and option not in listed:
                 raise TypeError(f"unknown option {option!r}{_hint(option, function.__name__, known)}")
-        return function(*args, **{name: value(name, given) for name, given in kwargs.items()})
+        for name, given in zip(listed, args, strict=False):
+            fitting(name, given)
+        return function(*args, **{name: fitting(name, given) for name, given in kwargs.items()})
 
-    positional = {"source", "a", "b", "out", "to"} & inspect.signature(function).parameters.keys()
     return called
 
 
@@ -86,6 +96,8 @@ def value(name: str, given: Any) -> Any:
         of_mapping = name in _PATHS_OR_MAPPINGS and isinstance(given, Mapping)
         if not of_mapping and not isinstance(given, (str, os.PathLike)):
             raise _refused(name, "a path or a dict" if name in _PATHS_OR_MAPPINGS else "a path", given)
+    if name in _SOURCES and (isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable))):
+        raise _refused(name, "a path, several, or an opened checkpoint", given)
     if given == "" and name in (*_PATHS, *_PATHS_OR_MAPPINGS, "step"):
         raise _refused(name, "something", given)
     return given
@@ -119,7 +131,7 @@ def _pair(name: str, given: Any) -> tuple[int, int]:
         numbers = tuple(_number(name, part) for part in given)
     except (TypeError, FastshardError):
         numbers = ()
-    if len(numbers) != 2:
+    if len(numbers) != 2 or max(numbers) >= 1 << 63:
         raise _refused(name, "two whole numbers, e.g. (1, 10)", given)
     return numbers
 

@@ -169,6 +169,12 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     files: list[File] = []
     findings: list[Finding] = []
     paths = list(paths)
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            # An empty one would be the current directory.
+            raise FastshardError.of(
+                "FS515", "no path of a checkpoint", expected="a folder or a file", got=repr(path)
+            )
     if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
         raise FastshardError.of(
             "FS514",
@@ -177,9 +183,6 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             expected="a path on this machine",
             help="copy the checkpoint here, or mount the store",
         )
-    if any(not os.fspath(p) for p in paths):
-        # It would be the current directory.
-        raise FastshardError.of("FS515", "a path that is empty", expected="a checkpoint's folder or file")
     given = [Path(p) for p in paths]
     single = False
     for path in given:
