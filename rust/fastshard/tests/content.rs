@@ -14,6 +14,7 @@ use common::{
 use fastshard::codes;
 use fastshard::engine::{self, Control, Sink};
 use fastshard::error::Severity;
+use fastshard::layout::table::Table;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use proptest::prelude::*;
@@ -587,12 +588,10 @@ fn ranks_beyond_the_degree_are_refused() {
 }
 
 fn refused_table(table: &str) -> String {
-    let files = vec![RankFile { tensors: vec![Tensor::painted("w", &[4], 1)], ..RankFile::default() }];
-    let outcome = merge(
-        &files,
-        json!({"source": {"layout": table, "units": units(&files)}, "max_shard_size": 1u64 << 40}),
-    );
-    outcome.expect(codes::BAD_LAYOUT, Severity::Error).message.clone()
+    let error = Table::parse(table).expect_err("a table that is refused");
+    let finding = &error.findings()[0];
+    assert_eq!(finding.code, codes::BAD_LAYOUT);
+    finding.message.clone()
 }
 
 #[test]
