@@ -18,6 +18,8 @@ from .options import ALL, meant
 _LISTS = ("include", "exclude", "accept")
 _NUMBERS = ("tp", "pp")
 _NUMBERS_OR_NONE = ("vocab_size", "expect_processes", "make_vocab_size_divisible_by", "param_scan_axis")
+#: Numbers that say something of the checkpoint.
+_OF_CHECKPOINT = ("vocab_size", "expect_processes")
 _WORDS = ("dtype", "replicas")
 _WORDS_OR_NONE = ("weights", "rope_type")
 _SWITCHES = ("optimizer", "zarr2", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
@@ -122,7 +124,7 @@ def _number(name: str, given: Any) -> int:
             raise TypeError
         return operator.index(given)
     except TypeError:
-        code = "FS211" if name in _NUMBERS_OR_NONE else "FS515"
+        code = "FS211" if name in _OF_CHECKPOINT else "FS515"
         raise FastshardError.of(code, name, expected="a whole number", got=repr(given)) from None
 
 
