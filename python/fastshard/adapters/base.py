@@ -504,7 +504,7 @@ class Target(Protocol):
         """Name of the layout table; empty if names and shapes stay."""
 
     def request(self, table: Table | None) -> dict[str, Any]:
-        """The target's side of the core's request, with the text of the table."""
+        """The target's side of the core's request, with the table."""
 
     def complete(self, bound: Bound) -> Completed:
         """What follows once the plan has bound the axes."""

@@ -199,29 +199,22 @@ def _special_tokens(
     special = dict(tokenizer.special or {})
     if source.framework == "GPT-NeoX" and tokenizer.end_of_document is not None:
         special.setdefault("eos_token_id", tokenizer.end_of_document)
-    beyond = {key: number for key, number in special.items() if rows is not None and number >= rows}
-    special = {key: number for key, number in special.items() if key not in beyond}
-    notes = [
-        Finding.of(
+    notes = []
+    for key, number in list(special.items()):
+        if rows is not None and number >= rows:
+            del special[key]
+            why, expected = "is left out: the tokenizer's has no row", f"an id below {rows}"
+        elif isinstance(config.get(key), int) and config[key] != number:
+            why, expected = "is the tokenizer's", f"{config[key]} by the training config"
+        else:
+            continue
+        told = Finding.of(
             "FS109",
-            f"config: {key} is left out: the tokenizer's has no row",
+            f"config: {key} {why}",
             severity="note",
             file="config.json",
-            expected=f"an id below {rows}",
+            expected=expected,
             got=str(number),
         )
-        for key, number in beyond.items()
-    ]
-    notes += [
-        Finding.of(
-            "FS109",
-            f"config: {key} is the tokenizer's",
-            severity="note",
-            file="config.json",
-            expected=f"{config[key]} by the training config",
-            got=str(number),
-        )
-        for key, number in special.items()
-        if isinstance(config.get(key), int) and config[key] != number
-    ]
+        notes.append(told)
     return config | special, notes

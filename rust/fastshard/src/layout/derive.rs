@@ -24,7 +24,8 @@ impl Entry {
         Entry { ignore: Some(reason.into()), ..Entry::bare(Pattern::literal(name), name) }
     }
 
-    fn bare(name: Pattern, canonical: &str) -> Entry {
+    /// A rule that says nothing but these.
+    pub(super) fn bare(name: Pattern, canonical: &str) -> Entry {
         Entry {
             name,
             shape: None,

@@ -268,19 +268,10 @@ pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Opti
         table.divided.insert(generic_axis(at, d));
     }
     table.entries.push(Entry {
-        name: Pattern::literal(name),
         shape: Some(Shape { dims }),
-        // No rule's tensor has this name, and no other generic one's.
-        canonical: format!("{at}#"),
-        when: Default::default(),
-        optional: false,
-        partial: None,
-        ignore: None,
-        scale: None,
-        add: 0.0,
-        keep_dtype: false,
-        class: String::new(),
         generic: true,
+        // No rule's tensor has this canonical name, and no other generic one's.
+        ..Entry::bare(Pattern::literal(name), &format!("{at}#"))
     });
 }
 
