@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ CONFIGS = {
 
 def made(name: str) -> Any:
     torch.manual_seed(7)
-    config = CONFIGS[name]
+    # A copy: `to` and `save_pretrained` write a model's dtype into its config, which is all tests' here.
+    config = deepcopy(CONFIGS[name])
     auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
     found = auto.from_config(config)
     with torch.no_grad():

@@ -141,7 +141,7 @@ def test_the_config_of_a_training_does_not_round_its_checkpoint(
     """A config beside a checkpoint of FSDP or DeepSpeed is the base model's: training goes on in fp32."""
     of = llama() if name == "llama" else made(name)
     as_dcp(of, tmp_path / "run", under=None, optimizer=False)
-    # Not that of the other tests.
+    # A config of its own: that of the base model, not that of the run.
     of.config = type(of.config).from_dict(of.config.to_dict() | {"dtype": "bfloat16"})
     config_at(tmp_path / "run", of)
     assert cli(command[0], tmp_path / "run", tmp_path / "out", *command[1:]).code == 0
