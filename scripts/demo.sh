@@ -12,8 +12,9 @@ show() {
 }
 
 checkpoint=tests/fixtures/gpt_neox/neox_pp_tp2
-rm -rf fastshard-demo
-mkdir fastshard-demo
+mkdir -p fastshard-demo
+# What an earlier run of this script left; nothing else that lies there.
+rm -rf fastshard-demo/broken fastshard-demo/model
 
 show fastshard inspect $checkpoint
 

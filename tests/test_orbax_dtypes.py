@@ -19,10 +19,13 @@ KEPT = {
     "C64": np.complex64, "C128": np.complex128, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
-UNHELD = {
-    "int4": ml_dtypes.int4, "int2": ml_dtypes.int2, "float4_e2m1fn": ml_dtypes.float4_e2m1fn,
-    "float8_e3m4": ml_dtypes.float8_e3m4, "float8_e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+#: What safetensors has not: its type, and the dtype that has all its values.
+WIDENED = {
+    "int4": (ml_dtypes.int4, "I8"), "int2": (ml_dtypes.int2, "I8"), "float4_e2m1fn": (ml_dtypes.float4_e2m1fn, "BF16"),
+    "float8_e3m4": (ml_dtypes.float8_e3m4, "BF16"), "float8_e4m3b11fnuz": (ml_dtypes.float8_e4m3b11fnuz, "BF16"),
 }  # fmt: skip
+#: What no TensorStore writes.
+UNREAD = ["uint4", "|S4"]
 
 
 def values(dtype: Any) -> np.ndarray:
@@ -87,13 +90,43 @@ def test_chunks_left_out_hold_the_fill_value(dtype: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("zarr", [2, 3])
-@pytest.mark.parametrize("dtype", UNHELD)
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_an_array_of_a_dtype_that_safetensors_has_not_is_widened(
+    dtype: str, zarr: int, tmp_path: Path
+) -> None:
+    """All its values, negative ones and those that are no number too, as they are cast by ml_dtypes."""
+    narrow, wide = WIDENED[dtype]
+    root = tmp_path / "3/items"
+    # A byte for each element: of fewer bits all there are, of eight all bytes.
+    bits = ml_dtypes.iinfo(narrow).bits if wide == "I8" else ml_dtypes.finfo(narrow).bits
+    array = np.tile(np.arange(1 << bits, dtype=np.uint8), 64 >> min(bits, 6)).view(narrow).reshape(-1, 16)
+    want = array.astype(np.int8 if wide == "I8" else ml_dtypes.bfloat16)
+    assert wide == "BF16" or want.min() < 0
+    put(root, "params.q", array, zarr)
+    put(root, "params.w", painted(6, 4), zarr)
+    put(root, "params.zero", np.zeros((8, 4), narrow), zarr, elide=True)
+    describe(root, ["params.w", "params.q", "params.zero"], stores_fill=None, zarr3=zarr == 3)
+    for number, to in enumerate([(), ("--to", "orbax")]):
+        out = tmp_path / f"out{number}"
+        ran = cli("convert" if to else "merge", root, out, *to, "--accept", "elided-zeros")
+        assert ran.code == 0 and not ran.errors, ran.findings
+        notes = [note for note in ran.having("FS514") if note["tensor"] == "params.q"]
+        assert [n["severity"] for n in notes] == ["note"] and wide in notes[0]["message"]
+        got = read(out)
+        assert got["params.q"].dtype == want.dtype and got["params.q"].tobytes() == want.tobytes()
+        assert not got["params.zero"].any() and got["params.zero"].dtype == want.dtype
+        np.testing.assert_array_equal(got["params.w"], painted(6, 4))
+        assert cli("verify", out).code == cli("diff", root, out, "--accept", "elided-zeros").code == 0
+
+
+@pytest.mark.parametrize("zarr", [2, 3])
+@pytest.mark.parametrize("dtype", UNREAD)
 def test_an_array_that_no_result_can_hold_is_named_and_can_be_left_out(
     dtype: str, zarr: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "3/items"
     put(root, "params.w", painted(6, 4), zarr)
-    put(root, "params.q", values(UNHELD[dtype]), zarr)
+    unread(root, "params.q", dtype, zarr)
     describe(root, ["params.w", "params.q"], zarr3=zarr == 3)
     ran = assert_refused(root, tmp_path / "out", "FS514", exit=2, tensor="params.q")
     assert len(ran.errors) == 1 and ran.errors[0]["got"] == f'"{dtype}"'
@@ -131,8 +164,16 @@ def test_an_array_that_no_result_can_hold_is_named_and_can_be_left_out(
     assert_refused(root, tmp_path / "out", "FS514", exit=2, options=("--exclude", "params.w"))
 
 
+def unread(root: Path, name: str, dtype: str, zarr: int = 2) -> None:
+    put(root, name, values(np.int32), zarr)
+    file = root / name / (".zarray" if zarr == 2 else "zarr.json")
+    described = json.loads(file.read_text())
+    described["dtype" if zarr == 2 else "data_type"] = dtype
+    file.write_text(json.dumps(described))
+
+
 def test_a_store_of_nothing_else_is_refused(tmp_path: Path) -> None:
-    put(tmp_path / "3/items", "q", values(ml_dtypes.int4))
+    unread(tmp_path / "3/items", "q", "uint4")
     describe(tmp_path / "3/items", ["q"])
     assert_refused(tmp_path / "3/items", tmp_path / "out", "FS514", exit=2, tensor="q")
 

@@ -65,6 +65,28 @@ def test_what_is_new_enough_goes_on(tmp_path: Path) -> None:
     assert code == 9 and not said
 
 
+def test_the_demo_removes_nothing_but_what_it_left(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "scripts/setup.sh").write_text("setup() { :; }\n")
+    checkpoint = "tests/fixtures/gpt_neox/neox_pp_tp2"
+    shutil.copytree(ROOT / checkpoint, tmp_path / checkpoint)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/fastshard"
+    program.write_text(f'#!{SH}\ncase "$1 $2" in convert*broken) exit 1;; convert*) mkdir "$3";; esac\n')
+    program.chmod(0o755)
+    demo = tmp_path / "fastshard-demo"
+    demo.mkdir()
+    (demo / "mine").write_text("mine")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    for _ in range(2):
+        subprocess.run(
+            [SH, tmp_path / "scripts/demo.sh"], env={"PATH": path}, check=True, stdout=subprocess.DEVNULL
+        )
+        assert {p.name for p in demo.iterdir()} == {"mine", "broken", "model"}
+        (demo / "model/older").touch()
+    assert (demo / "mine").read_text() == "mine"
+
+
 def test_the_readme_has_the_two_lines() -> None:
     text = (ROOT / "README.md").read_text()
     for name, line in (("quickstart", "sh scripts/demo.sh"), ("tests", "sh scripts/test.sh")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import ml_dtypes
@@ -140,11 +141,53 @@ def test_what_is_not_expected_is_refused_at_once(case: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("want", [(2, 3), None, {"dtype": "F32", "shape": [2, 3]}, ("F32", (2, 3))], ids=str)
+WANTS = [
+    (2, 3), tuple(np.array([2, 3])), None, {"dtype": "F32", "shape": [2, 3]}, ("F32", (2, 3)), ("float32", [2, 3]),
+    (torch.float32, (2, 3)), torch.ones(2, 3), np.ones((2, 3), np.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("want", WANTS, ids=str)
 def test_expectations_may_be_shapes_or_entries(want: object, tmp_path: Path) -> None:
     with fastshard.Writer(tmp_path / "out", expected={"a": want}) as writer:
         writer["a"] = np.zeros((2, 3), np.float32)
     assert set(read_result(tmp_path / "out")) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("expected", value) for value in ("w", b"w", 5, [5], {5: None})),
+        *(("expected", {"w": value}) for value in (5, "F32", ("F3", (2,)), ("F32", "2"), (2.5, 1), {"dtype": "F32"})),
+        *(("overwrite", value) for value in ("no", None)),
+        *(("fsync", value) for value in ("no", 1)),
+        *(("config", value) for value in ("config.json", ["a"], 5)),
+        *(("max_shard_size", value) for value in ("5 files", None, 0)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_odd_values_are_refused_by_the_name_of_their_option(option: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.Writer(tmp_path / "out", **{option: value})
+    assert caught.value.code == "FS515" and caught.value.findings[0].message.startswith(option)
+    with pytest.raises(TypeError, match="did you mean overwrite"):
+        fastshard.Writer(tmp_path / "out", overwite=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Writer\(\) does not take it"):
+        fastshard.Writer(tmp_path / "out", vocab_size=3)  # type: ignore[call-arg]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mapping_of_a_models_tensors_is_what_is_expected(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    with fastshard.Writer(tmp_path / "out", expected=model.state_dict()) as writer:
+        for name, tensor in model.state_dict().items():
+            writer[name] = tensor
+    with (
+        pytest.raises(fastshard.ProblemError) as caught,
+        fastshard.Writer(tmp_path / "not", expected=model.state_dict()) as writer,
+    ):
+        writer["weight"] = model.weight.detach().float()
+    assert caught.value.code == "FS202"
 
 
 def test_name_written_twice_is_refused(tmp_path: Path) -> None:

@@ -45,14 +45,15 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     def fitting(name: str, given: Any) -> Any:
         if given is None and name in needed:
-            raise _refused(name, "a path", given)
+            raise refused(name, "a path", given)
         return value(name, given)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         for option in kwargs:
             if option not in known and option not in listed:
-                raise TypeError(f"unknown option {option!r}{_hint(option, function.__name__, known)}")
+                called_as = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"unknown option {option!r}{_hint(option, called_as, known)}")
         for name, given in zip(listed, args, strict=False):
             fitting(name, given)
         return function(*args, **{name: fitting(name, given) for name, given in kwargs.items()})
@@ -89,32 +90,32 @@ def value(name: str, given: Any) -> Any:
     if name == "subset" and given is not None:
         return _pair(name, given)
     if (name in _WORDS or (name in _WORDS_OR_NONE and given is not None)) and not isinstance(given, str):
-        raise _refused(name, "a word", given)
+        raise refused(name, "a word", given)
     switch = name in _SWITCHES or (name == "fused_qkv" and given is not None)
     if switch and not isinstance(given, bool):
         # "no" would be taken for yes.
-        raise _refused(name, "True or False", given)
+        raise refused(name, "True or False", given)
     if name in _PATHS + _PATHS_OR_MAPPINGS and given is not None:
         of_mapping = name in _PATHS_OR_MAPPINGS and isinstance(given, Mapping)
         if not of_mapping and not isinstance(given, (str, os.PathLike)):
-            raise _refused(name, "a path or a dict" if name in _PATHS_OR_MAPPINGS else "a path", given)
+            raise refused(name, "a path or a dict" if name in _PATHS_OR_MAPPINGS else "a path", given)
     if name in _SOURCES and (isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable))):
-        raise _refused(name, "a path, several, or an opened checkpoint", given)
+        raise refused(name, "a path, several, or an opened checkpoint", given)
     if given == "" and name in (*_PATHS, *_PATHS_OR_MAPPINGS, "step"):
-        raise _refused(name, "something", given)
+        raise refused(name, "something", given)
     return given
 
 
 def _words(name: str, given: Any) -> tuple[str, ...]:
     expected = "a list of words" if name == "accept" else "a list of patterns"
     if isinstance(given, (str, bytes, Mapping)):
-        raise _refused(name, expected, given)
+        raise refused(name, expected, given)
     try:
         words = tuple(given)
     except TypeError:
-        raise _refused(name, expected, given) from None
+        raise refused(name, expected, given) from None
     if not all(isinstance(word, str) for word in words):
-        raise _refused(name, expected, given)
+        raise refused(name, expected, given)
     return words
 
 
@@ -134,9 +135,10 @@ def _pair(name: str, given: Any) -> tuple[int, int]:
     except (TypeError, FastshardError):
         numbers = ()
     if len(numbers) != 2 or max(numbers) >= 1 << 63:
-        raise _refused(name, "two whole numbers, e.g. (1, 10)", given)
+        raise refused(name, "two whole numbers, e.g. (1, 10)", given)
     return numbers
 
 
-def _refused(name: str, expected: str, given: Any) -> FastshardError:
+def refused(name: str, expected: str, given: Any) -> FastshardError:
+    """What a value is told that cannot be meant."""
     return FastshardError.of("FS515", name, expected=expected, got=repr(given))

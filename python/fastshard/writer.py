@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _core
+from . import _core, arguments
 from .discover import StrPath
 from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
@@ -26,6 +27,9 @@ _FROM_NUMPY = {np.dtype(v).name: k for k, v in NUMPY_NAMES.items()} | {
 }
 _FROM_TORCH = {v: k for k, v in TORCH_NAMES.items()}
 
+#: dtype and shape; None for any.
+Wanted = tuple[str | None, tuple[int, ...] | None]
+
 
 class Writer:
     """Writes tensors one by one into a sharded safetensors checkpoint.
@@ -39,16 +43,19 @@ class Writer:
     Args:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
-            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint will do.
+            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint will do, and so will
+            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy.
         max_shard_size: largest file, e.g. ``5GB``.
         overwrite: replace ``out`` if it is there.
         fsync: bring everything to disk before it is published.
         config: written as ``config.json``.
 
     Raises:
-        FastshardError: if ``out`` cannot be written to.
+        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has.
+        TypeError: for an option that it does not have.
     """
 
+    @arguments.checked
     def __init__(
         self,
         out: StrPath,
@@ -59,7 +66,9 @@ class Writer:
         fsync: bool = True,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._expected = None if expected is None else {name: _wanted(expected, name) for name in expected}
+        if config is not None and not isinstance(config, Mapping):
+            raise arguments.refused("config", "a dict", config)
+        self._expected = None if expected is None else _expected(expected)
         self._config = None if config is None else dict(config)
         self._written: set[str] = set()
         #: The result's manifest, once it is published.
@@ -135,17 +144,45 @@ class Writer:
         return []
 
 
-def _wanted(expected: Any, name: str) -> tuple[str | None, tuple[int, ...] | None]:
-    value = expected[name] if isinstance(expected, Mapping) else None
+def _expected(given: Any) -> dict[str, Wanted]:
+    """What each name must be, by any of the forms that it may be given in.
+
+    Raises:
+        FastshardError: ``FS515`` for what is none of them.
+    """
+    if isinstance(given, (str, bytes)):
+        raise arguments.refused("expected", "names, or a dict", given)
+    try:
+        names = list(given)
+    except TypeError:
+        raise arguments.refused("expected", "names, or a dict", given) from None
+    if not all(isinstance(name, str) for name in names):
+        raise arguments.refused("expected", "names, or a dict", given)
+    return {name: _wanted(name, given[name] if isinstance(given, Mapping) else None) for name in names}
+
+
+def _wanted(name: str, value: Any) -> Wanted:
     if value is None:
         return None, None
-    if isinstance(value, Mapping):
-        return value["dtype"], tuple(value["shape"])
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return str(value.dtype), tuple(value.shape)
-    if len(value) == 2 and isinstance(value[0], str):
-        return value[0], tuple(value[1])
-    return None, tuple(value)
+    dtype = None
+    shape = value
+    try:
+        if isinstance(value, Mapping):
+            dtype, shape = value["dtype"], value["shape"]
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            dtype, shape = value.dtype, value.shape
+        elif len(value) == 2 and not hasattr(value[1], "__index__"):
+            dtype, shape = value
+        extents = tuple(operator.index(n) for n in shape)
+    except (TypeError, KeyError):
+        raise arguments.refused(f"expected[{name!r}]", "(dtype, shape), a shape, or None", value) from None
+    if dtype is None:
+        return None, extents
+    word = str(dtype).removeprefix("torch.")
+    found = word if word in TORCH_NAMES else _FROM_TORCH.get(word) or _FROM_NUMPY.get(word)
+    if found is None:
+        raise arguments.refused(f"expected[{name!r}]", f"a dtype: {', '.join(TORCH_NAMES)}", value)
+    return found, extents
 
 
 def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:

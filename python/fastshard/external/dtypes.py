@@ -6,7 +6,7 @@ import re
 
 from ..tensor import ML_DTYPES_NAMES, NUMPY_NAMES, numpy_dtype
 
-__all__ = ["HELD", "ZARR2", "ZARR3", "fill", "item_size", "numpy_dtype"]
+__all__ = ["HELD", "WIDER", "ZARR2", "ZARR3", "fill", "item_size", "numpy_dtype"]
 
 #: zarr v3's data_type, by safetensors' name: numpy's, or ml_dtypes'.
 #: source: zarr specs, core v3; TensorStore's zarr3 driver for bfloat16 and 8-bit floats; measured with 0.1.86
@@ -18,6 +18,11 @@ ZARR2 = ML_DTYPES_NAMES | {
 }  # fmt: skip
 #: Dtypes that arrays may have.
 HELD = tuple(ZARR3)
+#: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest of safetensors' dtypes
+#: that has all its values. source: tensorstore's data types; measured with 0.1.86
+WIDER = {
+    "int2": "I8", "int4": "I8", "float4_e2m1fn": "BF16", "float8_e3m4": "BF16", "float8_e4m3b11fnuz": "BF16",
+}  # fmt: skip
 
 
 def item_size(dtype: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from .. import budget
 from ..errors import FastshardError
 from . import ocdbt_index
+from .dtypes import numpy_dtype
 
 #: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
 #: chunk otherwise. In bytes where no budget is stated, at least, and at most.
@@ -163,9 +164,18 @@ class Store:
         return array
 
     def _box(
-        self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
+        self,
+        name: str,
+        driver: str,
+        metadata: dict[str, Any],
+        dtype: str,
+        sparse: bool,
+        lo: list[int],
+        extent: list[int],
     ) -> Any:
         array = self._array(name, driver, metadata, sparse)
+        if array.dtype.numpy_dtype != (wanted := numpy_dtype(dtype)):
+            array = self._wait(lambda: self._ts.cast(array, self._ts.dtype(wanted)), name)
         place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
         return self._wait(lambda: array[place] if place else array, name)
 
@@ -174,12 +184,13 @@ class Store:
         name: str,
         driver: str,
         metadata: dict[str, Any],
+        dtype: str,
         sparse: bool,
         lo: list[int],
         extent: list[int],
         view: memoryview,
     ) -> None:
-        """Fills ``view`` with the C-ordered elements of a box of an array.
+        """Fills ``view`` with the C-ordered elements of a box of an array, as safetensors' ``dtype``.
 
         With ``sparse`` what is absent holds the fill value; the caller knows then that the chunk itself is there.
 
@@ -188,15 +199,22 @@ class Store:
         """
         import numpy as np
 
-        box = self._box(name, driver, metadata, sparse, lo, extent)
+        box = self._box(name, driver, metadata, dtype, sparse, lo, extent)
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
         target = self._ts.array(np.frombuffer(view, box.dtype.numpy_dtype).reshape(extent))
         self._wait(lambda: target.write(box).result(), name)
 
     def decoded(
-        self, name: str, driver: str, metadata: dict[str, Any], sparse: bool, lo: list[int], extent: list[int]
+        self,
+        name: str,
+        driver: str,
+        metadata: dict[str, Any],
+        dtype: str,
+        sparse: bool,
+        lo: list[int],
+        extent: list[int],
     ) -> bytes:
         """The same as bytes."""
-        box = self._box(name, driver, metadata, sparse, lo, extent)
+        box = self._box(name, driver, metadata, dtype, sparse, lo, extent)
         found: bytes = self._wait(lambda: box.read(order="C").result(), name).tobytes()
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ...configs import parse_yaml
@@ -17,6 +18,7 @@ from . import completeness, stores
 from .completeness import Evidence
 from .places import Place, choose, chunk_without_metadata, find
 from .tree import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
+from .zarr import Array
 
 #: Arrays named in findings at most.
 _NAMED = 20
@@ -104,7 +106,8 @@ class Orbax:
             )
             for name, array in sorted(union.arrays.items())
         ]
-        source.of_tensors = [*union.unread.values(), *_shared(tree, place.label(listing))]
+        where = place.label(listing)
+        source.of_tensors = [*union.unread.values(), *_shared(tree, where), *_widened(union.arrays, where)]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         source.values = {"completeness": verdict.to_dict()}
         checkpoint = _checkpoint_metadata(listing, found.notes["places"])
@@ -147,6 +150,21 @@ def _shared(tree: Tree | None, where: str) -> list[Finding]:
             f"or leave it out (--exclude '{name}')",
         )
         for name, paths in (tree.shared.items() if tree else ())
+    ]
+
+
+def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
+    return [
+        Finding.of(
+            "FS514",
+            f"safetensors has no {array.narrow}: taken as {array.dtype}, which has all its values",
+            severity="note",
+            file=where,
+            tensor=name,
+            got=array.narrow,
+        )
+        for name, array in arrays.items()
+        if array.narrow
     ]
 
 

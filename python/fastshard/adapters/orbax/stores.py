@@ -263,11 +263,12 @@ class Reader:
                 help="wait until nothing changes the checkpoint, then run again",
             )
 
-    def _how(self, array: Array) -> tuple[str, dict[str, Any], bool]:
-        """Driver, metadata, and whether parts of a shard may be absent: they hold the fill value then."""
+    def _how(self, array: Array) -> tuple[str, dict[str, Any], str, bool]:
+        """Driver, metadata, dtype, and whether parts of a shard may be absent: they hold the fill value then."""
         return (
             "zarr" if array.zarr == 2 else "zarr3",
             array.metadata,
+            array.dtype,
             array.partial and not self._stores_fill,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...configs import parse_json
 from ...errors import FastshardError
-from ...external.dtypes import HELD, ZARR2, ZARR3, item_size
+from ...external.dtypes import HELD, WIDER, ZARR2, ZARR3, item_size, numpy_dtype
 
 #: Version by the name of an array's metadata file.
 METADATA = {".zarray": 2, "zarr.json": 3}
@@ -28,7 +28,7 @@ MAX_METADATA = 1 << 20
 _SHARD_BYTES = 64 << 20
 #: As JSON has no such numbers. source: zarr v2 and v3 specifications, fill values
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()}
+_DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()} | WIDER
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Array:
     """An array of a store."""
 
     name: str
-    #: As safetensors names it.
+    #: As safetensors names it; of one that it cannot hold, the next that has all its values.
     dtype: str
     shape: tuple[int, ...]
     #: Extent of what has a key of its own.
@@ -51,6 +51,8 @@ class Array:
     metadata: dict[str, Any]
     #: True if a chunk consists of parts, some of which may be absent.
     partial: bool = False
+    #: ml_dtypes' name of what is stored, if ``dtype`` is wider.
+    narrow: str | None = None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -164,7 +166,8 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
         or math.prod(min(c, n) for c, n in zip(chunk, shape, strict=True)) * item >= 1 << 40
     ):
         raise malformed("an array or a chunk beyond what can be addressed", list(shape))
-    array = Array(name, found, shape, chunk, block, zarr, separator, fill, described)
+    narrow = dtype if dtype in WIDER else None
+    array = Array(name, found, shape, chunk, block, zarr, separator, fill, described, narrow=narrow)
     if block != chunk:
         whole = math.prod(chunk) * item <= _SHARD_BYTES
         array = replace(array, block=chunk if whole else block, partial=True)
@@ -178,8 +181,6 @@ def fill_bytes(array: Array) -> bytes:
     """One element with the array's fill value, little-endian."""
     import numpy as np
 
-    from ...external.dtypes import numpy_dtype
-
     value = _FLOATS.get(array.fill, array.fill) if isinstance(array.fill, str) else array.fill
     if array.dtype in ("C64", "C128") and isinstance(value, list) and len(value) == 2:
         value = complex(*(_FLOATS.get(v, v) if isinstance(v, str) else v for v in value))
@@ -188,12 +189,21 @@ def fill_bytes(array: Array) -> bytes:
         value = 2.0**-127
     try:
         with np.errstate(all="ignore"):
-            element = np.array(0 if value is None else value, numpy_dtype(array.dtype))
+            element = np.array(0 if value is None else value, _stored(array))
         if element.shape:
             raise ValueError(f"{value!r:.80} is no number")
-        return element.tobytes()
+        return element.astype(numpy_dtype(array.dtype)).tobytes()
     except (TypeError, ValueError, OverflowError) as error:
         raise FastshardError.of("FS601", f"fill value: {error}", tensor=array.name) from None
+
+
+def _stored(array: Array) -> Any:
+    """The numpy dtype of what is stored."""
+    if array.narrow is None:
+        return numpy_dtype(array.dtype)
+    import ml_dtypes
+
+    return getattr(ml_dtypes, array.narrow)
 
 
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
