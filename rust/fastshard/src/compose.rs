@@ -202,7 +202,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
                 )
                 .file(&unit.file)
                 .tensor(&stored.name)
-                .help("choose the target that fits this model, or leave the tensor out on purpose with --exclude");
+                .help("choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)");
                 finding.rank = unit.rank.clone();
                 findings.push(finding);
             }
