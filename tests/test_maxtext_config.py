@@ -13,6 +13,7 @@ import yaml
 from fastshard import FastshardError, plan
 from fastshard import open as fastshard_open
 from fastshard.adapters import maxtext_config
+from fastshard.models import maxtext
 from fastshard.checkpoint import Checkpoint
 from jax_maker import (
     STEP,
@@ -89,10 +90,10 @@ def test_the_yml_gives_what_the_checkpoint_does_not_hold(tmp_path: Path) -> None
         ({"decoder_block": "mistral"}, "architectures", ["MistralForCausalLM"]),
         ({"decoder_block": "mistral"}, "sliding_window", None),
         ({"decoder_block": "mistral", "sliding_window_size": 16}, "sliding_window", None),
-        ({"rope_type": "llama3.1"}, "rope_scaling", {"rope_type": "llama3", **maxtext_config.LLAMA3_SCALING}),
+        ({"rope_type": "llama3.1"}, "rope_scaling", {"rope_type": "llama3", **maxtext.LLAMA3_SCALING}),
         (
             {"model_name": "llama3.1-8b"}, "rope_scaling",
-            {"rope_type": "llama3", **maxtext_config.LLAMA3_SCALING},
+            {"rope_type": "llama3", **maxtext.LLAMA3_SCALING},
         ),
         ({"rope_max_timescale": None}, "rope_theta", 10_000),
     ],
@@ -109,7 +110,7 @@ def test_scaling_that_is_off_is_no_scaling(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_the_result(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", **maxtext_config.LLAMA3_SCALING}
+    scaling = {"rope_type": "llama3", **maxtext.LLAMA3_SCALING}
     given = llama_config(SIZE, rope_theta=5e5, rope_scaling=scaling, max_position_embeddings=9000)
     hf = hf_llama(SIZE)
     tree = maxtext_llama(hf, SIZE, 1, rope="llama3.1")
@@ -278,7 +279,7 @@ def test_a_tied_model_of_transformers(tmp_path: Path) -> None:
 
 def test_the_yml_that_is_written_reads_back(tmp_path: Path) -> None:
     saved(hf_llama(SIZE), tmp_path / "hf")
-    scaling = {"rope_type": "llama3", **maxtext_config.LLAMA3_SCALING}
+    scaling = {"rope_type": "llama3", **maxtext.LLAMA3_SCALING}
     given = llama_config(SIZE, rope_theta=500000.0, rms_norm_eps=1e-6, rope_scaling=scaling)
     (tmp_path / "hf/config.json").write_text(json.dumps(given))
     converted(tmp_path / "hf", tmp_path / "out", "maxtext:unscan")

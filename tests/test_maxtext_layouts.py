@@ -482,12 +482,12 @@ def test_other_models_of_maxtext_are_merged_and_not_converted(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "qwen3"}, "qk_norm"),
+        ({"attention_bias": True}, "on queries, keys and values"),
+        ({"mlp_bias": True}, "the MLP's output"),
+        ({"model_type": "qwen3"}, "norm of queries and keys"),
         ({"model_type": "gpt_neox"}, "as MaxText needs"),
-        ({"hidden_act": "gelu"}, "activation"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "scaling of rotary embeddings"),
+        ({"hidden_act": "gelu"}, "this hidden_act"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "this rope_scaling"),
     ],
 )
 def test_what_maxtexts_block_has_no_place_for(config: dict[str, Any], names: str, tmp_path: Path) -> None:

@@ -167,9 +167,9 @@ def test_degrees_that_do_not_divide_name_those_that_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"hidden_act": "gelu"}, "activation"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "biases"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_scaling"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}, "window"),
     ],
 )

@@ -102,7 +102,7 @@ REFUSED = {
     "gated": ({"activation": "swiglu"}, "MLP"),
     "gqa": ({"kv_heads": 4}, "num_kv_heads"),
     "llama_parallel": (LLAMA | {"residual": True}, "norm"),
-    "no_biases": ({"biases": False}, "MLP"),
+    "no_biases": ({"biases": False}, "set of biases"),
     "rotary_pct": (LLAMA | {"rotary_pct": 0.5}, "rotary_pct"),
     "mistral_biases": (
         LLAMA | {"biases": True, "more": FLASH | {"sliding_window_width": 7}},

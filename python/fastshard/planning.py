@@ -147,7 +147,7 @@ def make_plan(
     include, exclude = list(include), list(exclude)
     check(to, tp, pp, bool(include or exclude))
     keeping = to is None or to in KEEPING
-    source = opened.source if keeping else opened.source.model()
+    source = opened.source if keeping else opened.source.weights_only()
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 48:
             raise FastshardError.of(

@@ -14,6 +14,8 @@ from .._core import Table
 from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
+from ..models import huggingface
+from ..models.model import Dialect, Evidence, Model
 from ..tokenizer import Tokenizer
 
 #: Ranks of one parallel dimension at most; no run has as many.
@@ -260,8 +262,6 @@ class Source:
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
     provable: bool = False
-    #: Names in the files are those of Hugging Face.
-    hf_names: bool = False
     #: The files are what ``save_pretrained`` writes: their config describes them.
     saved_whole: bool = False
     findings: list[Finding] = field(default_factory=list)
@@ -270,6 +270,10 @@ class Source:
     step: str | None = None
     #: The model's config as found, for a target that needs one.
     config: dict[str, Any] | None = None
+    #: Whose words the config is in; None where nothing says what the model computes.
+    dialect: Dialect | None = None
+    #: What the tensors tell of the model besides facts, by the dialect's words.
+    features: dict[str, Any] = field(default_factory=dict)
     #: The file that it was read from.
     config_file: Path | None = None
     #: Where config and tokenizer are looked for, the nearest first.
@@ -322,7 +326,26 @@ class Source:
     #: True if there are moments under such names.
     moments_named: bool = False
 
-    def model(self) -> Source:
+    @property
+    def hf_names(self) -> bool:
+        """True if names in the files are those of Hugging Face."""
+        return self.dialect is huggingface.DIALECT
+
+    def model(self) -> Model:
+        """What the model computes, by the values and the tensors.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
+        """
+        if self.dialect is None:
+            what = f"the family {self.family!r}" if self.family else f"this model of {self.framework}"
+            raise FastshardError.of(
+                "FS514", f"no words are known for {what}: its tensors can be merged, not converted"
+            )
+        evidence = Evidence(self.family or "", self.facts, self.axes, self.features)
+        return self.dialect.read(self.config or {}, evidence)
+
+    def weights_only(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
         if not self.weights_prefix and not any(
             is_state(name) for a in self.assembled for name, *_ in a.tensors
@@ -461,36 +484,6 @@ def positive(options: dict[str, Any], single: str | None = None) -> None:
             expected="1",
             got=str(options[single]),
         )
-
-
-def positive_number(config: dict[str, Any], key: str, default: float) -> float:
-    """A positive number of the config; YAML reads `1e-5` as text.
-
-    Raises:
-        FastshardError: ``FS211`` if it is none.
-    """
-    value = config.get(key, default)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = 0.0
-    if not 0 < number < float("inf") or isinstance(value, bool):
-        raise FastshardError.of("FS211", f"config: {key}", expected="a positive number", got=shown(value))
-    return number
-
-
-def whole_number(config: dict[str, Any], key: str, default: int) -> int:
-    """A positive whole number of the config, as a number of today's formats can be.
-
-    Raises:
-        FastshardError: ``FS211`` if it is none.
-    """
-    number = positive_number(config, key, default)
-    if not number.is_integer() or number >= 1 << 53:
-        raise FastshardError.of(
-            "FS211", f"config: {key}", expected="a positive whole number", got=shown(config.get(key))
-        )
-    return int(number)
 
 
 class Target(Protocol):

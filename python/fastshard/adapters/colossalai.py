@@ -17,6 +17,7 @@ from typing import Any
 from .. import layouts
 from ..discover import File, Listing
 from ..errors import Finding
+from ..models import huggingface
 from . import colossalai_optim, hf_model
 from .base import Assembled, Contents, Found, Options, Source, Unit, lacking, missing
 from .colossalai_index import PARTIAL, join, read_indexes
@@ -115,7 +116,9 @@ class ColossalAI:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         notes = found.notes
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True)
+        source = Source(
+            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
+        )
         source.vocab_size = options.vocab_size
         config, path = hf_model.config_of(listing, notes["folder"], options)
         hf_model.describe(source, listing, config, path, contents.names())

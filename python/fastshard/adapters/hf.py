@@ -12,6 +12,7 @@ from .. import companions, regular
 from ..configs import shown
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
+from ..models import huggingface
 from . import hf_model
 from .base import Contents, Found, Options, Source, Unit, lacking, missing
 from .steps import Chosen, folder_of, is_step
@@ -273,7 +274,7 @@ class HuggingFace:
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
             layers_may_repeat=True,
-            hf_names=True,
+            dialect=huggingface.DIALECT,
             saved_whole=True,
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..configs import shown
 from ..errors import FastshardError
-from .base import positive_number
 
 #: model_type -> layout table. source: transformers models/*/modeling_*.py
 LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
@@ -152,68 +151,6 @@ def _experts(
     facts["qk_norm"] = kind == "qwen3_moe"
 
 
-@dataclass(frozen=True)
-class Rope:
-    """The rotary embedding of a config."""
-
-    #: ``default``, or the kind of its scaling
-    kind: str
-    #: What the scaling hangs on.
-    scaling: dict[str, Any]
-    base: int
-    #: The part of a head that is rotated.
-    share: float
-
-
-def rope_of(config: dict[str, Any], target: str, share: float) -> Rope:
-    """The rotary embedding, for a format that has one of it and a whole number for its base.
-
-    transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has both in ``rope_parameters``.
-
-    Args:
-        config: ``config.json`` of the model.
-        target: what messages call the format.
-        share: the part of a head that is rotated where the config does not say.
-
-    Raises:
-        FastshardError: ``FS211`` for values of another kind, ``FS514`` for what the format does not have.
-    """
-    tables: dict[str, dict[str, Any]] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        stated = config.get(key)
-        if not isinstance(stated, (dict, type(None))):
-            raise FastshardError.of("FS211", f"config: {key}", expected="a table", got=shown(stated))
-        tables[key] = stated or {}
-        if nested := [name for name, value in tables[key].items() if isinstance(value, dict)]:
-            raise FastshardError.of(
-                "FS514",
-                f"{target} has one rotary embedding for all layers",
-                expected=f"one set of {key}",
-                got=", ".join(nested),
-            )
-    kinds = [
-        str(table.get("rope_type", table.get("type", "default")))
-        for table in (tables["rope_scaling"], tables["rope_parameters"])
-    ]
-    flat = {**config, **tables["rope_parameters"]}
-    base_key = next((key for key in ("rope_theta", "rotary_emb_base") if key in flat), "rope_theta")
-    share_key = next((key for key in ("partial_rotary_factor", "rotary_pct") if key in flat), "rotary_pct")
-    base = positive_number(flat, base_key, 10000)
-    if not base.is_integer() or base >= 1 << 53:
-        raise FastshardError.of(
-            "FS514",
-            f"{target} has a whole number as {base_key}",
-            expected="a whole number",
-            got=shown(flat[base_key]),
-        )
-    return Rope(
-        kind=next((kind for kind in kinds if kind != "default"), "default"),
-        scaling=tables["rope_scaling"] or tables["rope_parameters"],
-        base=int(base),
-        share=positive_number(flat, share_key, share),
-    )
-
-
 def weight_block(config: dict[str, Any] | None) -> list[int]:
     """Extents of the blocks that share a scale, as ``quantization_config`` states them; empty if it does not.
 
@@ -283,17 +220,4 @@ def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
         "out_bias": any(name.endswith("o_proj.bias") for name in have),
         "qk_norm": any(name.endswith("q_norm.weight") for name in have),
         "mlp_bias": any(name.endswith("gate_proj.bias") for name in have),
-    }
-
-
-def sizes(axes: dict[str, int]) -> dict[str, int]:
-    """Sizes of a model of the Llama kind by its axes, as ``config.json`` names them."""
-    return {
-        "vocab_size": axes["V"],
-        "hidden_size": axes["H"],
-        "intermediate_size": axes["F"],
-        "num_hidden_layers": axes["L"],
-        "num_attention_heads": axes["g"] * axes["r"],
-        "num_key_value_heads": axes["g"],
-        "head_dim": axes["d"],
     }

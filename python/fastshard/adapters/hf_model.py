@@ -14,6 +14,7 @@ from .._core import Table
 from ..configs import shown
 from ..discover import Listing
 from ..errors import FastshardError, Finding
+from ..models import huggingface
 from . import hf_config
 from .base import Options, Source, is_state
 
@@ -125,7 +126,7 @@ def describe(
         # A trainer's names are no longer those that its config is for.
         source.no_table = f"{changed[1]} has changed the names ({changed[0]})"
         return
-    source.hf_names = True
+    source.dialect = huggingface.DIALECT
     layout = hf_config.layout_of(config)
     source.no_table = _why_not(config, layout)
     if layout is None or source.no_table is not None:
@@ -160,7 +161,7 @@ def by_own_table(source: Source, names: Collection[str]) -> None:
         return
     label = None if source.config_file is None else str(source.config_file)
     source.axes, source.facts = hf_config.axes_and_facts(config, label, names)
-    source.hf_names = source.provable = True
+    source.dialect, source.provable = huggingface.DIALECT, True
     if source.vocab_size:
         source.axes.pop("V", None)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding
+from ..models import huggingface
 from . import hf_config, hf_model
 from .base import Assembled, Contents, Found, Options, Source, lacking, missing
 from .hf import slices_as_wholes
@@ -91,7 +92,9 @@ class HfRankShards:
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Tensors as boxes; the whole reaches as far as the boxes do."""
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, hf_names=True)
+        source = Source(
+            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
+        )
         source.vocab_size = options.vocab_size
         chunks: dict[str, list[Any]] = {}
         #: What is held at the same place again.

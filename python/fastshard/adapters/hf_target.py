@@ -10,8 +10,10 @@ from typing import Any
 
 from .._core import Table
 from ..errors import FastshardError, Finding
+from ..models import huggingface
+from ..models.model import Model
 from ..tokenizer import Tokenizer
-from . import hf_config, maxtext_config, megatron_config, neox_to_hf
+from . import hf_config
 from .base import Bound, Completed, Source, is_state
 from .hf_model import wrapped
 
@@ -22,8 +24,6 @@ _HOLDERS = {
 }  # fmt: skip
 #: What a whole model has at its top, below another key.
 _WHOLE_BELOW = re.compile(r"model\.(lm_head|embed_out|model|transformer|score)\.")
-#: Layouts whose config is MaxText's.
-_JAX = ("maxtext.llama", "maxtext.gpt3", "paxml.gpt3")
 
 
 @dataclass
@@ -33,6 +33,9 @@ class HfTarget:
     source: Source
     layout: str
     facts: dict[str, bool]
+    #: The model and the class of transformers that computes it; None for one that is transformers' already.
+    model: Model | None = None
+    kind: huggingface.Class | None = None
     name: str = "hf"
 
     @classmethod
@@ -50,12 +53,13 @@ class HfTarget:
             if layout is None or source.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
             return cls(source, layout, hf_config.axes_and_facts(config)[1])
-        if "features" in source.values and source.family in ("gpt_neox", "llama"):
-            return cls(source, *neox_to_hf.facts_of(source))
-        if source.layout in ("megatron.legacy", "megatron.dist"):
-            return cls(source, *megatron_config.facts_of(source))
-        if source.layout in _JAX:
-            return cls(source, *maxtext_config.facts_of(source))
+        if source.dialect is not None:
+            model = source.model()
+            kind = huggingface.class_of(
+                model, f"`fastshard merge` writes the whole tensors under {source.framework}'s own names"
+            )
+            model.settled("activation")
+            return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
         if source.no_table is not None:
             raise _changed(source.no_table)
         if source.family is None and source.layout is None and source.tree is None:
@@ -90,16 +94,12 @@ class HfTarget:
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
-        if self.source.hf_names:
-            config = dict(self.source.config or {})
-            if "V" in axes:
-                config["vocab_size"] = axes["V"]
-            return config, []
-        if self.source.layout in ("megatron.legacy", "megatron.dist"):
-            return megatron_config.config_json(self.source, axes)
-        if self.source.layout in _JAX:
-            return maxtext_config.config_json(self.source, axes)
-        return neox_to_hf.config_json(self.source, axes)
+        if self.model is not None and self.kind is not None:
+            return huggingface.write(self.model, self.kind, axes, "config.json")
+        config = dict(self.source.config or {})
+        if "V" in axes:
+            config["vocab_size"] = axes["V"]
+        return config, []
 
     def complete(self, bound: Bound) -> Completed:
         """The config.json of the result, and what had to be assumed.
@@ -115,6 +115,17 @@ class HfTarget:
             assumed += told
         text = json.dumps(hf_config.with_dtype(config, bound.dtype), indent=2) + "\n"
         return [], {"config.json": text}, assumed
+
+
+def model_of(source: Source, what: str) -> Model:
+    """What a source's model computes, for a target that must know: ``what`` is to be made of it.
+
+    Raises:
+        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which nothing is known.
+    """
+    if source.dialect is None or source.hf_names:
+        HfTarget.known(source, what)
+    return source.model()
 
 
 def _kept(source: Source) -> str:

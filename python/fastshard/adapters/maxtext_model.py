@@ -15,7 +15,9 @@ from typing import Any
 from .. import layouts
 from .._core import Table
 from ..errors import FastshardError, Finding
-from . import maxtext_config
+from ..models import maxtext
+from ..models.fields import flag
+from . import hf_config, maxtext_config
 from .base import Source
 from .jax_layout import MOMENTS, Names, Rules, place, scanned
 
@@ -70,14 +72,16 @@ def describe(
     source.config = config
     if family is None:
         return
-    source.family, source.layout = family, f"maxtext.{family}"
+    source.family, source.layout, source.dialect = family, f"maxtext.{family}", maxtext.DIALECT
+    if config and not maxtext.is_maxtext(config) and hf_config.layout_of(config) == "hf.llama":
+        source.features = {"stated": hf_config.axes_and_facts(config)[1]}
     table = layouts.table(source.layout)
     source.axes = maxtext_config.axes_of(config or {}, family)
     source.provable = source.provable or bool(config)
     _facts(source, shapes, config or {}, config_path)
     claims = [("_CHECKPOINT_METADATA", scan_layers)]
-    if config and maxtext_config.is_maxtext(config):
-        claims.append((config_path or "the config", maxtext_config.flag(config, "scan_layers")))
+    if config and maxtext.is_maxtext(config):
+        claims.append((config_path or "the config", flag(config, "scan_layers")))
     for where, claim in claims:
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
@@ -138,14 +142,14 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
     where = path or "the config"
     if source.family == "gpt3":
         source.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
-        fused = maxtext_config.flag(config, "fused_qkv") if maxtext_config.is_maxtext(config) else None
+        fused = flag(config, "fused_qkv") if maxtext.is_maxtext(config) else None
         if fused not in (None, source.facts["fused_qkv"]):
             source.findings.append(_contradiction("fused_qkv", fused, source.facts["fused_qkv"], where))
         return
-    rope = maxtext_config.rope_of(config)
+    rope = maxtext.pairs_of(config)
     head = "decoder.logits_dense.kernel" in shapes
-    key = "logits_via_embedding" if maxtext_config.is_maxtext(config) else "tie_word_embeddings"
-    tied = maxtext_config.flag(config, key)
+    key = "logits_via_embedding" if maxtext.is_maxtext(config) else "tie_word_embeddings"
+    tied = flag(config, key)
     if tied and head:
         source.findings.append(_contradiction(key, True, False, where))
     # A head that the config calls for and that is not there is missing.
@@ -180,7 +184,7 @@ def _scan_axis(
     table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
     """The axis of the layers: as the config says, else the one that all shapes fit."""
-    stated = maxtext_config.integer(config, "param_scan_axis") if maxtext_config.is_maxtext(config) else None
+    stated = maxtext_config.integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
     if stated is not None:
         return stated, None
     ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]

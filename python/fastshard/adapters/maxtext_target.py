@@ -12,10 +12,11 @@ from typing import Any
 
 from .._core import Table
 from ..errors import FastshardError, Finding
-from . import jax_layout, maxtext_config, maxtext_yml
+from ..models import maxtext
+from ..models.model import Model
+from . import jax_layout, maxtext_yml
 from .base import Bound, Completed, Source, positive
-from .hf_config import rope_of
-from .hf_target import HfTarget
+from .hf_target import model_of
 from .jax_layout import Names, Rules
 from .maxtext_model import default_names
 
@@ -37,8 +38,8 @@ class MaxTextTarget:
     #: Axis that the layers are stacked along; None for layers apart.
     scan: int | None
     optimizer: bool
-    #: The model as Hugging Face has it; None for one that comes from MaxText or Paxml.
-    whole: HfTarget | None
+    #: The model; None for one that comes from MaxText or Paxml.
+    model: Model | None
     #: The vocabulary is padded to a multiple of this, if asked for.
     multiple: int | None = None
     names: Names = field(default_factory=default_names)
@@ -82,22 +83,22 @@ class MaxTextTarget:
         rules = source.rules if isinstance(source.rules, Rules) else None
         if source.layout in ("maxtext.gpt3", "paxml.gpt3"):
             fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
-            facts, whole = {"fused_qkv": fused}, None
+            facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
                 raise FastshardError.of("FS515", "--rope-type: GPT-3 has no rotary embedding")
         elif fused_qkv is not None:
             raise FastshardError.of("FS515", "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif source.layout == "maxtext.llama":
-            facts, whole = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
+            facts, model = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
         else:
-            whole = HfTarget.known(source, "MaxText")
-            _refuse(whole)
-            facts = {"tied": whole.facts["tied"], "interleaved": _order(source, rope_type)}
+            model = model_of(source, "MaxText")
+            maxtext.refuse(model)
+            facts = {"tied": model.tied, "interleaved": _order(model, rope_type)}
         layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"
         # A checkpoint of MaxText's own keeps the names of its state.
         own = source.layout is not None and source.layout.startswith("maxtext.")
         names = rules.names if own and rules is not None else default_names()
-        return cls(source, to, layout, facts, scan, optimizer, whole, multiple, names)
+        return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
     @property
     def keeps_step(self) -> bool:
@@ -163,7 +164,7 @@ class MaxTextTarget:
 
     def _ordered(self) -> list[Finding]:
         """A note on the run that the order of queries and keys is for."""
-        if self.whole is None or not self.facts.get("interleaved"):
+        if self.model is None or not self.facts.get("interleaved"):
             return []
         return [
             Finding.of(
@@ -176,7 +177,7 @@ class MaxTextTarget:
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
         """Queries that another layout scales: there is no way back that is exact."""
-        return scaled_queries(axes) if self.whole is not None else []
+        return scaled_queries(axes) if self.model is not None else []
 
 
 def scaled_queries(axes: dict[str, int]) -> list[Finding]:
@@ -226,7 +227,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     wanted = _rope_type(rope_type)
     if wanted is None:
         return source.facts["interleaved"]
-    rope = maxtext_config.rope_of(source.config or {})
+    rope = maxtext.pairs_of(source.config or {})
     if rope is None:
         raise FastshardError.of(
             "FS209",
@@ -237,16 +238,10 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     return wanted
 
 
-def _order(source: Source, rope_type: str | None) -> bool:
+def _order(model: Model, rope_type: str | None) -> bool:
     """The order of pairs for a model that comes from elsewhere."""
-    config = source.config or {}
-    scaled = (
-        rope_of(config, "MaxText", 1.0).kind == "llama3"
-        if source.hf_names
-        else bool(config.get("use_rope_scaling"))
-    )
     wanted = _rope_type(rope_type)
-    _fits(scaled, wanted)
+    _fits(model.rope.kind == "llama3", wanted)
     return True if wanted is None else wanted
 
 
@@ -258,32 +253,3 @@ def _fits(scaled: bool, wanted: bool | None) -> None:
             expected="--rope-type llama3.1",
             got="default",
         )
-
-
-def _refuse(whole: HfTarget) -> None:
-    """What MaxText's Llama block has no place for.
-
-    Raises:
-        FastshardError: ``FS514`` naming it.
-    """
-    if whole.layout != "hf.llama":
-        raise FastshardError.of(
-            "FS514",
-            "no MaxText layout for this model",
-            expected="a Llama or Mistral, or GPT-3 of MaxText or Paxml",
-            got=whole.layout.removeprefix("hf."),
-        )
-    places = {
-        "attention_bias": "biases of queries, keys and values",
-        "out_bias": "a bias of the attention's output",
-        "mlp_bias": "biases of the MLP",
-        "qk_norm": "norms of queries and keys",
-    }
-    for fact, what in places.items():
-        if whole.facts.get(fact):
-            raise FastshardError.of(
-                "FS514",
-                f"MaxText's Llama block has no place for {what}",
-                expected=f"{fact}: false",
-                got="true",
-            )

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..configs import shown
-from ..errors import FastshardError, Finding
-from . import maxtext_config
-from .base import positive_number, whole_number
-from .hf_config import rope_of
+from ..errors import Finding
+from ..models import maxtext
 
 if TYPE_CHECKING:
     from .maxtext_target import MaxTextTarget
@@ -46,7 +43,7 @@ def of(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], lis
         out["opt_type"] = "adam_pax"
     findings: list[Finding] = []
     given = source.config or {}
-    if target.whole is None and maxtext_config.is_maxtext(given):
+    if target.model is None and maxtext.is_maxtext(given):
         kept = ("decoder_block", "mlp_activations", "normalization_layer_epsilon", "rope_max_timescale",
                 "normalize_embedding_logits")  # fmt: skip
         out |= {key: given[key] for key in kept if given.get(key) is not None}
@@ -62,68 +59,14 @@ def of(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], lis
         return out, findings
     tied = target.facts["tied"]
     out["logits_via_embedding"] = tied
-    if target.whole is None:
-        rope = maxtext_config.rope_of(given)
+    if target.model is None:
+        rope = maxtext.pairs_of(given)
         if rope is not None:
-            out |= _rope(target.facts["interleaved"], rope.scaled)
+            out |= maxtext.order(target.facts["interleaved"], rope.scaled)
     else:
-        config, findings = target.whole.config(axes)
-        out |= _from_hf(config, target.facts["interleaved"], findings)
-        if tied:
-            # MaxText would divide the logits by sqrt(emb_dim). source: MaxText configs/base.yml
-            out["normalize_embedding_logits"] = False
-            findings.append(
-                Finding.of(
-                    "FS109",
-                    "the output layer is the embedding: MaxText computes the same only with "
-                    "logits_via_embedding: true and normalize_embedding_logits: false",
-                    severity="warning",
-                    file=FILE,
-                )
-            )
+        told, findings = maxtext.DIALECT.write(target.model, target.facts["interleaved"], tied, FILE)
+        out |= told
     return out, findings
-
-
-def _from_hf(config: dict[str, Any], interleaved: bool, findings: list[Finding]) -> dict[str, Any]:
-    activation = str(config.get("hidden_act", "silu"))
-    if activation not in ("silu", "swish"):
-        raise _refuse("activation of a gated MLP", "silu", activation)
-    rope = rope_of(config, "MaxText", 1.0)
-    if rope.share != 1:
-        raise _refuse("share of a head that is rotated", "1", str(rope.share))
-    if rope.kind not in ("default", "llama3"):
-        raise _refuse("scaling of rotary embeddings", "default | llama3", rope.kind)
-    if rope.kind == "llama3":
-        for key, value in maxtext_config.LLAMA3_SCALING.items():
-            if rope.scaling.get(key, value) != value:
-                raise _refuse(f"scaling of rotary embeddings ({key})", str(value), shown(rope.scaling[key]))
-    if config.get("model_type") == "mistral" and config.get("sliding_window") is not None:
-        seen = whole_number(config, "sliding_window", 1)
-        findings.append(
-            Finding.of(
-                "FS109",
-                f"the model attends to {seen} positions, MaxText's block to all before: they differ beyond these",
-                severity="warning",
-                file=FILE,
-            )
-        )
-    return {
-        "mlp_activations": ["silu", "linear"],
-        "rope_max_timescale": rope.base,
-        # source: transformers models/{llama,mistral}/configuration_*.py
-        "normalization_layer_epsilon": positive_number(config, "rms_norm_eps", 1e-6),
-        "decoder_block": "mistral" if config.get("model_type") == "mistral" else "llama2",
-        **_rope(interleaved, rope.kind == "llama3"),
-    }
-
-
-def _rope(interleaved: bool, scaled: bool) -> dict[str, Any]:
-    """The order of pairs, which decides what the values mean, is always stated."""
-    return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
-
-
-def _refuse(what: str, expected: str, got: str) -> FastshardError:
-    return FastshardError.of("FS514", f"MaxText's Llama block has no such {what}", expected=expected, got=got)
 
 
 def dump(config: dict[str, Any]) -> str:

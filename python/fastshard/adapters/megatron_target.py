@@ -15,11 +15,13 @@ from typing import Any
 
 from .._core import Table
 from ..errors import FastshardError, Finding
+from ..models import megatron
+from ..models.model import Model
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, Source, positive
 from .dcp_target import Records
-from .hf_target import HfTarget
+from .hf_target import model_of
 
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128
@@ -59,8 +61,8 @@ class MegatronTarget:
     pp: int
     multiple: int
     facts: dict[str, bool]
-    #: The model as Hugging Face has it; None for a source that carries Megatron's own arguments.
-    whole: HfTarget | None
+    #: The model; None for a source that carries Megatron's own arguments.
+    model: Model | None
     layout: str = "megatron.legacy"
 
     @classmethod
@@ -72,8 +74,8 @@ class MegatronTarget:
                 that decides values is unknown, ``FS515`` for degrees that no run has.
         """
         positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
-        whole = None
-        if source.layout in ("megatron.legacy", "megatron.dist"):
+        model = None
+        if source.dialect is megatron.DIALECT:
             facts = dict(source.facts)
             if facts["moe"]:
                 raise FastshardError.of(
@@ -90,20 +92,14 @@ class MegatronTarget:
             ):
                 multiple = stated
         else:
-            whole = HfTarget.known(source, "Megatron-LM")
-            if whole.layout != "hf.llama":
-                raise FastshardError.of(
-                    "FS514",
-                    f"no Megatron-LM layout for the family {source.family!r}",
-                    expected="a model of the Llama kind",
-                    got=whole.layout.removeprefix("hf."),
-                )
-            facts = megatron_args.facts_of(whole.facts)
+            model = model_of(source, "Megatron-LM")
+            megatron.refuse(model)
+            facts = megatron.facts_of(model)
         name = "megatron:torch_dist" if to == "megatron" else to
         # With tied embeddings the last of several stages has a copy of them. source: megatron/core gpt_model.py
         output_layer = not facts["tied"] or (pp > 1 and name != "megatron:torch_dist")
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
-        return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, whole)
+        return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
 
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
@@ -118,7 +114,7 @@ class MegatronTarget:
 
     def iteration(self) -> int:
         """The iteration that is continued; 0 for models that come from elsewhere."""
-        value = self.source.values.get("iteration") if self.whole is None else None
+        value = self.source.values.get("iteration") if self.model is None else None
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
     def complete(self, bound: Bound) -> Completed:
@@ -220,11 +216,10 @@ class MegatronTarget:
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
         """The model's arguments: the source's own, or those that its Hugging Face config tells of."""
         findings: list[Finding] = []
-        if self.whole is None:
+        if self.model is None:
             args = megatron_args.plain(self.source.config or {})
         else:
-            config, findings = self.whole.config(bound.axes)
-            args = megatron_args.from_hf(config, bound.axes, self.facts)
+            args, findings = megatron.DIALECT.write(self.model, bound.axes, "args")
         # The names in rank files depend on it. source: Megatron-LM arguments.py, --transformer-impl
         args.setdefault("transformer_impl", "transformer_engine")
         if self.name == "megatron:legacy-local":

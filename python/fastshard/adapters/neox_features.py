@@ -14,20 +14,11 @@ from typing import Any
 
 from ..configs import shown
 from ..errors import FastshardError, Finding, error_for
+from ..models import gpt_neox
+from ..models.gpt_neox import GATED
 from . import fp8_state, neox_blocks
-from .base import Contents, Found, Source, Unit, positive_number
+from .base import Contents, Found, Source, Unit
 from .neox_config import Model
-
-#: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
-GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
-#: source: gpt-neox megatron/neox_arguments/neox_args.py, activation
-DEFAULT_ACTIVATION = "gelu"
-#: eps by kind of norm: key and default. source: gpt-neox megatron/neox_arguments/neox_args.py
-#: LayerNormMLP uses these defaults whatever the config says. source: megatron/model/transformer_engine.py
-EPS = {
-    "layernorm": ("layernorm_epsilon", 1e-5), "te_layernorm": ("layernorm_epsilon", 1e-5),
-    "rmsnorm": ("rms_norm_epsilon", 1e-8), "te_rmsnorm": ("rms_norm_epsilon", 1e-8),
-}  # fmt: skip
 
 _NUMBERED = re.compile(r"^\d+\.(.+)$")
 _IN = ("mlp.linear1.weight", "mlp.dense_h_to_4h.weight", "mlp.fc1_weight")
@@ -238,7 +229,8 @@ def apply(found: Found, source: Source, model: Model, values: Contents, own_layo
     }
     if parts.states:
         features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
-    source.values["features"] = features
+    source.values["features"] = source.features = features
+    source.dialect = gpt_neox.DIALECT
     if is_llama(features):
         source.layout, source.family = "gpt_neox.llama", "llama"
     else:
@@ -253,74 +245,6 @@ def is_llama(features: dict[str, Any]) -> bool:
     if features["residual"] == "unknown" and (features["dense_bias"] or features["mlp_out_bias"]):
         return False
     return plain and features["residual"] != "parallel" and not any(features[key] for key in others)
-
-
-def activation_of(source: Source) -> str:
-    """GPT-NeoX's ``activation`` of a source; its default where the tensors do not disprove that.
-
-    Raises:
-        FastshardError: ``FS209`` for a gated MLP of which nothing states what it applies to the gate.
-    """
-    stated = (source.config or {}).get("activation")
-    if stated is not None:
-        return str(stated)
-    if source.values["features"]["gated"]:
-        raise error_for(
-            [
-                Finding.of(
-                    "FS209",
-                    "the model depends on `activation`, which nothing here states: its MLP is gated, GPT-NeoX's default is not",
-                    help="give the training config with --config (it must say activation, e.g. swiglu)",
-                )
-            ]
-        )
-    return DEFAULT_ACTIVATION
-
-
-def te_differences(source: Source, written: str) -> list[Finding]:
-    """What Transformer Engine's LayerNormMLP computed otherwise than a model with plain modules will.
-
-    Args:
-        source: the declaration of the source.
-        written: the file that tells of the plain modules.
-    """
-    config, features = source.config or {}, source.values["features"]
-    if not features["te_layernorm_mlp"]:
-        return []
-    findings = []
-    key, default = EPS.get(features["norm"], ("", 0.0))
-    eps = positive_number(config, key, default) if config.get(key) is not None else default
-    if eps != default:
-        findings.append(
-            Finding.of(
-                "FS215",
-                f"config: there is one eps for all norms; {key} is written",
-                severity="warning",
-                file=written,
-                expected=f"{default:g}, as Transformer Engine's LayerNormMLP used before each MLP",
-                got=f"{eps:g}",
-                help="compare logits with the run's own; the norms before attention and the last one used it",
-            )
-        )
-    activation = str(config.get("activation", DEFAULT_ACTIVATION))
-    if activation == "geglu" or (activation == "gelu" and not config.get("bias_gelu_fusion")):
-        findings.append(
-            Finding.of(
-                "FS215",
-                f"config: {activation} is written with the error function, as GPT-NeoX's own converter does",
-                severity="warning",
-                file=written,
-                expected="gelu's tanh form, as Transformer Engine's LayerNormMLP computes it",
-                got="gelu",
-                help="compare logits with the run's own"
-                + (
-                    "; `bias_gelu_fusion: true` in --config asks for that form"
-                    if activation == "gelu"
-                    else ""
-                ),
-            )
-        )
-    return findings
 
 
 def _contradictions(

@@ -19,26 +19,19 @@ import yaml
 from .._core import Table
 from ..configs import shown
 from ..errors import FastshardError, Finding
+from ..models import gpt_neox
+from ..models.fields import positive_number, whole_number
+from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
+from ..models.model import Model
 from ..trees import TensorOf, tree
-from .base import MAX_MULTIPLE, Bound, Completed, Source, positive, positive_number, whole_number
-from .hf_config import rope_of
-from .hf_target import HfTarget
-from .neox_features import GATED, activation_of, te_differences
+from .base import MAX_MULTIPLE, Bound, Completed, Source, positive
+from .hf_target import model_of
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
 
 #: model family -> layout table
 _LAYOUTS = {"gpt_neox": "gpt_neox.neox", "llama": "gpt_neox.llama"}
-
-#: transformers activation -> GPT-NeoX's config. The tanh form is what bias_gelu_fusion computes.
-_TANH = {"activation": "gelu", "bias_gelu_fusion": True}
-_ACTIVATIONS: dict[str, dict[str, Any]] = {
-    "gelu": {"activation": "gelu"}, "gelu_new": _TANH, "gelu_fast": _TANH, "gelu_pytorch_tanh": _TANH,
-    "relu": {"activation": "relu"}, "silu": {"activation": "silu"}, "swish": {"activation": "silu"},
-    "mish": {"activation": "mish"},
-}  # fmt: skip
-_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 #: Keys of a training config that say how it ran and not what the model is; with the weights alone
 #: they would send a run looking for what is not there.
@@ -74,8 +67,8 @@ class NeoxTarget:
     multiple: int
     layout: str
     facts: dict[str, bool]
-    #: The model as Hugging Face has it; None for a source that carries GPT-NeoX's own config.
-    whole: HfTarget | None
+    #: The model; None for a source that carries GPT-NeoX's own config.
+    model: Model | None
 
     @classmethod
     def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> NeoxTarget:
@@ -96,27 +89,20 @@ class NeoxTarget:
                 got=str(pp),
                 help="take --to gpt_neox:pipeline",
             )
-        whole = None if "features" in source.values else HfTarget.known(source, "GPT-NeoX")
+        model = None if source.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
         layout = _LAYOUTS.get(source.family or "")
         if layout is None:
             raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.family!r}")
         config = source.config or {}
         facts = dict(source.facts)
-        if whole is not None:
-            # transformers configuration_gpt_neox.py: use_parallel_residual = True
-            parallel = config.get("use_parallel_residual", True)
-            llama = source.family == "llama"
-            known = whole.facts
-            if llama and (known["qk_norm"] or known["out_bias"] != known["attention_bias"]):
-                raise FastshardError.of(
-                    "FS514",
-                    "GPT-NeoX has no Llama with norms of queries and keys, or biases on q, k and v alone",
-                )
+        if model is not None:
+            gpt_neox.refuse(model)
+            model.settled("parallel")
             facts = {
-                "gpt_j_residual": bool(parallel) and not llama,
-                "tied": whole.facts["tied"],
-                "gqa": source.facts.get("gqa", source.axes.get("r", 1) > 1),
-                "gated": llama,
+                "gpt_j_residual": bool(model.parallel),
+                "tied": model.tied,
+                "gqa": model.grouped,
+                "gated": bool(model.gated),
                 "norms": True,
                 "scalenorm": False,
                 "reward": False,
@@ -127,9 +113,9 @@ class NeoxTarget:
                 "the model depends on `gpt_j_residual`, which nothing here states",
                 help="give the training config with --config (it must say gpt_j_residual: true or false)",
             )
-        if whole is None:
-            features = source.values["features"]
-            activation_of(source)
+        if model is None:
+            features = source.features
+            source.model().settled("activation")
             for kind, first, last in (
                 ("attention", "attention_bias", "dense_bias"),
                 ("MLP", "mlp_bias", "mlp_out_bias"),
@@ -143,13 +129,13 @@ class NeoxTarget:
         if multiple is None:
             multiple = DEFAULT_VOCAB_MULTIPLE
             key = "make_vocab_size_divisible_by"
-            if whole is None and config.get(key) is not None:
+            if model is None and config.get(key) is not None:
                 multiple = whole_number(config, key, multiple)
                 if multiple > MAX_MULTIPLE:
                     raise FastshardError.of(
                         "FS211", f"config: {key}", expected=f"{MAX_MULTIPLE} at most", got=str(multiple)
                     )
-        return cls(source, to, pipeline, tp, pp, multiple, layout, facts, whole)
+        return cls(source, to, pipeline, tp, pp, multiple, layout, facts, model)
 
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
@@ -163,7 +149,7 @@ class NeoxTarget:
 
     def step(self) -> int:
         """The step that is continued; 0 for models that come from elsewhere."""
-        iteration = self.source.values.get("iteration") if self.whole is None else None
+        iteration = self.source.values.get("iteration") if self.model is None else None
         if isinstance(iteration, bool) or not isinstance(iteration, int):
             return 0
         return max(iteration, 0)
@@ -239,21 +225,10 @@ class NeoxTarget:
     def _config(self, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
         """The training config."""
         findings: list[Finding] = []
-        if self.whole is not None:
-            whole, findings = self.whole.config(axes)
-            config = self._from_hf(axes, whole)
+        if self.model is not None:
+            config, findings = gpt_neox.DIALECT.write(self.model, axes, _CONFIG)
         else:
             config = self._kept(axes, findings)
-        if self.whole is not None and config["norm"] == "rmsnorm":
-            findings.append(
-                Finding.of(
-                    "FS109",
-                    "config: GPT-NeoX adds rms_norm_epsilon to the root mean square, transformers to the mean square",
-                    severity="note",
-                    file=_CONFIG,
-                    help="logits agree but for activations about as small as its root",
-                )
-            )
         config |= {
             "model_parallel_size": self.tp,
             "pipe_parallel_size": self.pp if self.pipeline else 0,
@@ -276,7 +251,7 @@ class NeoxTarget:
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
             config[key] = axes[axis]
         config["num_attention_heads"] = axes["g"] * axes["r"]
-        features = self.source.values["features"]
+        features = self.source.features
         config["norm"] = features["norm"]
         if features["gqa"]:
             config["num_kv_heads"] = axes["g"]
@@ -289,9 +264,9 @@ class NeoxTarget:
             if config.get(key, True) is not features[feature]:
                 config[key] = features[feature]
         if features["gated"] or config.get("activation") is not None:
-            config["activation"] = activation_of(self.source)
+            config["activation"] = activation_of(config)
         _inner_size(config, axes["F"], axes["H"], features["gated"], self.source.facts["split_gate"])
-        findings += te_differences(self.source, _CONFIG)
+        findings += te_differences(self.source.config or {}, features, _CONFIG)
         if features["learned_positions"]:
             config["pos_emb"] = "learned"
         for key, default in (
@@ -317,73 +292,6 @@ class NeoxTarget:
         config.setdefault("seq_length", config["max_position_embeddings"])
         return config
 
-    def _from_hf(self, axes: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
-        """The config of a transformers model in GPT-NeoX's words."""
-        llama = self.source.family == "llama"
-        heads = axes["g"] * axes["r"]
-        if axes["d"] * heads != axes["H"]:
-            raise FastshardError.of(
-                "FS514",
-                "GPT-NeoX has no model whose heads do not make up the hidden size",
-                expected=f"head_dim {axes['H'] // heads}",
-                got=str(axes["d"]),
-            )
-        # transformers: configuration_gpt_neox.py has a quarter, Llama rotates all of a head.
-        rope = rope_of(config, "GPT-NeoX", 1.0 if llama else 0.25)
-        if rope.kind != "default":
-            raise FastshardError.of(
-                "FS514",
-                "GPT-NeoX has no rotary embedding with this scaling",
-                expected="default",
-                got=rope.kind,
-            )
-        positions = whole_number(config, "max_position_embeddings", 2048)
-        out: dict[str, Any] = {
-            "num_layers": axes["L"],
-            "hidden_size": axes["H"],
-            "num_attention_heads": heads,
-            "seq_length": positions,
-            "max_position_embeddings": positions,
-            "pos_emb": "rotary",
-            "rotary_pct": rope.share,
-            "rotary_emb_base": rope.base,
-            "output_layer_parallelism": "column",
-            "tokenizer_type": "HFTokenizer",
-        }
-        activation = str(config.get("hidden_act", "silu" if llama else "gelu"))
-        if llama:
-            named = {"activation": _GATED[activation]} if activation in _GATED else None
-            biased = bool(config.get("attention_bias", False))
-            out |= {
-                "norm": "rmsnorm",
-                "rms_norm_epsilon": positive_number(config, "rms_norm_eps", 1e-6),
-                # A gated MLP takes two thirds of this for gate and up together.
-                "intermediate_size": 3 * axes["F"],
-                "mlp_multiple_of": 1,
-                "use_bias_in_norms": False,
-                "use_bias_in_attn_linear": biased,
-                "use_bias_in_mlp": bool(config.get("mlp_bias", False)),
-            }
-            if axes["r"] > 1:
-                out["num_kv_heads"] = axes["g"]
-            if config.get("model_type") == "mistral" and config.get("sliding_window") is not None:
-                # transformers counts the token itself; GPT-NeoX has windows in flash attention alone.
-                out["sliding_window_width"] = whole_number(config, "sliding_window", 1) - 1
-                out["attention_config"] = [[["flash"], axes["L"]]]
-        else:
-            named = _ACTIVATIONS.get(activation)
-            out |= {
-                "norm": "layernorm",
-                "layernorm_epsilon": positive_number(config, "layer_norm_eps", 1e-5),
-                "intermediate_size": axes["F"],
-                "use_bias_in_norms": True,
-                "use_bias_in_attn_linear": bool(config.get("attention_bias", True)),
-                "use_bias_in_mlp": True,
-            }
-        if named is None:
-            raise FastshardError.of("FS514", "GPT-NeoX has no such activation", got=activation)
-        return out | named
-
 
 def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, split: bool) -> None:
     """Makes a config say the size that the tensors have, as GPT-NeoX of today computes it.
@@ -398,7 +306,7 @@ def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, sp
         # `mlp_type: llama` names the old modules (w1, w2, w3), whose activation is not called gated.
         config.pop("mlp_type", None)
         activation = config["activation"]
-        named = _GATED.get(activation, activation) if split else activation
+        named = GATES.get(activation, activation) if split else activation
         if named not in GATED:
             raise FastshardError.of("FS514", "GPT-NeoX has no gated form of this activation", got=activation)
         config["activation"] = named

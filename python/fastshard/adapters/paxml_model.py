@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import layouts
 from ..errors import Finding
+from ..models import maxtext
 from . import maxtext_config
 from .base import Source
 from .jax_layout import Names, Rules
@@ -61,7 +62,7 @@ def describe(
             )
         )
         return
-    source.family, source.layout = "gpt3", "paxml.gpt3"
+    source.family, source.layout, source.dialect = "gpt3", "paxml.gpt3", maxtext.DIALECT
     source.axes = maxtext_config.axes_of(config or {}, "gpt3")
     source.provable = source.provable or bool(config)
     source.rules = Rules(table, _names(arrays))

@@ -1,0 +1,348 @@
+"""GPT-NeoX's words for models: the training config.
+
+source: gpt-neox megatron/model, megatron/neox_arguments/neox_args.py, tools/ckpts/convert_neox_to_hf.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import FastshardError, Finding
+from . import lacks
+from .fields import positive_number, refused, whole_number
+from .lacks import Says
+from .model import Evidence, Lack, Model, Rope, unstated
+
+#: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
+GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
+#: source: gpt-neox megatron/neox_arguments/neox_args.py, activation
+DEFAULT_ACTIVATION = "gelu"
+#: eps by kind of norm: key and default. source: gpt-neox megatron/neox_arguments/neox_args.py
+#: LayerNormMLP uses these defaults whatever the config says. source: megatron/model/transformer_engine.py
+EPS = {
+    "layernorm": ("layernorm_epsilon", 1e-5), "te_layernorm": ("layernorm_epsilon", 1e-5),
+    "rmsnorm": ("rms_norm_epsilon", 1e-8), "te_rmsnorm": ("rms_norm_epsilon", 1e-8),
+}  # fmt: skip
+_NORMS = {
+    "layernorm": "LayerNorm",
+    "te_layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "te_rmsnorm": "RMSNorm",
+}
+#: GPT-NeoX activation -> transformers'. A gated one by what it applies to the gate.
+_ACTIVATIONS = {
+    "gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish",
+    "swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid", "bilinear": "linear",
+}  # fmt: skip
+#: The way back. The tanh form is what bias_gelu_fusion computes. source: megatron/model/fused_bias_gelu.py
+_PLAIN: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu"}, "gelu_pytorch_tanh": {"activation": "gelu", "bias_gelu_fusion": True},
+    "relu": {"activation": "relu"}, "silu": {"activation": "silu"}, "mish": {"activation": "mish"},
+}  # fmt: skip
+GATES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
+_WORDS = {
+    "gated": "MLP", "parallel": "gpt_j_residual", "positions": "pos_emb", "rope.share": "rotary_pct", "rope.base": "rotary_emb_base",
+    "window": "sliding_window_width", "qk_norm": "use_qk_layernorm", "grouped": "num_kv_heads", "biases": "set of biases",
+}  # fmt: skip
+_NONE = (False, False, False, False)
+_ALL = (True, True, True, True)
+_EVEN = (_NONE, _ALL, (True, True, False, False), (False, False, True, True))
+NEOX = Says(
+    kind="GPT-NeoX", norm="LayerNorm", norm_bias=True, gated=False, activations=tuple(_PLAIN), parallel=(False, True), shares=None,
+    scalings=("default",), whole_base=True, biases=_EVEN,
+)  # fmt: skip
+LLAMA = Says(
+    kind="Llama", activations=tuple(GATES), shares=None, scalings=("default",), whole_base=True, window=True, biases=_EVEN
+)  # fmt: skip
+
+
+class GptNeoX:
+    """The dialect of GPT-NeoX."""
+
+    name = "GPT-NeoX"
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of a training config and of what the names of its tensors say.
+
+        Args:
+            values: the training config; may be empty.
+            evidence: with the features that the tensors' names tell.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+        features, facts = evidence.features, evidence.facts
+        assumed: dict[str, str] = {}
+        unknown: dict[str, Finding] = {}
+
+        def known(field: str, key: str, default: Any) -> Any:
+            if values.get(key) is None:
+                assumed[field] = key
+                return default
+            if isinstance(default, int):
+                return whole_number(values, key, default)
+            return positive_number(values, key, default) if isinstance(default, float) else values[key]
+
+        norm, gated = features["norm"], features["gated"]
+        key, default = EPS.get(norm, ("", 0.0))
+        activation = values.get("activation")
+        if activation is None and gated:
+            unknown["activation"] = unstated(
+                "activation",
+                ", e.g. swiglu",
+                "which nothing here states: its MLP is gated, GPT-NeoX's default is not",
+            )
+        elif activation is None:
+            assumed["activation"] = "activation"
+        activation = str(activation or DEFAULT_ACTIVATION)
+        applied = _ACTIVATIONS.get(activation, activation)
+        remarks = [] if not default else te_differences(values, features, "")
+        if activation == "gelu" and not gated and values.get("bias_gelu_fusion"):
+            applied = "gelu_pytorch_tanh"
+            remarks.append(
+                _note(
+                    f"config: hidden_act {applied} is written, the form of gelu that bias_gelu_fusion computes"
+                )
+            )
+        if "pos_emb" not in values:
+            remarks.append(
+                _note(
+                    "config: pos_emb is stated nowhere, and no position embedding is there; rotary is assumed"
+                )
+            )
+        tokens = {key: values.get(key) for key in ("bos_token_id", "eos_token_id")}
+        if lacking := [key for key, value in tokens.items() if not isinstance(value, int)]:
+            remarks.append(_note(f"config: left out, since the tokenizer alone knows: {', '.join(lacking)}"))
+        parallel = facts.get("gpt_j_residual")
+        if parallel is None:
+            unknown["parallel"] = unstated("gpt_j_residual", ": true or false")
+        window = _window(values)
+        # Llama rotates all of a head, as GPT-NeoX's own default does.
+        rope = Rope(known("rope.base", "rotary_emb_base", 10000), known("rope.share", "rotary_pct", 1.0))
+        return Model(
+            framework=self.name,
+            family=evidence.family,
+            norm=_NORMS.get(norm, norm),
+            norm_bias=bool(features["norm_bias"]),
+            eps=known("eps", key, default) if key else None,
+            eps_outside=norm == "rmsnorm",
+            gated=gated,
+            activation=applied,
+            parallel=parallel,
+            positions="learned" if features["learned_positions"] else str(values.get("pos_emb", "rotary")),
+            rope=rope,
+            # The token itself is not among those that it states.
+            window=None if window is None else window + 1,
+            biases=(
+                bool(features["attention_bias"]), bool(features["dense_bias"]),
+                bool(features["mlp_bias"]), bool(features["mlp_out_bias"]),
+            ),
+            qk_norm=False,
+            grouped=bool(features["gqa"]),
+            tied=facts.get("tied", False),
+            max_positions=known("max_positions", "max_position_embeddings", 2048),
+            tokens={key: value for key, value in tokens.items() if isinstance(value, int)},
+            others=tuple(_besides(values, features, parallel, window is not None)),
+            words=_WORDS | {"eps": key or "eps"},
+            unknown=unknown,
+            assumed=assumed,
+            remarks=tuple(remarks),
+        )  # fmt: skip
+
+    def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
+        """The keys of a training config that say what a model is, and what had to be assumed.
+
+        Args:
+            model: what is computed.
+            axes: extents that the plan bound.
+            file: what messages call the config.
+
+        Raises:
+            FastshardError: ``FS514`` for what GPT-NeoX does not compute, ``FS209`` for what decides values and is
+                stated nowhere.
+        """
+        refuse(model)
+        model.settled("parallel", "activation")
+        llama = model.family != "gpt_neox"
+        heads = axes["g"] * axes.get("r", 1)
+        if axes["d"] * heads != axes["H"]:
+            raise FastshardError.of(
+                "FS514",
+                "GPT-NeoX has no model whose heads do not make up the hidden size",
+                expected=f"head_dim {axes['H'] // heads}",
+                got=str(axes["d"]),
+            )
+        positions = model.max_positions or 2048
+        activation = str(model.activation)
+        qkv, _, mlp, _ = model.biases
+        out: dict[str, Any] = {
+            "num_layers": axes["L"],
+            "hidden_size": axes["H"],
+            "num_attention_heads": heads,
+            "seq_length": positions,
+            "max_position_embeddings": positions,
+            "pos_emb": "rotary",
+            "rotary_pct": model.rope.share,
+            "rotary_emb_base": int(model.rope.base or 10000),
+            "output_layer_parallelism": "column",
+            "tokenizer_type": "HFTokenizer",
+            "norm": "rmsnorm" if llama else "layernorm",
+            # A gated MLP takes two thirds of this for gate and up together.
+            "intermediate_size": 3 * axes["F"] if llama else axes["F"],
+            "use_bias_in_norms": model.norm_bias,
+            "use_bias_in_attn_linear": qkv,
+            "use_bias_in_mlp": mlp,
+            **({"activation": GATES[activation]} if llama else _PLAIN[activation]),
+        }
+        eps = 1e-6 if llama else 1e-5
+        out["rms_norm_epsilon" if llama else "layernorm_epsilon"] = eps if model.eps is None else model.eps
+        if llama:
+            out["mlp_multiple_of"] = 1
+        if axes.get("r", 1) > 1:
+            out["num_kv_heads"] = axes["g"]
+        if model.window is not None:
+            # GPT-NeoX has windows in flash attention alone.
+            out["sliding_window_width"] = model.window - 1
+            out["attention_config"] = [[["flash"], axes["L"]]]
+        findings = model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
+        if llama and not model.eps_outside:
+            findings.append(
+                Finding.of(
+                    "FS109",
+                    "config: GPT-NeoX adds rms_norm_epsilon to the root mean square, "
+                    f"{model.framework} to the mean square",
+                    severity="note",
+                    file=file,
+                    help="logits agree but for activations about as small as its root",
+                )
+            )
+        return out, findings
+
+
+def refuse(model: Model) -> None:
+    """What GPT-NeoX does not compute.
+
+    Raises:
+        FastshardError: ``FS514``, one finding for each.
+    """
+    says = NEOX if model.family == "gpt_neox" else LLAMA
+    if lacking := says.lacks(model):
+        raise lacks.refused("GPT-NeoX", says, lacking)
+
+
+def activation_of(config: Mapping[str, Any]) -> str:
+    """GPT-NeoX's ``activation``; its default where the tensors do not disprove that."""
+    stated = config.get("activation")
+    return DEFAULT_ACTIVATION if stated is None else str(stated)
+
+
+def te_differences(config: Mapping[str, Any], features: Mapping[str, Any], written: str) -> list[Finding]:
+    """What Transformer Engine's LayerNormMLP computed otherwise than a model with plain modules will.
+
+    Args:
+        config: the training config.
+        features: what the tensors' names tell.
+        written: the file that tells of the plain modules.
+    """
+    if not features["te_layernorm_mlp"]:
+        return []
+    findings = []
+    key, default = EPS.get(features["norm"], ("", 0.0))
+    eps = positive_number(config, key, default) if config.get(key) is not None else default
+    if eps != default:
+        findings.append(
+            Finding.of(
+                "FS215",
+                f"config: there is one eps for all norms; {key} is written",
+                severity="warning",
+                file=written,
+                expected=f"{default:g}, as Transformer Engine's LayerNormMLP used before each MLP",
+                got=f"{eps:g}",
+                help="compare logits with the run's own; the norms before attention and the last one used it",
+            )
+        )
+    activation = str(config.get("activation", DEFAULT_ACTIVATION))
+    if activation == "geglu" or (activation == "gelu" and not config.get("bias_gelu_fusion")):
+        fused = "; `bias_gelu_fusion: true` in --config asks for that form" if activation == "gelu" else ""
+        findings.append(
+            Finding.of(
+                "FS215",
+                f"config: {activation} is written with the error function, as GPT-NeoX's own converter does",
+                severity="warning",
+                file=written,
+                expected="gelu's tanh form, as Transformer Engine's LayerNormMLP computes it",
+                got="gelu",
+                help=f"compare logits with the run's own{fused}",
+            )
+        )
+    return findings
+
+
+def _note(message: str) -> Finding:
+    return Finding.of("FS109", message, severity="note")
+
+
+def _besides(
+    config: Mapping[str, Any], features: Mapping[str, Any], parallel: bool | None, windowed: bool
+) -> list[Lack]:
+    """What no other framework has."""
+    found = []
+    if features["qk_layernorm"]:
+        found.append(Lack("use_qk_layernorm", "no norm of queries and keys", "attention.qk_layernorm"))
+    if features["reward_head"]:
+        found.append(Lack("head", "final_linear", "rm_linear"))
+    if config.get("use_mup"):
+        found.append(Lack("use_mup", "no scaling of what layers give", "true"))
+    if config.get("gpt_j_tied") and parallel:
+        found.append(Lack("gpt_j_tied", "a norm of its own before the MLP", "true"))
+    kinds = attention_kinds(config)
+    # Flash and ring attention compute what global attention does.
+    if kinds - {"global", "flash", "ring"}:
+        found.append(Lack("attention_config", "global or flash", ", ".join(sorted(kinds))))
+    elif windowed and (kinds != {"flash"} or features["te_mha"]):
+        # Documented for flash attention alone. The mask of global attention has the window too, but fused
+        # kernels do not look at it; Transformer Engine takes another kind of value.
+        # source: gpt-neox neox_arguments/neox_args.py, megatron/utils.py get_attn_mask, model/fused_softmax.py
+        got = "Transformer Engine's attention" if features["te_mha"] else ", ".join(sorted(kinds))
+        found.append(Lack("sliding_window_width", "attention_config: flash in all layers", got))
+    return found
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Positions that a token sees besides itself, to its left; None for all.
+
+    source: gpt-neox megatron/model/transformer.py: flash-attn gets ``window_size=(width, -1)``
+
+    Raises:
+        FastshardError: ``FS211`` if it is no whole number.
+    """
+    width = config.get("sliding_window_width")
+    if width is not None and (
+        not isinstance(width, int) or isinstance(width, bool) or not 0 <= width < 1 << 31
+    ):
+        raise refused("config: sliding_window_width", "a whole number", width)
+    return width
+
+
+def attention_kinds(config: Mapping[str, Any]) -> set[str]:
+    """Kinds of attention in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per layer.
+
+    Raises:
+        FastshardError: ``FS211`` if it is of another form.
+    """
+    stated = config.get("attention_config")
+    if stated is None:
+        return {"global"}
+    kinds: list[Any] = []
+    for block in stated if isinstance(stated, list) else [None]:
+        if isinstance(block, list) and len(block) == 2:
+            kinds += block[0] if isinstance(block[0], list) else [block[0]]
+        else:
+            kinds.append(block)
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise refused("config: attention_config", 'kinds and numbers of layers, as [[["flash"], 12]]', stated)
+    return set(kinds)
+
+
+DIALECT = GptNeoX()

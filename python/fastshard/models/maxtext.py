@@ -1,0 +1,282 @@
+"""MaxText's words for models: its yml.
+
+source: MaxText configs/base.yml and configs/models, configs/types.py, layers/{attentions,embeddings,decoders}.py,
+models/{llama2,mistral,gpt3}.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..configs import shown
+from ..errors import FastshardError, Finding
+from . import huggingface, lacks
+from .fields import flag, positive_number
+from .lacks import Says
+from .model import Evidence, Lack, Model, Rope
+
+#: Keys that tell MaxText's yml from other configs.
+_TELLING = ("decoder_block", "base_config", "logits_via_embedding", "scan_layers", "param_scan_axis",
+            "normalization_layer_epsilon", "rope_max_timescale", "fused_qkv", "rope_type", "model_name")  # fmt: skip
+#: source: MaxText configs/base.yml
+_DEFAULTS = {"rope_max_timescale": 10_000, "normalization_layer_epsilon": 1e-5}
+#: Hard-coded in MaxText. source: MaxText layers/embeddings.py, LLaMARotaryEmbedding
+LLAMA3_SCALING = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_MERGE = "`fastshard merge` writes the tensors under MaxText's own names"
+_WORDS = {
+    "eps": "normalization_layer_epsilon", "rope.base": "rope_max_timescale", "activation": "mlp_activations", "rope.scaling": "rope_type",
+}  # fmt: skip
+#: Its Llama block. A window is said, not refused: it sees all positions before.
+LLAMA = Says(
+    kind="Llama", activations=("silu",), scalings=("default", "llama3"), fixed=tuple(LLAMA3_SCALING.items()), whole_base=True, window=True
+)  # fmt: skip
+
+
+def is_maxtext(config: Mapping[str, Any]) -> bool:
+    """True for what MaxText reads, False for other configs."""
+    if "model_type" in config or "architectures" in config:
+        return False
+    return any(key in config for key in _TELLING) or any(str(key).startswith("base_") for key in config)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The rotary embedding of a MaxText model."""
+
+    #: The two of a pair lie side by side.
+    interleaved: bool
+    #: Frequencies are scaled as Llama 3.1's are.
+    scaled: bool
+
+
+def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
+    """What a yml or ``config.json`` says of the rotary embedding, which no checkpoint of MaxText does.
+
+    None where it leaves open which of two orders queries and keys have: in a yml of some ``model_name``
+    alone, or a ``config.json`` without scaling, which MaxText can run with either.
+    source: MaxText layers/attentions.py (init_rotary_embedding)
+
+    Raises:
+        FastshardError: ``FS211`` for values of another kind, ``FS514`` for an embedding that is neither.
+    """
+    if not config:
+        return None
+    if not is_maxtext(config):
+        rope, several = huggingface.rope_of(config, 1.0)
+        if several:
+            raise lacks.refused("MaxText", LLAMA, several)
+        return Pairs(True, True) if rope.kind == "llama3" else None
+    kind, model = config.get("rope_type"), str(config.get("model_name") or "")
+    if str(kind).lower().startswith("llama3.1") or model.startswith("llama3.1"):
+        return Pairs(True, flag(config, "rope_use_scale") is not False)
+    if kind is None:
+        # llama3.2 and later are not told apart by MaxText's own code and its converters alike.
+        return Pairs(False, False) if model.startswith(("llama2", "llama3-", "mistral")) else None
+    if str(kind).lower() != "default":
+        raise FastshardError.of(
+            "FS514",
+            "transformers has no Llama with this rope_type",
+            expected="default | llama3.1",
+            got=shown(kind),
+            help=_MERGE,
+        )
+    return Pairs(False, False)
+
+
+class MaxText:
+    """The dialect of MaxText, and of Paxml's models, which it runs."""
+
+    name = "MaxText"
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of a yml, or of a ``config.json`` that was given for it.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind, ``FS209`` where the yml leaves open which order
+                queries and keys have, ``FS215`` for a config of another model.
+        """
+        if evidence.family == "gpt3":
+            zero = Lack("norm", "--to maxtext, which has it, or LayerNorm", "one around zero: GPT-2 of transformers stores other values")
+            return Model(
+                self.name, "gpt3", norm="LayerNorm", norm_bias=True, gated=False, others=(zero,), tied=True
+            )
+        tied, pairs = evidence.facts.get("tied", False), pairs_of(values)
+        if values and not is_maxtext(values):
+            return self._of_config(values, evidence)
+        if values and pairs is None:
+            raise FastshardError.of(
+                "FS209",
+                "the order of queries and keys depends on `rope_type`, which nothing here states",
+                help="give MaxText's yml with --config (it must say rope_type: default or llama3.1, or the model_name)",
+            )
+        remarks, assumed = [_order_open()] if pairs is None else [], {}
+        found: dict[str, float | None] = {}
+        for name, key, theirs in (
+            ("rope.base", "rope_max_timescale", "rope_theta"),
+            ("eps", "normalization_layer_epsilon", "rms_norm_eps"),
+        ):
+            found[name] = None
+            if not values:
+                # A guess would be a model that loads and is wrong.
+                told = f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own default"
+                remarks.append(_stated_nowhere(told, "warning"))
+                continue
+            if values.get(key) is None:
+                assumed[name], found[name] = key, _DEFAULTS[key]
+            else:
+                found[name] = positive_number(values, key, _DEFAULTS[key])
+        if values.get("decoder_block") is None:
+            remarks.append(_stated_nowhere("decoder_block: config.json says Llama", "note"))
+        remarks.append(
+            _stated_nowhere(
+                "max_position_embeddings, bos_token_id, eos_token_id: config.json lacks them, "
+                "and transformers takes its own defaults",
+                "warning",
+            )
+        )
+        scaled = pairs is not None and pairs.scaled
+        return Model(
+            framework=self.name,
+            family=evidence.family,
+            eps=found["eps"],
+            rope=Rope(
+                found["rope.base"], 1.0, "llama3" if scaled else "default", LLAMA3_SCALING if scaled else {}
+            ),
+            grouped=evidence.axes.get("r", 1) > 1 or bool(evidence.facts.get("gqa")),
+            tied=tied,
+            # MaxText's block attends to all positions before. source: MaxText models/mistral.py
+            kin="mistral" if values.get("decoder_block") == "mistral" else "llama",
+            others=tuple(_besides(values, tied)),
+            words=_WORDS,
+            assumed=assumed,
+            remarks=tuple(remarks),
+        )
+
+    def _of_config(self, config: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of a ``config.json``, as far as the tensors are those of one."""
+        facts = {"tied": evidence.facts.get("tied", False)}
+        facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "qk_norm"), False)
+        stated = evidence.features.get("stated")
+        differing = sorted(key for key in facts if stated is not None and stated[key] != facts[key])
+        if stated is None or differing:
+            with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""
+            raise FastshardError.of(
+                "FS215",
+                "the config is of another model than the tensors",
+                expected=f"a Llama or Mistral{with_}",
+                got=shown(config.get("model_type")),
+                help="give the config of this model with --config",
+            )
+        seen = Evidence(evidence.family, facts, evidence.axes)
+        model = huggingface.DIALECT.read(config, seen)
+        if pairs_of(config) is not None:
+            return model
+        return replace(model, remarks=(*model.remarks, _order_open()))
+
+    def write(
+        self, model: Model, interleaved: bool, tied: bool, file: str
+    ) -> tuple[dict[str, Any], list[Finding]]:
+        """The keys of a yml that say what a model computes, and what had to be assumed.
+
+        Args:
+            model: what is computed.
+            interleaved: the order of queries and keys that is written.
+            tied: the output layer is the embedding.
+            file: what messages call the yml.
+
+        Raises:
+            FastshardError: ``FS514`` for what MaxText's block does not compute.
+        """
+        refuse(model)
+        model.settled("parallel", "activation")
+        findings = model.told("eps", "rope.base", "rope.scaling", file=file)
+        if model.window is not None:
+            findings.append(
+                Finding.of(
+                    "FS109",
+                    f"the model attends to {model.window} positions, MaxText's block to all before: "
+                    "they differ beyond these",
+                    severity="warning",
+                    file=file,
+                )
+            )
+        out = {
+            "mlp_activations": ["silu", "linear"],
+            "rope_max_timescale": int(model.rope.base or 10_000),
+            # source: transformers models/{llama,mistral}/configuration_*.py
+            "normalization_layer_epsilon": 1e-6 if model.eps is None else model.eps,
+            "decoder_block": "mistral" if model.kin == "mistral" else "llama2",
+            **order(interleaved, model.rope.kind == "llama3"),
+        }
+        if tied:
+            # MaxText would divide the logits by sqrt(emb_dim). source: MaxText configs/base.yml
+            out["normalize_embedding_logits"] = False
+            findings.append(
+                Finding.of(
+                    "FS109",
+                    "the output layer is the embedding: MaxText computes the same only with "
+                    "logits_via_embedding: true and normalize_embedding_logits: false",
+                    severity="warning",
+                    file=file,
+                )
+            )
+        return out, findings
+
+
+def refuse(model: Model) -> None:
+    """What MaxText's Llama block does not compute.
+
+    Raises:
+        FastshardError: ``FS514``, one finding for each.
+    """
+    if lacking := LLAMA.lacks(model):
+        raise lacks.refused("MaxText", LLAMA, lacking)
+
+
+def order(interleaved: bool, scaled: bool) -> dict[str, Any]:
+    """The order of pairs, which decides what the values mean, is always stated."""
+    return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
+
+
+def _besides(config: Mapping[str, Any], tied: bool) -> list[Lack]:
+    """What a MaxText model computes and no other does. source: MaxText configs/base.yml"""
+    activations = config.get("mlp_activations", ["silu", "linear"])
+    linear = config.get("rope_linear_scaling_factor", 1.0)
+    least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
+    caps = [(key, config.get(key)) for key in ("attn_logits_soft_cap", "final_logits_soft_cap")]
+    checks = [
+        ("mlp_activations", "['silu', 'linear']", activations, activations == ["silu", "linear"]),
+        ("rope_min_timescale", "1", least, least == 1),
+        ("rope_linear_scaling_factor", "1.0", linear, linear == 1),
+        ("use_qk_norm", "false", config.get("use_qk_norm"), not config.get("use_qk_norm")),
+        ("num_experts", "1", experts, experts == 1),
+        *((key, "none", value, not value) for key, value in caps),
+    ]
+    if tied:
+        normalised = config.get("normalize_embedding_logits", True)
+        checks.append(("normalize_embedding_logits", "false", normalised, normalised is False))
+    return [Lack(what, expected, shown(got)) for what, expected, got, fits in checks if not fits]
+
+
+def _order_open() -> Finding:
+    return _stated_nowhere(
+        "rope_type: taken for llama3.1, whose order of queries and keys MaxText's converter writes; "
+        "a run with rope_type default needs its yml with --config",
+        "warning",
+    )
+
+
+def _stated_nowhere(what: str, severity: str) -> Finding:
+    return Finding.of(
+        "FS109",
+        f"stated nowhere: {what}",
+        severity=severity,
+        help="give the model's config.json with --config, or correct the one that is written",
+    )
+
+
+DIALECT = MaxText()

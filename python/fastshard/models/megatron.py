@@ -1,0 +1,293 @@
+"""Megatron-LM's words for models: the arguments that a checkpoint carries.
+
+source: Megatron-LM megatron/training/arguments.py and checkpointing.py (`check_checkpoint_args`),
+megatron/core/transformer/transformer_config.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Finding
+from . import fields, lacks
+from .fields import refused
+from .lacks import Says
+from .model import Evidence, Experts, Lack, Model, Rope, unstated
+
+_LABEL = "args."
+#: What `--use-rope-scaling` computes besides its factor.
+#: source: megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
+LLAMA3_SCALING = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+#: Arguments that change what is computed and neither names nor shapes, with the values besides None that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "rotary_seq_len_interpolation_factor": (1,),
+    "no_rope_freq": (False,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (),
+    "activation_func_clamp_value": (),
+    "glu_linear_offset": (0,),
+    "mtp_num_layers": (0,),
+    "experimental_attention_variant": (),
+    "linear_attention_type": (),
+    "hybrid_override_pattern": (),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+} | dict.fromkeys(
+    (
+        "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "attention_output_gate",
+        "heterogeneous_block_specs", "is_hybrid_model", "layernorm_zero_centered_gamma",
+        "moe_router_force_load_balancing", "multi_latent_attention", "qk_l2_norm", "quick_geglu",
+        "retro_add_retriever", "rotary_interleaved", "squared_relu", "use_mup",
+    ),
+    (False,),
+)  # fmt: skip
+_WORDS = {
+    "norm": "normalization", "gated": "swiglu", "positions": "position_embedding_type", "rope.share": "rotary_percent",
+    "rope.base": "rotary_base", "rope.scaling": "use_rope_scaling", "window": "window_size", "biases": "add_bias_linear",
+    "qk_norm": "qk_layernorm", "experts": "num_experts", "eps": "norm_epsilon", "experts.normalised": "moe_router_pre_softmax",
+}  # fmt: skip
+_NONE = (False, False, False, False)
+#: A model as the tables of its layouts have it.
+LLAMA = Says(
+    kind="Llama", activations=("silu",), shares=None, scalings=("default", "llama3"), fixed=tuple(LLAMA3_SCALING.items()),
+    whole_base=True, window=True, biases=(_NONE, (True, False, False, False), (True, True, True, True)),
+    qk_norm=(False, True),
+)  # fmt: skip
+
+
+class Megatron:
+    """The dialect of Megatron-LM."""
+
+    name = "Megatron-LM"
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of a checkpoint's arguments.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+        facts = evidence.facts
+        assumed: dict[str, str] = {}
+
+        def real(field: str, key: str, default: float) -> float:
+            if values.get(key) is None:
+                assumed[field] = key
+            return _real(values, key, default)
+
+        def whole(field: str, key: str, default: int) -> int:
+            if values.get(key) is None:
+                assumed[field] = key
+            return fields.count(values, key, _LABEL) or default
+
+        linear, qkv = facts["linear_bias"], facts["qkv_bias"]
+        norm = str(values.get("normalization") or "LayerNorm")
+        gated = facts.get("gated")
+        window, some = window_of(values)
+        rope = Rope(real("rope.base", "rotary_base", 10000), _real(values, "rotary_percent", 1.0))
+        if _flag(values, "use_rope_scaling"):
+            factor = real("rope.scaling", "rope_scaling_factor", 8.0)
+            rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})
+        # source: transformer_config.py, moe_router_topk = 2
+        experts = (
+            Experts(whole("experts.best", "moe_router_topk", 2), _normalised(values))
+            if facts["moe"]
+            else None
+        )
+        return Model(
+            framework=self.name,
+            family=evidence.family,
+            norm=norm,
+            eps=real("eps", "norm_epsilon", 1e-5),
+            gated=gated,
+            # Of the functions of a plain one no layout here has a place.
+            activation="silu" if gated else "gelu",
+            unknown={} if gated is not None else {"activation": unstated("swiglu", "")},
+            positions=_positions(values),
+            rope=rope,
+            window=window,
+            biases=(qkv, linear, linear, linear),
+            qk_norm=facts["qk_norm"],
+            grouped=evidence.axes.get("r", 1) > 1,
+            tied=facts["tied"],
+            experts=experts,
+            max_positions=whole("max_positions", "max_position_embeddings", 4096),
+            others=(*_besides(values), *some, *(_routing(values) if experts else ())),
+            words=_WORDS,
+            assumed=assumed,
+        )
+
+    def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
+        """Arguments that say what the model is, and what had to be assumed; how it runs is left to the run.
+
+        Args:
+            model: what is computed.
+            axes: extents that the plan bound.
+            file: what messages call the arguments.
+
+        Raises:
+            FastshardError: ``FS514`` for what Megatron-LM does not compute, ``FS209`` for what decides values and
+                is stated nowhere.
+        """
+        refuse(model)
+        model.settled("parallel", "activation")
+        qkv, linear, *_ = model.biases
+        positions = model.max_positions or 2048
+        out: dict[str, Any] = {
+            "num_layers": axes["L"],
+            "hidden_size": axes["H"],
+            "ffn_hidden_size": axes["F"],
+            "num_attention_heads": axes["g"] * axes["r"],
+            "group_query_attention": axes["r"] > 1,
+            "num_query_groups": axes["g"],
+            "kv_channels": axes["d"],
+            "max_position_embeddings": positions,
+            "seq_length": positions,
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "norm_epsilon": 1e-6 if model.eps is None else model.eps,
+            "apply_layernorm_1p": False,
+            "add_bias_linear": linear,
+            "add_qkv_bias": qkv and not linear,
+            "qk_layernorm": model.qk_norm,
+            "untie_embeddings_and_output_weights": not model.tied,
+            "position_embedding_type": "rope",
+            "rotary_base": int(model.rope.base or 10000),
+            "rotary_percent": model.rope.share,
+            "rotary_interleaved": False,
+            "use_rope_scaling": model.rope.kind == "llama3",
+            "hidden_dropout": 0.0,
+            "attention_dropout": (model.config or {}).get("attention_dropout", 0.0),
+            "tokenizer_type": "HuggingFaceTokenizer",
+        }
+        if model.rope.kind == "llama3":
+            # transformers has no default for it.
+            scaling = {"factor": None, **model.rope.scaling}
+            out["rope_scaling_factor"] = fields.positive_number(scaling, "factor", 8.0)
+        if model.window is not None:
+            # Positions to the left besides the token itself, and to the right.
+            out["window_size"] = (model.window - 1, 0)
+        return out, model.told("eps", "max_positions", "rope.base", "rope.scaling", file=file)
+
+
+def refuse(model: Model) -> None:
+    """What a model of Megatron-LM's tables does not compute.
+
+    Raises:
+        FastshardError: ``FS514``, one finding for each.
+    """
+    if lacking := LLAMA.lacks(model):
+        raise lacks.refused("Megatron-LM", LLAMA, lacking)
+
+
+def facts_of(model: Model) -> dict[str, bool]:
+    """Facts of the layout tables."""
+    qkv, linear, *_ = model.biases
+    return {
+        "tied": model.tied,
+        "qkv_bias": qkv,
+        "linear_bias": linear,
+        "qk_norm": model.qk_norm,
+        "gated": True,
+        "moe": False,
+    }
+
+
+def _real(args: Mapping[str, Any], key: str, default: float) -> float:
+    value = args.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 63:
+        raise refused(f"{_LABEL}{key}", "a positive number", value)
+    return value
+
+
+def _flag(args: Mapping[str, Any], key: str) -> bool:
+    value = args.get(key)
+    if value not in (None, True, False):
+        raise refused(f"{_LABEL}{key}", "True or False", value)
+    return bool(value)
+
+
+def _positions(args: Mapping[str, Any]) -> str:
+    stated = args.get("position_embedding_type") or "rope"
+    return "rotary" if stated == "rope" else str(stated)
+
+
+def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
+    """The positions that attention sees, the token itself among them, and what no other framework has of a window.
+
+    The argument has those to the left besides the token, and those to the right; -1 is all of them.
+    source: megatron/core/transformer/transformer_config.py (window_size)
+
+    Raises:
+        FastshardError: ``FS211`` if it is no pair of whole numbers.
+    """
+    value = args.get("window_size")
+    if value is None:
+        return None, []
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) or n >= 1 << 48 for n in value)
+    ):
+        raise refused(f"{_LABEL}window_size", "a pair of whole numbers", value)
+    left, right = value
+    if left < 0 and right <= 0:
+        return None, []
+    found = []
+    every = args.get("window_attn_skip_freq")
+    if right > 0:
+        found.append(Lack("window_size", "none to the right", str(value)))
+    if every is not None and not (isinstance(every, list) and all(n == 1 for n in every)):
+        found.append(Lack("window_attn_skip_freq", "None: in all layers", str(every)[:80]))
+    return int(left) + 1, found
+
+
+def _besides(args: Mapping[str, Any]) -> list[Lack]:
+    return [
+        Lack(key, str(next(iter(values), None)), str(args[key])[:80])
+        for key, values in _NEUTRAL.items()
+        if not _neutral(key, args.get(key))
+    ]
+
+
+def _neutral(key: str, value: Any) -> bool:
+    if value is None or (key == "no_rope_freq" and isinstance(value, list) and all(n == 0 for n in value)):
+        return True
+    # False equals 0, which is a number and not the absence of one.
+    return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in _NEUTRAL[key])
+
+
+def _normalised(args: Mapping[str, Any]) -> bool:
+    """Megatron's softmax over the best k alone gives the same as one over all, normalised afterwards; with
+    moe_router_pre_softmax nothing is normalised.
+
+    source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
+    """
+    return not args.get("moe_router_pre_softmax")
+
+
+def _routing(args: Mapping[str, Any]) -> list[Lack]:
+    """What other frameworks' routers do not: they take a softmax and the best k."""
+    kinds = args.get("moe_router_load_balancing_type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    checks = [
+        ("moe_router_score_function", "softmax", args.get("moe_router_score_function") or "softmax"),
+        ("moe_router_enable_expert_bias", "False", bool(args.get("moe_router_enable_expert_bias"))),
+        ("moe_router_topk_scaling_factor", "None", args.get("moe_router_topk_scaling_factor")),
+        ("moe_router_num_groups", "None", args.get("moe_router_num_groups")),
+        ("moe_apply_probs_on_input", "False", bool(args.get("moe_apply_probs_on_input"))),
+        ("moe_expert_capacity_factor", "None", args.get("moe_expert_capacity_factor")),
+        (
+            "moe_router_load_balancing_type",
+            "no sinkhorn",
+            "sinkhorn" if "sinkhorn" in kinds else "no sinkhorn",
+        ),
+    ]
+    return [Lack(key, expected, str(got)[:80]) for key, expected, got in checks if str(got) != expected]
+
+
+DIALECT = Megatron()

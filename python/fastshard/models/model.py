@@ -1,0 +1,162 @@
+"""The model in the middle: what is computed, whoever trained it and whoever will load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ..errors import Finding, error_for
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that a model computes and a format has no words for."""
+
+    #: By the name that the source has for it.
+    what: str
+    expected: str
+    got: str
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding."""
+
+    #: None where nothing states it.
+    base: float | None = None
+    #: The part of a head that is rotated.
+    share: float = 1.0
+    #: ``default``, or the kind of its scaling, as transformers calls it.
+    kind: str = "default"
+    #: What the scaling hangs on, by transformers' keys.
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in every layer."""
+
+    #: Experts that a token goes through.
+    best: int
+    #: The weights of these add up to 1.
+    normalised: bool = True
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model computes. Sizes are not among it: they come from the tensors."""
+
+    #: Whose values were read.
+    framework: str
+    #: The hub in which its tensors meet those of other layouts.
+    family: str
+    #: ``RMSNorm``, ``LayerNorm``, or another by its source's word.
+    norm: str = "RMSNorm"
+    norm_bias: bool = False
+    eps: float | None = None
+    #: eps is added to the root, not below it.
+    eps_outside: bool = False
+    gated: bool | None = True
+    #: As transformers names it; of a gated MLP what is applied to the gate.
+    activation: str | None = "silu"
+    #: Attention and MLP see the same input; None where nothing states it.
+    parallel: bool | None = False
+    #: How positions get in: ``rotary``, or another by its source's word.
+    positions: str = "rotary"
+    rope: Rope = Rope()
+    #: Positions that attention sees in every layer, the token itself among them; None for all before it.
+    window: int | None = None
+    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its output.
+    biases: tuple[bool, bool, bool, bool] = (False, False, False, False)
+    qk_norm: bool = False
+    #: Several heads of queries share keys and values.
+    grouped: bool = False
+    tied: bool = False
+    experts: Experts | None = None
+    max_positions: int | None = None
+    #: Ids of special tokens, by transformers' keys.
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    #: The class of transformers that is meant where several compute the same.
+    kin: str | None = None
+    #: What is computed besides, which no other framework has words for.
+    others: tuple[Lack, ...] = ()
+    #: What the source calls its fields.
+    words: Mapping[str, str] = field(default_factory=dict)
+    #: Fields that nothing states, and what that leaves open.
+    unknown: Mapping[str, Finding] = field(default_factory=dict)
+    #: Fields that nothing states and whose value is the source's own default: the source's key.
+    assumed: Mapping[str, str] = field(default_factory=dict)
+    #: What is to be said of it wherever it is written; the file is that which is written.
+    remarks: tuple[Finding, ...] = ()
+    #: transformers' own config of it, if that is what was read.
+    config: Mapping[str, Any] | None = None
+
+    def word(self, name: str, default: str | None = None) -> str:
+        """What the source calls a field."""
+        return self.words.get(name, default or name)
+
+    def told(self, *fields: str, file: str) -> list[Finding]:
+        """What had to be assumed of the fields that are written to a file, and the remarks."""
+        found = [
+            Finding.of(
+                "FS109",
+                f"config: {self.assumed[name]} is stated nowhere; {self.framework}'s default {self._value(name)!r} is written",
+                severity="note",
+                file=file,
+            )
+            for name in fields
+            if name in self.assumed
+        ]
+        return found + [replace(remark, file=file) for remark in self.remarks]
+
+    def settled(self, *fields: str) -> None:
+        """Asks for fields that decide values.
+
+        Raises:
+            FastshardError: ``FS209`` for those that nothing states.
+        """
+        if open_ := [self.unknown[name] for name in fields if name in self.unknown]:
+            raise error_for(open_)
+
+    def _value(self, name: str) -> Any:
+        first, _, rest = name.partition(".")
+        value = getattr(self, first)
+        return getattr(value, rest) if rest else value
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
+
+    family: str
+    #: What names and shapes decide.
+    facts: Mapping[str, bool] = field(default_factory=dict)
+    #: Extents that are known.
+    axes: Mapping[str, int] = field(default_factory=dict)
+    #: What was found out besides, by the dialect's own words.
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Dialect(Protocol):
+    """One framework's words for models."""
+
+    @property
+    def name(self) -> str:
+        """The framework, as messages call it."""
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model that values and tensors tell of.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+
+
+def unstated(key: str, values: str, why: str = "which nothing here states") -> Finding:
+    """A field on which the model depends and that nothing states."""
+    return Finding.of(
+        "FS209",
+        f"the model depends on `{key}`, {why}",
+        help=f"give the training config with --config (it must say {key}{values})",
+    )
