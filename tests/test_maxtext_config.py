@@ -13,8 +13,8 @@ import yaml
 from fastshard import FastshardError, plan
 from fastshard import open as fastshard_open
 from fastshard.adapters import maxtext_config
-from fastshard.models import maxtext
 from fastshard.checkpoint import Checkpoint
+from fastshard.models import maxtext
 from jax_maker import (
     STEP,
     Size,

@@ -79,7 +79,9 @@ def class_of(model: Model, help: str | None = None) -> Class:
     if model.family == "gpt3":
         raise lacks.refused("transformers", _GPT3, list(model.others), help)
     neox = model.family == "gpt_neox"
-    known = [c for c in CLASSES if (c.layout == "hf.gpt_neox") == neox and c.experts == (model.experts is not None)]
+    known = [
+        c for c in CLASSES if (c.layout == "hf.gpt_neox") == neox and c.experts == (model.experts is not None)
+    ]
     # The class that its source names, if that will do, else the plainest.
     known.sort(key=lambda c: c.model_type != model.kin)
     found, lacking = lacks.fitting(model, known)
@@ -258,16 +260,21 @@ def _experts(config: Mapping[str, Any], kind: str) -> Experts | None:
 def _windows(config: Mapping[str, Any], kind: str) -> tuple[int | None, list[Lack]]:
     """The positions that every layer sees, and what a window in some of them is called.
 
-    Llama takes no notice of one, Mistral has it in all layers, Qwen in some, and only where it says so.
+    Llama takes no notice of one, Mistral has it in all layers, Qwen in those that it names, and only where it says so.
     """
     if kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
-        types = config.get("layer_types")
-        if config.get("use_sliding_window") or (types and "sliding_attention" in types):
+        types, used = config.get("layer_types"), config.get("use_sliding_window")
+        seen = [one == "sliding_attention" for one in types] if isinstance(types, list) else []
+        # Without types it is in the layers from one on, by default the 28th.
+        if not used and not any(seen):
+            return None, []
+        dense = kind in ("qwen2", "qwen3")
+        if not (dense and used and (all(seen) if seen else config.get("max_window_layers", 28) == 0)):
             return None, [Lack("sliding window in some layers", "none", shown(config.get("sliding_window")))]
-    if kind not in ("mistral", "mixtral"):
+    elif kind not in ("mistral", "mixtral"):
         return None, []
-    # source: configuration_mistral.py has 4096, configuration_mixtral.py None
-    window = config.get("sliding_window", 4096 if kind == "mistral" else None)
+    # source: configuration_mixtral.py alone has no window by default
+    window = config.get("sliding_window", None if kind == "mixtral" else 4096)
     if window is not None and (
         isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 1 << 48
     ):

@@ -100,7 +100,11 @@ class MaxText:
                 queries and keys have, ``FS215`` for a config of another model.
         """
         if evidence.family == "gpt3":
-            zero = Lack("norm", "--to maxtext, which has it, or LayerNorm", "one around zero: GPT-2 of transformers stores other values")
+            zero = Lack(
+                "norm",
+                "--to maxtext, which has it, or LayerNorm",
+                "one around zero: GPT-2 of transformers stores other values",
+            )
             return Model(
                 self.name, "gpt3", norm="LayerNorm", norm_bias=True, gated=False, others=(zero,), tied=True
             )

@@ -1,0 +1,161 @@
+"""The model in the middle: each dialect reads what it writes, and refuses what it has no words for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastshard import FastshardError
+from fastshard.models import gpt_neox, huggingface, maxtext, megatron
+from fastshard.models.model import Evidence, Experts, Model, Rope
+
+AXES = {"V": 512, "H": 64, "F": 96, "L": 2, "g": 2, "r": 2, "d": 16, "E": 4}
+NONE, QKV, ALL = (False,) * 4, (True, False, False, False), (True,) * 4
+ATTENTION, MLP = (True, True, False, False), (False, False, True, True)
+LLAMA3 = Rope(500_000, 1.0, "llama3", maxtext.LLAMA3_SCALING)
+#: What a Llama may be, field by field.
+CHOICES: dict[str, list[Any]] = {
+    "eps": [1e-5, 1e-6], "rope": [Rope(10_000), Rope(500_000), LLAMA3, Rope(10_000, 0.5)], "window": [None, 33],
+    "biases": [NONE, QKV, ATTENTION, MLP, ALL], "qk_norm": [False, True], "tied": [False, True],
+    "activation": ["silu", "gelu"], "max_positions": [64, 4096], "grouped": [True],
+}  # fmt: skip
+COMPUTED = ("norm", "norm_bias", "gated", "parallel", "positions", *CHOICES)
+LLAMA = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, grouped=True)
+
+
+def models() -> list[Model]:
+    random.seed(5)
+    everything = list(itertools.product(*CHOICES.values()))
+    return [replace(LLAMA, **dict(zip(CHOICES, one, strict=True))) for one in random.sample(everything, 300)]
+
+
+def facts(model: Model, **names: str) -> dict[str, bool]:
+    qkv, out, mlp, _ = model.biases
+    return {
+        "tied": model.tied,
+        "attention_bias": qkv,
+        "out_bias": out,
+        "mlp_bias": mlp,
+        "qk_norm": model.qk_norm,
+    }
+
+
+def through_transformers(model: Model) -> Model:
+    config, _ = huggingface.write(model, huggingface.class_of(model), AXES, "config.json")
+    return huggingface.DIALECT.read(config, Evidence("llama", facts(model), AXES))
+
+
+def through_megatron(model: Model) -> Model:
+    args, _ = megatron.DIALECT.write(model, AXES, "args")
+    return megatron.DIALECT.read(args, Evidence("llama", megatron.facts_of(model), AXES))
+
+
+def through_neox(model: Model) -> Model:
+    config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
+    qkv, out, mlp, last = model.biases
+    features = {
+        "norm": config["norm"], "norm_bias": False, "gated": True, "gqa": True, "attention_bias": qkv, "dense_bias": out,
+        "mlp_bias": mlp, "mlp_out_bias": last, "te_layernorm_mlp": False, "te_mha": False, "learned_positions": False,
+        "qk_layernorm": False, "reward_head": False,
+    }  # fmt: skip
+    told = Evidence("llama", {"tied": model.tied, "gpt_j_residual": False}, AXES, features)
+    return gpt_neox.DIALECT.read(config, told)
+
+
+def through_maxtext(model: Model) -> Model:
+    yml, _ = maxtext.DIALECT.write(model, True, model.tied, "yml")
+    return maxtext.DIALECT.read(yml | {"base_emb_dim": 64}, Evidence("llama", {"tied": model.tied}, AXES))
+
+
+WAYS = {
+    "transformers": (through_transformers, lambda m: huggingface.class_of(m), ()),
+    "megatron": (through_megatron, megatron.refuse, ()),
+    "gpt_neox": (through_neox, gpt_neox.refuse, ()),
+    # Its yml does not say them, and its block has no window: both are told.
+    "maxtext": (through_maxtext, maxtext.refuse, ("max_positions", "window")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dialect_reads_what_it_writes(way: str) -> None:
+    """All of what is computed, for any model that it does not refuse."""
+    there, refuse, untold = WAYS[way]
+    taken = 0
+    for model in models():
+        try:
+            refuse(model)
+        except FastshardError as error:
+            assert error.code == "FS514" and all(f.expected and f.got for f in error.findings)
+            continue
+        taken += 1
+        got = there(model)
+        for field in COMPUTED:
+            if field in untold:
+                continue
+            have, want = getattr(got, field), getattr(model, field)
+            if field == "rope":
+                have, want = ((r.base, r.share, r.kind) for r in (have, want))
+                assert model.rope.kind == "default" or all(
+                    got.rope.scaling[key] == value for key, value in model.rope.scaling.items()
+                )
+            assert have == want, (field, model)
+    assert 10 < taken < 300
+
+
+def test_each_thing_that_a_format_lacks_is_named_by_its_sources_word() -> None:
+    values = {"hidden_act": "gelu", "mlp_bias": True, "model_type": "llama", "rope_scaling": {"type": "yarn"}}
+    told = Evidence("llama", facts(replace(LLAMA, biases=MLP)), AXES)
+    model = huggingface.DIALECT.read(values, told)
+    with pytest.raises(FastshardError) as error:
+        maxtext.refuse(model)
+    assert [f.message.partition("with this ")[2] for f in error.value.findings] == [
+        "hidden_act", "set of biases", "rope_scaling",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
+)
+def test_mistrals_window_is_what_transformers_takes(stated: dict[str, Any], window: int | None) -> None:
+    import transformers
+
+    assert transformers.MistralConfig(**stated).sliding_window == window
+    values = {"model_type": "mistral", **stated}
+    model = huggingface.DIALECT.read(values, Evidence("llama", facts(LLAMA), AXES))
+    args, _ = megatron.DIALECT.write(model, AXES, "args")
+    assert args.get("window_size") == (None if window is None else (window - 1, 0))
+    config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
+    assert config.get("sliding_window_width") == (None if window is None else window - 1)
+    _, findings = maxtext.DIALECT.write(model, True, False, "yml")
+    assert any("positions" in f.message for f in findings) == (window is not None)
+
+
+def test_a_window_of_megatron_reaches_gpt_neox() -> None:
+    args, _ = megatron.DIALECT.write(replace(LLAMA, window=9), AXES, "args")
+    model = megatron.DIALECT.read(args, Evidence("llama", megatron.facts_of(LLAMA), AXES))
+    config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
+    assert config["sliding_window_width"] == 8 and config["attention_config"] == [[["flash"], 2]]
+
+
+def test_classes_of_transformers_are_the_plainest_that_compute_the_model() -> None:
+    def kind(**fields: Any) -> str:
+        return huggingface.class_of(replace(LLAMA, **fields)).model_type
+
+    assert kind() == kind(biases=ALL) == "llama"
+    assert kind(window=5) == kind(kin="mistral") == "mistral"
+    assert kind(biases=QKV) == "qwen2"
+    assert kind(qk_norm=True) == kind(qk_norm=True, biases=ATTENTION) == "qwen3"
+    assert kind(experts=Experts(2)) == "mixtral"
+    assert (
+        kind(experts=Experts(2), qk_norm=True) == kind(experts=Experts(2, False), qk_norm=True) == "qwen3_moe"
+    )
+    for lacking in (
+        {"qk_norm": True, "biases": QKV},
+        {"experts": Experts(2, False)},
+        {"window": 5, "biases": ALL},
+    ):
+        with pytest.raises(FastshardError):
+            kind(**lacking)
