@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fastshard.adapters.colossalai_optim import parameter_order
+from fastshard.sources.colossalai.optim import parameter_order
 from helpers import FIXTURES, assert_refused, cli, copy, edit_safetensors, read_result
 from safetensors.torch import load_file, save_file
 

@@ -12,9 +12,8 @@ import torch
 import yaml
 from fastshard import FastshardError, plan
 from fastshard import open as fastshard_open
-from fastshard.adapters import maxtext_config
 from fastshard.checkpoint import Checkpoint
-from fastshard.models import maxtext
+from fastshard.models import maxtext, maxtext_sizes
 from jax_maker import (
     STEP,
     Size,
@@ -155,7 +154,7 @@ def test_a_config_of_another_head_dim_is_one_finding(tmp_path: Path) -> None:
                                                (16, (2, 4, 4, 2))])  # fmt: skip
 def test_global_parameter_scale(scale: int, times: tuple[int, ...]) -> None:
     """As MaxText rotates: heads and MLP, then the width, then the layers."""
-    sizes = maxtext_config.sizes(llama_yml(SIZE, global_parameter_scale=scale))
+    sizes = maxtext_sizes.sizes(llama_yml(SIZE, global_parameter_scale=scale))
     width, heads, ffn, layers = times
     assert sizes["emb_dim"] == SIZE.hidden * width
     assert sizes["num_query_heads"] == SIZE.heads * heads
@@ -166,7 +165,7 @@ def test_global_parameter_scale(scale: int, times: tuple[int, ...]) -> None:
 
 
 def test_a_run_states_its_products(tmp_path: Path) -> None:
-    assert maxtext_config.axes_of({"scan_layers": True, "emb_dim": 40, "vocab_size": 9}, "llama") == {
+    assert maxtext_sizes.axes_of({"scan_layers": True, "emb_dim": 40, "vocab_size": 9}, "llama") == {
         "H": 40, "V": 9, "P": 9,
     }  # fmt: skip
 
@@ -188,7 +187,7 @@ BAD: list[Any] = ["x", -1, 0, 1.5, True, [1], {"a": 1}, 10**30, float("nan"), fl
 )
 def test_sizes_that_are_none(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(FastshardError) as error:
-        maxtext_config.axes_of(llama_yml(SIZE, **{key: value}), "llama")
+        maxtext_sizes.axes_of(llama_yml(SIZE, **{key: value}), "llama")
     assert error.value.code == "FS211"
     assert key in str(error.value)
 

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from fastshard import FastshardError, _core, convert, layouts, plan
 from fastshard import open as fastshard_open
-from fastshard.adapters import jax_layout, maxtext_model
-from fastshard.adapters.maxtext_target import MaxTextTarget
+from fastshard.layouts import train_states
+from fastshard.sources import maxtext as maxtext_model
+from fastshard.targets.maxtext import MaxTextTarget
 from helpers import read_result
 from jax_maker import (
     LLAMA31,
@@ -301,7 +302,7 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
         }  # fmt: skip
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
     bare = _core.Table(layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
-    table = jax_layout.table(bare, maxtext_model.default_names())
+    table = train_states.table(bare, maxtext_model.default_names())
     assert source.opened.source.rules is not None
     request = {
         "source": source.opened.source.to_request(None, True) | {"layout": None},

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from fastshard import FastshardError
+from fastshard.declared import Evidence
 from fastshard.models import gpt_neox, huggingface, maxtext, megatron
-from fastshard.models.model import Evidence, Experts, Model, Rope
+from fastshard.models.model import Experts, Model, Rope
 
 AXES = {"V": 512, "H": 64, "F": 96, "L": 2, "g": 2, "r": 2, "d": 16, "E": 4}
 NONE, QKV, ALL = (False,) * 4, (True, False, False, False), (True,) * 4

@@ -10,15 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _core, adapters, arguments, budget, companions, regular
-from .adapters import copies, hf_model
-from .adapters.base import MAX_DEGREE, Contents, Options, Source, checked_accept
-from .adapters.renamed import renamed
+from . import _core, arguments, budget, companions, regular
 from .configs import checked, parse_json, parse_yaml
+from .declared import MAX_DEGREE, Source
 from .discover import Listing, StrPath, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
 from .options import meant
 from .planning import Opened, Plan, make_plan, thread_count
+from .sources import copies
+from .sources.base import Contents, Options, checked_accept
+from .sources.huggingface import model as hf_model
+from .sources.registry import detect
+from .sources.renamed import renamed
 from .tensor import Tensor
 
 __all__ = ["Checkpoint", "open"]
@@ -65,7 +68,7 @@ def open(
         expect_processes=_processes(expect_processes),
     )
     listing = list_roots(paths)
-    found = adapters.detect(listing, options)
+    found = detect(listing, options)
     for file in found.files:
         refuse_unprintable(file.path)
     try:

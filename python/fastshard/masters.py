@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
-from .adapters.base import Source as Declaration
 from .checkpoint import Checkpoint
 from .convert import Source, _opened, carrying
+from .declared import Source as Declaration
 from .discover import File, StrPath, is_utf8
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options

@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import Any
 
 from . import _core, budget, layouts
-from .adapters import hf_config
-from .adapters.base import Bound, Source
-from .adapters.targets import KEEPING, Wanted, check, target_of
+from .declared import Source
 from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
+from .models import config_json
 from .sizes import parse_size
+from .targets.base import Bound
+from .targets.registry import KEEPING, Wanted, check, target_of
 from .tokenizer import Tokenizer
 
 #: Threads at most; no machine has as many cores.
@@ -169,8 +170,8 @@ def make_plan(
         "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
     }
     if dtype != "keep":
-        request["source"]["dequantise"] = hf_config.weight_block(source.config)
-        source = replace(source, config=hf_config.unquantised(source.config or {}) or None)
+        request["source"]["dequantise"] = config_json.weight_block(source.config)
+        source = replace(source, config=config_json.unquantised(source.config or {}) or None)
     target = None
     if to is not None:
         wanted = Wanted(
@@ -227,11 +228,11 @@ def make_plan(
             f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
         ]
     if (to is None or getattr(target, "keeps_names", False)) and source.hf_names and source.config:
-        config = hf_config.with_rows(source.config, summary["axes"].get("V"))
+        config = config_json.with_rows(source.config, summary["axes"].get("V"))
         # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
         # saved is as its config says.
-        if dtype != "keep" or masters or not (source.saved_whole or hf_config.dtype_of(config) is None):
-            config = hf_config.with_dtype(config, main)
+        if dtype != "keep" or masters or not (source.saved_whole or config_json.dtype_of(config) is None):
+            config = config_json.with_dtype(config, main)
         if config != opened.source.config or (to is not None and source.config_file is None):
             request["texts"] = {
                 **request.get("texts", {}),
@@ -332,7 +333,7 @@ def _grouped(findings: list[Finding]) -> list[Finding]:
 def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> list[Finding]:
     """What is stored quantised and has no scales that are understood would be kept as it is, which is not what was asked for."""
     outputs = core.outputs()
-    method = hf_config.quantised_by(config or {})
+    method = config_json.quantised_by(config or {})
     packed = [(n, kind) for n, kind, shape, *_ in outputs if kind[0] in "IU" and len(shape) > 1]
     if method and packed:
         return [

@@ -9,9 +9,9 @@ import textwrap
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import _core
-from ..adapters.base import ACCEPTABLE
-from ..adapters.targets import TARGETS
 from ..options import meant
+from ..sources.base import ACCEPTABLE
+from ..targets.registry import TARGETS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..declared import Evidence
 from ..errors import FastshardError, Finding
 from . import lacks
 from .fields import positive_number, refused, whole_number
 from .lacks import Says
-from .model import Evidence, Lack, Model, Rope, unstated
+from .model import Lack, Model, Rope, unstated
 
 #: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
 GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")

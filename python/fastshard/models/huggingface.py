@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..configs import shown
+from ..declared import Evidence
 from ..errors import Finding
 from . import lacks
 from .fields import positive_number, refused, whole_number
 from .lacks import Says
-from .model import Evidence, Experts, Lack, Model, Rope
+from .model import Experts, Lack, Model, Rope
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}

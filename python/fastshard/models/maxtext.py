@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..configs import shown
+from ..declared import Evidence
 from ..errors import FastshardError, Finding
 from . import huggingface, lacks
 from .fields import flag, positive_number
 from .lacks import Says
-from .model import Evidence, Lack, Model, Rope
+from .model import Lack, Model, Rope
 
 #: Keys that tell MaxText's yml from other configs.
 _TELLING = ("decoder_block", "base_config", "logits_via_embedding", "scan_layers", "param_scan_axis",

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..declared import Evidence
 from ..errors import Finding
 from . import fields, lacks
 from .fields import refused
 from .lacks import Says
-from .model import Evidence, Experts, Lack, Model, Rope, unstated
+from .model import Experts, Lack, Model, Rope, unstated
 
 _LABEL = "args."
 #: What `--use-rope-scaling` computes besides its factor.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ..declared import Evidence
 from ..errors import Finding, error_for
 
 
@@ -123,19 +124,6 @@ class Model:
         first, _, rest = name.partition(".")
         value = getattr(self, first)
         return getattr(value, rest) if rest else value
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
-
-    family: str
-    #: What names and shapes decide.
-    facts: Mapping[str, bool] = field(default_factory=dict)
-    #: Extents that are known.
-    axes: Mapping[str, int] = field(default_factory=dict)
-    #: What was found out besides, by the dialect's own words.
-    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Dialect(Protocol):

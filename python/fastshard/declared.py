@@ -1,0 +1,327 @@
+"""What a source declares of a checkpoint: where each tensor lies, and what the model is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import layouts
+from ._core import Table
+from .errors import FastshardError, Finding
+
+if TYPE_CHECKING:
+    from .models.model import Dialect, Model
+
+#: Ranks of one parallel dimension at most; no run has as many.
+MAX_DEGREE = 1 << 16
+
+
+@dataclass
+class Unit:
+    """Where one file lies in the topology and how its keys become names."""
+
+    file: int
+    under: list[str] = field(default_factory=list)
+    strip: str = ""
+    prefix: str = ""
+    coords: dict[str, int] = field(default_factory=dict)
+    bases: dict[str, int] = field(default_factory=dict)
+    rank: str | None = None
+    #: The only keys wanted below `under`; all if None.
+    only: list[str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        wanted = {} if self.only is None else {"only": self.only}
+        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")} | wanted
+
+
+@dataclass
+class Assembled:
+    """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""
+
+    #: File that messages name.
+    file: int
+    coords: dict[str, int]
+    rank: str | None
+    #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
+    slot: str | None
+    #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
+    #: element there); or boxes: (first index, extent, file, tensor in it).
+    tensors: list[tuple[str, list[int], list[Any]]]
+    #: True for parameters that are not trained and have no copy.
+    frozen: bool = False
+    #: True for further names, wanted only where the masters are taken.
+    masters_only: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        kept = {k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v is not None}
+        return kept | ({"alone": True} if self.frozen else {})
+
+
+@dataclass
+class StateFile:
+    """A file that holds masters and optimizer state, by tensors in it."""
+
+    file: int
+    masters: list[int]
+    #: Moments and steps.
+    state: list[int]
+    #: Keys that lead to steps that are no tensors, and not zero: numbers in the pickle, or what is refused.
+    numbers: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class Blocks:
+    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
+
+    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
+    #: shape of what is handed on (blocks at the edge are clipped to the array), bytes that decoding takes (they are whole there).
+    tensors: list[tuple[str, str, list[int], int]]
+    #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
+    #: Called from several threads.
+    read: Callable[[str, memoryview], None]
+    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
+    identity: str
+
+    def listed(
+        self,
+    ) -> tuple[list[tuple[str, str, list[int], int]], str, Callable[[str, memoryview], str | None]]:
+        """The form that the core takes; findings of a block come back as JSON."""
+
+        def read(key: str, view: memoryview) -> str | None:
+            try:
+                self.read(key, view)
+            except FastshardError as error:
+                return json.dumps([finding.to_dict() for finding in error.findings])
+            return None
+
+        return self.tensors, self.identity, read
+
+
+@dataclass
+class TreeInfo:
+    """How Orbax names an item and its entries; kept for writing it again."""
+
+    item: str
+    #: key_metadata by array.
+    keys: dict[str, list[dict[str, Any]]]
+    #: Entries that are no arrays: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+    #: What the writer said of the checkpoint.
+    custom: dict[str, Any]
+    #: value_type by array.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as stored.
+    strings: str | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
+
+    family: str
+    #: What names and shapes decide.
+    facts: Mapping[str, bool] = field(default_factory=dict)
+    #: Extents that are known.
+    axes: Mapping[str, int] = field(default_factory=dict)
+    #: What was found out besides, by the dialect's own words.
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Source:
+    """Declaration of a source: everything the layout engine must know besides the tensors."""
+
+    framework: str
+    units: list[Unit]
+    #: Name of the layout table; None where tensors are whole as they are.
+    layout: str | None = None
+    #: The table itself, where it is not the one of that name.
+    table: Table | None = None
+    family: str | None = None
+    generic: list[tuple[str, int | None]] = field(default_factory=list)
+    degrees: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)
+    vocab_size: int | None = None
+    pass_unknown: bool = False
+    #: True if something outside the files found states what must exist.
+    provable: bool = False
+    #: The files are what ``save_pretrained`` writes: their config describes them.
+    saved_whole: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    #: Errors about single tensors: notes where these are not asked for.
+    of_tensors: list[Finding] = field(default_factory=list)
+    step: str | None = None
+    #: The model's config as found, for a target that needs one.
+    config: dict[str, Any] | None = None
+    #: Whose words the config is in; None where nothing says what the model computes.
+    dialect: Dialect | None = None
+    #: What the tensors tell of the model besides facts, by the dialect's words.
+    features: dict[str, Any] = field(default_factory=dict)
+    #: The file that it was read from.
+    config_file: Path | None = None
+    #: Where config and tokenizer are looked for, the nearest first.
+    places: list[Path] = field(default_factory=list)
+    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    no_table: str | None = None
+    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    headless: str | None = None
+    #: Contents for the manifest.
+    values: dict[str, Any] = field(default_factory=dict)
+    #: Tensor names that an index or metadata file calls for.
+    expected_names: set[str] = field(default_factory=set)
+    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
+    weights_prefix: str = ""
+    #: Where further copies of the model begin.
+    other_prefixes: list[str] = field(default_factory=list)
+    #: Masters and optimizer slots.
+    assembled: list[Assembled] = field(default_factory=list)
+    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    weights: str = "params"
+    #: True if the files hold parameters besides the masters.
+    params_stored: bool = True
+    #: True if the files hold fp32 masters (or should).
+    masters: bool = False
+    #: True if the files hold optimizer state (or should), but no masters.
+    moments_only: bool = False
+    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
+    layers_may_repeat: bool = False
+    #: Glob patterns of files that were copied on purpose.
+    copies_accepted: list[str] = field(default_factory=list)
+    #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
+    optimizer_findings: list[Finding] = field(default_factory=list)
+    #: What of the optimizer's state cannot be taken; it matters only where that is asked for.
+    moments_unread: list[Finding] = field(default_factory=list)
+    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    untrained: set[str] = field(default_factory=set)
+    #: Files that hold masters.
+    state_files: list[StateFile] = field(default_factory=list)
+    #: Files that hold nothing but optimizer state.
+    optimizer_files: set[str] = field(default_factory=set)
+    #: True if the optimizer's files say that there are no moments: it never took a step.
+    unstepped: bool = False
+    #: Optimizer steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
+    #: Set for a checkpoint of Orbax.
+    tree: TreeInfo | None = None
+    #: Table for a conversion that takes the step (or not) and the optimizer's state (or not), where both lie
+    #: beside the weights under names of their own.
+    rules: Callable[[bool, bool], Table] | None = None
+    #: True if there are moments under such names.
+    moments_named: bool = False
+
+    @property
+    def hf_names(self) -> bool:
+        """True if names in the files are those of Hugging Face."""
+        return self.dialect is not None and self.dialect.name == "transformers"
+
+    def model(self) -> Model:
+        """What the model computes, by the values and the tensors.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
+        """
+        if self.dialect is None:
+            what = f"the family {self.family!r}" if self.family else f"this model of {self.framework}"
+            raise FastshardError.of(
+                "FS514", f"no words are known for {what}: its tensors can be merged, not converted"
+            )
+        evidence = Evidence(self.family or "", self.facts, self.axes, self.features)
+        return self.dialect.read(self.config or {}, evidence)
+
+    def weights_only(self) -> Source:
+        """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
+        if not self.weights_prefix and not any(
+            is_state(name) for a in self.assembled for name, *_ in a.tensors
+        ):
+            return self
+        if not self.hf_names:
+            return self
+        if self.other_prefixes:
+            raise FastshardError.of(
+                "FS106",
+                "the checkpoint holds several copies of the model",
+                expected="one",
+                got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
+                help="`fastshard merge --include 'PREFIX*'` writes the one that is meant; convert that",
+            )
+        kept: list[Assembled] = []
+        left: list[str] = []
+        for group in self.assembled:
+            tensors = [
+                (name.removeprefix(self.weights_prefix), shape, pieces)
+                for name, shape, pieces in group.tensors
+                if name.startswith(self.weights_prefix) and not is_state(name)
+            ]
+            left += [
+                name
+                for name, *_ in group.tensors
+                if not name.startswith(self.weights_prefix) and not is_state(name)
+            ]
+            kept.append(replace(group, tensors=tensors))
+        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        note = Finding.of(
+            "FS212",
+            f"the model is what lies {where}; the rest is not converted"
+            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
+            severity="warning" if left else "note",
+            tensor=left[0] if left else None,
+        )
+        return replace(
+            self,
+            assembled=kept,
+            table=self._table_below(),
+            weights_prefix="",
+            findings=[*self.findings, note],
+        )
+
+    def _table_below(self) -> Table | None:
+        """The table with names as they are below the prefix; None for the one that is called so anyhow."""
+        if self.table is None or self.layout is None:
+            return None
+        usual = layouts.table(self.layout)
+        rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
+        same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
+        return None if same else self.table.with_rules(rules)
+
+    def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
+        """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
+        taken = weights or self.weights
+        table = self.table
+        if table is None and self.layout is not None:
+            table = layouts.table(self.layout)
+        return {
+            "layout": table,
+            "generic": self.generic,
+            "units": [unit.to_dict() for unit in self.units],
+            "assembled": [
+                a.to_dict()
+                for a in self.assembled
+                if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
+            ],
+            "prefer_assembled": taken == "masters",
+            "untrained": sorted(self.untrained) if optimizer else [],
+            "twins_may_differ": weights == "params",
+            "layers_may_repeat": self.layers_may_repeat,
+            "copies_accepted": self.copies_accepted,
+            "degrees": self.degrees,
+            "axes": self.axes,
+            "facts": self.facts,
+            "vocab_size": self.vocab_size,
+            "pass_unknown": self.pass_unknown,
+        }
+
+
+#: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
+_STATE = ("optim.", "optimizer.", "optimizer_states.", "lr_scheduler", "train_state", "dataloader")
+
+
+def is_state(name: str) -> bool:
+    """True for a tensor that no model has, by its name."""
+    return name.startswith(_STATE)

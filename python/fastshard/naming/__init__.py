@@ -1,0 +1,1 @@
+"""Names that both readers and writers need: rank files, chunks, trainers' own words."""

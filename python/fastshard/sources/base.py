@@ -1,0 +1,186 @@
+"""What an adapter is: it finds the files of a checkpoint by their names, and declares what they hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .. import _core
+from ..declared import MAX_DEGREE, Blocks, Source
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding, from_core
+
+
+class Contents:
+    """What the headers of the files say, by index in :attr:`Found.files`."""
+
+    def __init__(self, catalog: _core.Catalog, readable: list[Any]) -> None:
+        self._catalog = catalog
+        self._readable = readable
+        # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
+        self._values: dict[int, Any] = {}
+        self._tensors: dict[int, list[dict[str, Any]]] = {}
+        #: Files of which more values were asked for than are looked at.
+        self.cut: set[int] = set()
+
+    def __call__(self, file: int) -> Any:
+        """Contents that are not tensors; None for a file that cannot be read."""
+        if file not in self._values:
+            self._values[file] = None
+            if self.readable(file):
+                text, whole = self._catalog.values(file)
+                self._values[file] = json.loads(text)
+                if not whole:
+                    self.cut.add(file)
+        return self._values[file]
+
+    def readable(self, file: int) -> bool:
+        """False for a file that cannot be read, which is a finding already."""
+        return self._readable[file] is not None
+
+    def tensors(self, file: int) -> list[dict[str, Any]]:
+        """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``storage_bytes``, ``storage_crc32`` of each."""
+        if file not in self._tensors:
+            self._tensors[file] = json.loads(self._catalog.tensors(file))
+        return self._tensors[file]
+
+    def names(self) -> set[str]:
+        """Names of all tensors, as the files that can be read give them."""
+        files = (i for i in range(len(self._readable)) if self.readable(i))
+        return {name for i in files for name in self._catalog.names(i)}
+
+    def bytes(self, file: int, tensor: int, limit: int) -> bytes:
+        """Bytes of a small tensor.
+
+        Raises:
+            FastshardError: ``FS515`` if it is larger than ``limit`` bytes.
+        """
+        try:
+            return self._catalog.tensor_bytes(file, tensor, limit)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+    def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
+        """An object that the file holds as bytes, as plain data: ``values`` and ``tensors``.
+
+        Raises:
+            FastshardError: if it is malformed or too large.
+        """
+        try:
+            text = self._catalog.packed(file, path)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        packed: dict[str, Any] | None = None if text is None else json.loads(text)
+        return packed
+
+
+#: What ``accept`` takes: all of it but ``copies=GLOB``.
+ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies")
+
+
+def checked_accept(what: Iterable[str]) -> frozenset[str]:
+    """What is to be accepted.
+
+    Raises:
+        FastshardError: ``FS515`` for what nothing is known of.
+    """
+    if isinstance(what, str):
+        raise FastshardError.of("FS515", "accept", expected="a list of words", got=repr(what))
+    what = frozenset(what)
+    for one in what:
+        word, is_given, pattern = one.partition("=")
+        if word not in ACCEPTABLE or (is_given and (word != "copies" or not pattern)):
+            raise FastshardError.of(
+                "FS515", "accept", expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB", got=repr(one)
+            )
+    return what
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller said about the source."""
+
+    step: str | None = None
+    config: dict[str, Any] | None = None
+    config_path: str | None = None
+    vocab_size: int | None = None
+    accept: frozenset[str] = frozenset()
+    layout: str | None = None
+    #: Processes that wrote the checkpoint, where the files do not tell.
+    expect_processes: int | None = None
+
+
+@dataclass
+class Found:
+    """Files that an adapter recognised by their names."""
+
+    adapter: Adapter
+    framework: str
+    #: Files whose headers are to be read, in order.
+    files: list[File]
+    #: What the names alone say is wrong.
+    findings: list[Finding] = field(default_factory=list)
+    step: str | None = None
+    #: The adapter's own notes for :meth:`Adapter.declare`.
+    notes: dict[str, Any] = field(default_factory=dict)
+    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted.
+    records: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    #: Stores that files stand for (their anchors), by index in `files`.
+    blocks: dict[int, Blocks] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """Recognises one framework's checkpoints and declares them."""
+
+    name: str
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Files of a checkpoint of this framework, by names alone; None if there is none."""
+
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+        """The declaration, from what the files' headers say."""
+
+
+def counted(text: str, file: File) -> int:
+    """A rank, stage or layer as a file's name counts it.
+
+    Raises:
+        FastshardError: ``FS106`` for one that no run has.
+    """
+    number = int(text)
+    if number > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS106",
+            "the file's name counts further than any run does",
+            file=file.path,
+            expected=f"at most {MAX_DEGREE}",
+            got=text if len(text) < 24 else f"{text[:20]}...",
+            help="remove the file if it is no part of this save",
+        )
+    return number
+
+
+#: Missing files that are named one by one; of more their runs are.
+_NAMED = 256
+
+
+def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
+    """Numbers from ``first`` to ``last`` that are not there, as runs (first, last); each by itself if they are few.
+
+    A number in a file's name may be anything: what is done grows with what is there.
+    """
+    there = sorted({n for n in have if first <= n <= last})
+    bounds = [first - 1, *there, last + 1]
+    runs = [(a + 1, b - 1) for a, b in itertools.pairwise(bounds) if b - a > 1]
+    if sum(b - a + 1 for a, b in runs) <= _NAMED:
+        return [(n, n) for a, b in runs for n in range(a, b + 1)]
+    return runs
+
+
+def missing(path: str, rank: str | None, why: str, help: str, *, upto: str | None = None) -> Finding:
+    """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
+    what = "missing file" if upto is None else f"missing files, from this one to {upto}"
+    return Finding.of("FS101", what, file=path, rank=rank, expected=why, got="no such file", help=help)

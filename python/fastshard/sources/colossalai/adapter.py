@@ -1,0 +1,347 @@
+"""ColossalAI's sharded saves: ``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``, and optimizer shards by number.
+
+Tensor parallelism is always gathered before a save, pipeline stages write files of their own. The merged
+index takes in whatever indexes of stages lie on rank 0's disk, so a stage on another disk is lost from it
+without a word; here stages are counted by the files' names, and layers by the config.
+source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,index_file,utils}.py (0.4.5 to 0.5.0)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections import Counter
+from typing import Any
+
+from ... import layouts
+from ...declared import Assembled, Source, Unit
+from ...discover import File, Listing
+from ...errors import Finding
+from ...models import huggingface
+from ..base import Contents, Found, Options, lacking, missing
+from ..huggingface import model as hf_model
+from ..huggingface.saved import read_json
+from ..steps import Chosen, folder_of, is_step
+from . import optim as colossalai_optim
+from .index import PARTIAL, join, read_indexes
+
+_SHARD = re.compile(
+    r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-(\d{5})\.(safetensors|bin)$"
+)
+_INDEX = re.compile(
+    r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5})?\.json$"
+)
+#: Storages up to this size are checked for being zeros before they are called copies.
+_CONSTANT_BYTES = 1 << 30
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+
+
+class ColossalAI:
+    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's beside them."""
+
+    name = "colossalai"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for numbered shards that do not tell how many there are."""
+        held = None if listing.single else _folder(listing, options)
+        if held is None:
+            return None
+        folder, chosen = held
+        findings: list[Finding] = [] if chosen is None else list(chosen.findings)
+        copies: dict[str, list[File]] = {}
+        for file in listing.within(folder):
+            copies.setdefault(file.name, []).append(file)
+        merged = [f for f in listing.within(folder) if (m := _INDEX.match(f.name)) and not m[3]]
+        partial = [f for f in listing.within(join(folder, PARTIAL)) if _INDEX.match(f.name)]
+        kinds = {m[1] or m[2] for f in [*merged, *partial] if (m := _INDEX.match(f.name))}
+        kinds = kinds or {m[3] for name in copies if (m := _SHARD.match(name))}
+        # Of a save in both forms take one, the one that transformers prefers.
+        kind = "safetensors" if "safetensors" in kinds else "bin"
+        indexes = [f for f in [*merged, *partial] if (m := _INDEX.match(f.name)) and kind in m.groups()]
+        weight_map = read_indexes(listing, indexes, findings)
+        if not any(f in merged for f in indexes):
+            findings.append(_unfinished(folder, partial, options))
+        named = list(dict.fromkeys(weight_map.values()))
+        stages = {int(m[1]) for name in named if (m := _SHARD.match(name)) and m[1]}
+        stages_indexed = set(stages)
+        whole: list[str] = []
+        for name in sorted(copies):
+            match = _SHARD.match(name)
+            if match is None or match[3] != kind or name in named:
+                continue
+            stage = int(match[1]) if match[1] else None
+            if not weight_map or (stage is not None and stage not in stages_indexed):
+                whole.append(name)
+                stages |= {stage} if stage is not None else set()
+            else:
+                findings.append(
+                    Finding.of("FS108", "the index does not name this file", file=copies[name][0].path)
+                )
+        if weight_map and whole:
+            findings.append(
+                Finding.of(
+                    "FS108",
+                    f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
+                    file=join(folder, whole[0]),
+                    severity="warning",
+                    help="ColossalAI merges the stages' indexes that it finds on rank 0's disk; other stages are left out",
+                )
+            )
+        stem = next((n.split("-stage-")[0] for n in [*named, *whole] if "-stage-" in n), "model")
+        for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
+            why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
+            findings.append(_stage_missing(folder, stem, stage, kind, why))
+        counts = Counter(weight_map.values())
+        files: list[File] = []
+        roots: list[tuple[str, list[int]]] = []
+        for name in [*named, *whole]:
+            have = copies.get(name) or [f for f in [listing.find(join(folder, name))] if f]
+            if not have:
+                count = counts[name]
+                match = _SHARD.match(name)
+                rank = f"pp {int(match[1]) - 1}" if match and match[1] else None
+                where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
+                help = f"copy it {where}, or name that node's directory as a further CKPT"
+                findings.append(missing(join(folder, name), rank, f"{count} tensors by the index", help))
+                continue
+            roots.append((name, list(range(len(files), len(files) + len(have)))))
+            files += have
+        notes: dict[str, Any] = {
+            "folder": folder, "files": roots, "map": weight_map, "stages": stages, "stem": stem, "kind": kind,
+            "index": indexes[0] if len(indexes) == 1 else None, "whole": set(whole),
+        }  # fmt: skip
+        notes["optim"] = colossalai_optim.detect(listing, folder, files)
+        step = chosen.name if chosen is not None and is_step(chosen.name) else None
+        return Found(self, "ColossalAI", files, findings, step=step, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Whole tensors under Hugging Face names; slices of several directories put together."""
+        notes = found.notes
+        source = Source(
+            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
+        )
+        source.vocab_size = options.vocab_size
+        config, path = hf_model.config_of(listing, notes["folder"], options)
+        hf_model.describe(source, listing, config, path, contents.names())
+        # name -> (file, number of the tensor in it, shape), one per directory that holds it
+        held: dict[str, list[tuple[int, int, list[int]]]] = {}
+        expected: dict[str, int] = {}
+        for name, copies in notes["files"]:
+            expected |= {t: copies[0] for t, file in notes["map"].items() if file == name}
+            for i in copies:
+                for number, tensor in enumerate(contents.tensors(i) if contents.readable(i) else []):
+                    key = ".".join(tensor["path"])
+                    held.setdefault(key, []).append((i, number, tensor["shape"]))
+                    if name in notes["whole"]:
+                        expected.setdefault(key, copies[0])
+        source.expected_names = set(expected)
+        notes["weight_map"] = expected
+        # A save that lost a stage's index loses that stage's names: only the config tells.
+        source.provable = source.layout is not None or (
+            bool(notes["map"]) and not notes["stages"] and not notes["whole"]
+        )
+        source.findings += self._missing_layers(found, config, held)
+        source.findings += _total_size(listing, notes["index"])
+        whole = _Whole(source)
+        together = self._slices(source, found, held, whole)
+        source.findings += _copied(listing, found, contents, {name: held[name] for name in sorted(together)})
+        for i in (i for _, copies in notes["files"] for i in copies):
+            only = [".".join(t["path"]) for t in contents.tensors(i)] if contents.readable(i) else []
+            only = [name for name in only if name not in together]
+            rank = f"tp {found.files[i].root}" if together else None
+            source.units.append(Unit(file=i, only=only, rank=rank))
+        shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
+        colossalai_optim.declare(source, found, contents, shapes)
+        return source
+
+    @staticmethod
+    def _missing_layers(found: Found, config: dict[str, Any] | None, held: dict[str, Any]) -> list[Finding]:
+        """The stages after the last one that is there, by the number of layers."""
+        notes = found.notes
+        count = (config or {}).get("num_hidden_layers")
+        layers = {int(m[1]) for name in [*held, *notes["map"]] if (m := _LAYER.search(name))}
+        if not notes["stages"] or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
+            return []
+        why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
+        return [_stage_missing(notes["folder"], notes["stem"], max(notes["stages"]) + 1, notes["kind"], why)]
+
+    @staticmethod
+    def _slices(source: Source, found: Found, held: dict[str, Any], whole: _Whole) -> set[str]:
+        """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
+        slices: dict[str, int] = {}
+        shards: dict[str, int] = {}
+        rows: dict[str, int] = {}
+        for name, places in held.items():
+            shape, want = places[0][2], whole(name)
+            if want is None or len(shape) != len(want):
+                continue
+            differ = [d for d, (n, w) in enumerate(zip(shape, want, strict=True)) if n != w]
+            if len(differ) != 1 or not 0 < shape[differ[0]] < want[differ[0]]:
+                continue
+            rows[name] = want[0]
+            shards[name] = -(-want[differ[0]] // shape[differ[0]])
+            if len(places) == shards[name] and all(p[2] == shape for p in places):
+                slices[name] = differ[0]
+        if not slices:
+            given = max((len(held[name]) for name in shards), default=1)
+            if shards and given > 1:
+                name = next(iter(shards))
+                source.findings.append(
+                    Finding.of(
+                        "FS101", "slices of some tensor-parallel ranks only", tensor=name,
+                        expected=f"the directories of {shards[name]} ranks, in order", got=f"{given} directories",
+                        help="name the directory that each tensor-parallel rank saved, rank 0 first",
+                    )
+                )  # fmt: skip
+            return set()
+        padded = [n for n in slices if whole.vocabulary(n) and len(held[n]) * held[n][0][2][0] != rows[n]]
+        # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the plan.
+        vocabulary = [name for name in held if whole.vocabulary(name)]
+        trimmed = set(vocabulary) != set(padded) or bool(found.notes["optim"])
+        if padded and not trimmed:
+            source.vocab_size = source.vocab_size or source.axes.get("V")
+            source.axes.pop("P", None)
+        boxes: list[Any] = []
+        for name, d in slices.items():
+            places, size = held[name], held[name][0][2]
+            if name in padded and trimmed:
+                row = math.prod(size[1:])
+                left, ranges = rows[name] * row, []
+                for file, number, _ in places:
+                    ranges.append((min(left, size[0] * row), file, number, 0))
+                    left -= ranges[-1][0]
+                boxes.append((name, [rows[name], *size[1:]], ranges))
+                continue
+            shape = [n * len(places) if i == d else n for i, n in enumerate(size)]
+            at = [[k * size[d] if i == d else 0 for i in range(len(size))] for k in range(len(places))]
+            boxes.append((name, shape, [(lo, size, f, n) for lo, (f, n, _) in zip(at, places, strict=True)]))
+        source.assembled.append(Assembled(0, {}, None, None, boxes, frozen=True))
+        source.findings.append(
+            Finding.of(
+                "FS109",
+                f"{len(slices)} tensors were saved as slices and are put together in the order in which the directories"
+                " are given: nothing in the files tells the ranks",
+                severity="warning",
+                tensor=next(iter(slices)),
+                file=found.files[held[next(iter(slices))][0][0]].path,
+                help="name the directories from tensor-parallel rank 0 on",
+            )
+        )
+        return set(slices)
+
+
+def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
+    """Folder of the model's shards."""
+    folders = []
+    for folder in listing.folders():
+        parent = folder.removesuffix(PARTIAL).rstrip("/")
+        partial = folder != parent and any(_INDEX.match(f.name) for f in listing.within(folder))
+        if partial or any(_SHARD.match(f.name) for f in listing.within(folder)):
+            folders.append(parent if partial else folder)
+    folders = list(dict.fromkeys(folders))
+    if not folders:
+        return None
+    if folders == [""] and options.step is None:
+        return "", None
+    places = [(f.root, folder) for folder in folders for f in listing.files if _in(f.folder, folder)]
+    folder, chosen, _ = folder_of(listing, places, options)
+    return folder, chosen
+
+
+def _in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def _unfinished(folder: str, partial: list[File], options: Options) -> Finding:
+    accepted = "uncommitted" in options.accept
+    taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
+    return Finding.of(
+        "FS104",
+        "there is no merged index, which is written last: the save was not finished, or this is one node's disk",
+        file=join(folder, PARTIAL) if partial else folder or ".",
+        severity="warning" if accepted else None,
+        expected="model.safetensors.index.json or pytorch_model.bin.index.json",
+        got=f"{taken} there",
+        help="name the directory of the node that ran rank 0 as a further CKPT; --accept uncommitted takes what is here, and a"
+        " config.json (--config) shows whether it is whole",
+    )
+
+
+def _stage_missing(folder: str, stem: str, stage: int, kind: str, why: str) -> Finding:
+    name = f"{stem}-stage-{stage:05d}-shard-00001.{kind}"
+    return missing(
+        join(folder, name), f"pp {stage - 1}", why,
+        f"copy the files of stage {stage} from the node that ran pipeline stage {stage - 1} (counted from 0), or name that"
+        " node's directory as a further CKPT",
+    )  # fmt: skip
+
+
+def _total_size(listing: Listing, index: File | None) -> list[Finding]:
+    """ColossalAI counts MB where others count bytes."""
+    metadata = read_json(listing, index).get("metadata") if index else None
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if index is None or not isinstance(stated, float):
+        return []
+    message = "total_size of the index is in MB, as ColossalAI counts it, not in bytes"
+    return [Finding.of("FS108", message, severity="note", file=index.path, got=str(stated))]
+
+
+def _copied(
+    listing: Listing, found: Found, contents: Contents, slices: dict[str, list[tuple[int, int, list[int]]]]
+) -> list[Finding]:
+    """Directories of two ranks that are one, or hold the same slice by the checksums of torch's files."""
+    findings: list[Finding] = []
+    roots = [root.resolve() for root in listing.roots]
+    twice = [i for i, root in enumerate(roots) if root in roots[:i]]
+    if slices and twice:
+        findings.append(
+            Finding.of(
+                "FS303",
+                f"directories {roots.index(roots[twice[0]])} and {twice[0]} are one",
+                file=str(listing.roots[twice[0]]),
+                expected="one directory per tensor-parallel rank",
+                got="a directory given twice",
+                help="name the directory that each tensor-parallel rank saved, rank 0 first",
+            )
+        )
+    for name, places in slices.items():
+        seen: dict[tuple[int, int], int] = {}
+        for rank, (file, number, _) in enumerate(places):
+            tensor = contents.tensors(file)[number]
+            crc, size = tensor.get("storage_crc32"), tensor["storage_bytes"]
+            if crc is None or size > _CONSTANT_BYTES or crc == zlib.crc32(bytes(size)):
+                continue
+            if (first := seen.setdefault((crc, size), rank)) != rank:
+                findings.append(
+                    Finding.of(
+                        "FS303",
+                        f"the same slice as in directory {first}: one was copied over the other",
+                        file=found.files[file].path,
+                        rank=f"tp {rank}",
+                        tensor=name,
+                        expected="another part of the tensor",
+                        got="a copy, by the checksum of its storage",
+                        help="name the directory that each tensor-parallel rank saved, rank 0 first",
+                    )
+                )
+    return findings
+
+
+class _Whole:
+    """Shapes of whole tensors, by the layout table and the config."""
+
+    def __init__(self, source: Source) -> None:
+        # Where query heads are not grouped the table fixes r.
+        self._axes = {"r": 1, **source.axes}
+        self._table = layouts.table(source.layout) if source.layout else None
+
+    def __call__(self, name: str) -> list[int] | None:
+        shape = self._table.shape(name, self._axes) if self._table else None
+        return None if shape is None or None in shape else [n for n in shape if n is not None]
+
+    def vocabulary(self, name: str) -> bool:
+        """True for tensors with a row per word."""
+        rule = self._table.rule_of(name) if self._table else None
+        dimensions = rule.dimensions if rule else None
+        return dimensions is not None and dimensions[:1] == ["V~P"]

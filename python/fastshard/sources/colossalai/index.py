@@ -1,0 +1,44 @@
+"""Indexes of ColossalAI's saves, of the model and of its optimizer: one, or one per pipeline stage.
+
+source: colossalai/checkpoint_io/index_file.py, hybrid_parallel_checkpoint_io.py
+"""
+
+from __future__ import annotations
+
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding
+from ..huggingface.saved import read_json, safe_relative
+
+#: Where stages leave their indexes until the first one merges and removes them.
+PARTIAL = "tmp_index_files"
+
+
+def join(folder: str, name: str) -> str:
+    """Path of a name in a folder that may be the root."""
+    return f"{folder}/{name}" if folder else name
+
+
+def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -> dict[str, str]:
+    """The weight maps of several indexes in one: name (or number) -> file name."""
+    weight_map: dict[str, str] = {}
+    for index in files:
+        content = read_json(listing, index)
+        named = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(named, dict):
+            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
+        for key, name in named.items():
+            if not safe_relative(name):
+                findings.append(
+                    Finding.of(
+                        "FS603", "a file name in the index leaves the directory", file=index.path, tensor=str(key),
+                        got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
+                    )
+                )  # fmt: skip
+            elif weight_map.setdefault(str(key), name) != name:
+                findings.append(
+                    Finding.of(
+                        "FS110", "two indexes place a tensor differently", file=index.path, tensor=str(key),
+                        expected=weight_map[str(key)], got=name, help="give the directories of one save only",
+                    )
+                )  # fmt: skip
+    return weight_map

@@ -1,0 +1,267 @@
+"""ColossalAI's optimizer shards: states by the parameter's number, which is its place in the optimizer's groups.
+
+source: colossalai/checkpoint_io/hybrid_parallel_checkpoint_io.py (_optimizer_sharder), booster/plugin/
+hybrid_parallel_plugin.py (get_param_info: numbers run through the groups), utils/safetensors.py (async:
+``state.<number>.<name>``)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ...declared import Assembled, Source
+from ...discover import File, Listing
+from ...errors import Finding
+from ..base import Contents, Found, missing
+from ..zero.model import ints, scalar
+from ..zero.stage0 import assign
+from .index import PARTIAL, join, read_indexes
+
+_INDEX = re.compile(
+    r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5})?\.json$"
+)
+_SHARD = re.compile(
+    r"^(?:pytorch_optim|optimizer)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-\d{5}\.(?:safetensors|bin)$"
+)
+_GROUPS = re.compile(r"^pytorch_optim_group(?:\.[^.]+)?\.bin$")
+_STATE = re.compile(r"^(?:state\.)?(\d+)\.(\w+)$")
+_STEP = "step"
+#: States with the parameter's shape, of Adam, LAMB and SGD.
+_SLOTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+
+_LLAMA = [
+    *(f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")),
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+    *(f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")),
+    "input_layernorm.weight", "post_attention_layernorm.weight",
+]  # fmt: skip
+_NEOX = [
+    f"{part}.{kind}"
+    for part in (
+        "input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense",
+        "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
+    )
+    for kind in ("weight", "bias")
+]  # fmt: skip
+#: Family -> parameters before the layers, of a layer, and after them, in the order of named_parameters().
+#: source: transformers models/{llama,mistral,qwen2,qwen3,gpt_neox}/modeling_*.py
+_ORDER = {
+    "llama": (["model.embed_tokens.weight"], "model.layers", _LLAMA, ["model.norm.weight", "lm_head.weight"]),
+    "gpt_neox": (
+        ["gpt_neox.embed_in.weight"], "gpt_neox.layers", _NEOX,
+        ["gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias", "embed_out.weight", "lm_head.weight"],
+    ),
+}  # fmt: skip
+
+
+def parameter_order(family: str | None, names: set[str], layers: int, tied: bool) -> list[str] | None:
+    """Names in the order of ``named_parameters()``; None if the family's order or a name's place is not known."""
+    if family not in _ORDER:
+        return None
+    first, stack, layer, last = _ORDER[family]
+    order = [*first, *(f"{stack}.{i}.{part}" for i in range(layers) for part in layer), *last]
+    heads = {"lm_head.weight", "embed_out.weight"}
+    known = set(order)
+    buffers = ("inv_freq", ".attention.bias", ".masked_bias")
+    if any(name not in known and not name.endswith(buffers) for name in names):
+        return None
+    return [name for name in order if name in names and not (tied and name in heads)]
+
+
+def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | None:
+    """Optimizer files near the model's folder, which are added to `files`; None if there are none."""
+    folders = []
+    for folder in listing.folders():
+        names = [f.name for f in listing.within(folder)]
+        if any(_INDEX.match(n) or _SHARD.match(n) or _GROUPS.match(n) for n in names):
+            folders.append(folder.removesuffix(PARTIAL).rstrip("/"))
+    near = [
+        f for f in dict.fromkeys(folders) if f == model or f.rpartition("/")[0] == model.rpartition("/")[0]
+    ]
+    if not near:
+        return None
+    folder = model if model in near else near[0]
+    findings: list[Finding] = []
+    if len(near) > 1 and folder != model:
+        findings.append(
+            Finding.of(
+                "FS106", "several optimizers beside the model", got=", ".join(near[:8]),
+                help="name the model's directory and that of one optimizer",
+            )
+        )  # fmt: skip
+    inside: dict[str, File] = {}
+    for file in listing.within(folder):
+        inside.setdefault(file.name, file)
+    indexes = [f for f in [*inside.values(), *listing.within(join(folder, PARTIAL))] if _INDEX.match(f.name)]
+    weight_map = read_indexes(listing, indexes, findings)
+    if not any(f in inside.values() for f in indexes):
+        findings.append(
+            Finding.of(
+                "FS104", "there is no merged index of the optimizer, which is written last", file=folder or ".",
+                help="name the directory of the node that ran rank 0 as a further CKPT",
+            )
+        )  # fmt: skip
+    numbered: dict[str, int] = {}
+    first = len(files)
+    for name in dict.fromkeys(weight_map.values()):
+        if name in inside:
+            numbered[name] = len(files)
+            files.append(inside[name])
+            continue
+        match = _SHARD.match(name)
+        rank = f"pp {int(match[1]) - 1}" if match and match[1] else None
+        count = sum(1 for other in weight_map.values() if other == name)
+        findings.append(
+            missing(
+                join(folder, name), rank, f"states of {count} parameters by the optimizer's index",
+                "copy it from the node that wrote it, or name that node's directory as a further CKPT",
+            )
+        )  # fmt: skip
+    groups = next((f for f in inside.values() if _GROUPS.match(f.name)), None)
+    if groups is None:
+        findings.append(
+            missing(
+                join(folder, "pytorch_optim_group.bin"), None, "the parameter groups, which number the parameters",
+                "copy it from where the optimizer was saved",
+            )
+        )  # fmt: skip
+    else:
+        files.append(groups)
+    return {
+        "folder": folder, "map": weight_map, "files": numbered, "first": first, "findings": findings,
+        "groups": None if groups is None else len(files) - 1,
+    }  # fmt: skip
+
+
+def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, list[int]]) -> None:
+    """Adds the moments under the parameters' names, and what is wrong with them."""
+    notes = found.notes["optim"]
+    if notes is None:
+        return
+    source.moments_only = True
+    source.optimizer_files = {f.path for f in found.files[notes["first"] :]}
+    source.optimizer_findings = findings = list(notes["findings"])
+    # number -> slot -> (file, tensor, shape)
+    states: dict[int, dict[str, tuple[int, int, list[int]]]] = {}
+    unknown: dict[str, int] = {}
+    for i in notes["files"].values():
+        if not contents.readable(i):
+            continue
+        metadata = contents(i)
+        objects = str(metadata.get("non_tensor_keys", "")) if isinstance(metadata, dict) else ""
+        for number, tensor in enumerate(contents.tensors(i)):
+            key = ".".join(tensor["path"])
+            match = _STATE.match(key)
+            if match is None:
+                unknown.setdefault(key, i)
+            elif match[2] == _STEP:
+                if f'"{key}"' not in objects and not tensor["shape"]:
+                    step = scalar(contents, i, number, tensor["dtype"])
+                    source.steps.setdefault(i, []).extend([] if step is None else [step])
+                states.setdefault(int(match[1]), {})
+            elif match[2] not in _SLOTS:
+                unknown.setdefault(match[2], i)
+            else:
+                states.setdefault(int(match[1]), {})[match[2]] = (i, number, tensor["shape"])
+    for what, at in unknown.items():
+        findings.append(
+            Finding.of(
+                "FS514", f"optimizer state {what!r}: not read", file=found.files[at].path,
+                expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
+            )
+        )  # fmt: skip
+    groups = _groups(contents(notes["groups"])) if notes["groups"] is not None else None
+    if groups is None or any(f.severity == "error" for f in findings):
+        if groups is None and notes["groups"] is not None and contents.readable(notes["groups"]):
+            path = found.files[notes["groups"]].path
+            findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
+        return
+    steps = {step for each in source.steps.values() for step in each}
+    if len(steps) > 1:
+        told = ", ".join(f"{step:g}" for step in sorted(steps))
+        findings.append(
+            Finding.of(
+                "FS107", "optimizer step differs between parameters", file=notes["folder"] or ".", got=told,
+                help="take all optimizer files from one save",
+            )
+        )  # fmt: skip
+    source.values["optimizer"] = {"step": max(steps)} if steps else {}
+    names = _names(source, found, groups, states, shapes)
+    if names is None:
+        findings.append(
+            Finding.of(
+                "FS402",
+                f"optimizer states carry numbers, and how those of model_type {(source.config or {}).get('model_type')!r} in "
+                f"{len(groups)} groups follow the parameters is not told",
+                file=found.files[notes["groups"]].path,
+                expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
+                help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
+            )
+        )  # fmt: skip
+        return
+    slots: dict[str, list[Any]] = {}
+    every = {slot for state in states.values() for slot in state}
+    for place, name in sorted(names.items()):
+        for slot in sorted(every):
+            if slot not in states.get(place, {}):
+                findings.append(
+                    Finding.of(
+                        "FS102", f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
+                        help="the shards of a pipeline stage are missing (name its node's directory as a further CKPT), or the"
+                        " parameter was not trained",
+                    )
+                )  # fmt: skip
+                continue
+            at, moment, shape = states[place][slot]
+            if shape != shapes[name]:
+                findings.append(
+                    Finding.of(
+                        "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[at].path, tensor=name,
+                        expected=f"{shapes[name]}, the shape of {name}", got=str(shape),
+                        help="the optimizer belongs to another model, or its groups are in another order",
+                    )
+                )  # fmt: skip
+                continue
+            slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), at, moment, 0)]))
+    first = min(notes["files"].values(), default=0)
+    source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
+    source.unstepped = not every
+
+
+def _groups(content: Any) -> list[list[int]] | None:
+    """The parameters' numbers, group by group."""
+    if isinstance(content, dict):
+        content = content.get("param_groups", list(content.values()) if "params" not in content else None)
+    if not isinstance(content, list) or not content:
+        return None
+    groups = [ints(group.get("params")) if isinstance(group, dict) else None for group in content]
+    found = [group for group in groups if group is not None]
+    return found if len(found) == len(groups) else None
+
+
+def _names(
+    source: Source,
+    found: Found,
+    groups: list[list[int]],
+    states: dict[int, Any],
+    shapes: dict[str, list[int]],
+) -> dict[int, str] | None:
+    """Name of each numbered parameter."""
+    layers = source.axes.get("L", 0)
+    order = parameter_order(source.family, set(shapes), layers, source.facts.get("tied", False))
+    if order is None:
+        return None
+    if len(groups) == 1 and len(groups[0]) == len(order):
+        return dict(zip(groups[0], order, strict=True))
+    # Several groups (with weight decay and without) are each in order: shapes decide, if they do.
+    shaped = [[next((s for _, _, s in states.get(n, {}).values()), None) for n in group] for group in groups]
+    if any(shape is None for group in shaped for shape in group):
+        return None
+    assigned = assign([(name, shapes[name]) for name in order], shaped)
+    if assigned is None:
+        return None
+    return {
+        n: name for g, named in zip(groups, assigned, strict=True) for n, name in zip(g, named, strict=True)
+    }

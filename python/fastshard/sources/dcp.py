@@ -1,0 +1,322 @@
+"""torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write them.
+
+torch checks neither coverage nor checksums when it loads; both are checked here.
+source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from typing import Any
+
+from .. import _core, regular
+from ..declared import Assembled, Source, is_state
+from ..discover import File, Listing
+from ..errors import FastshardError, Finding, from_core
+from ..naming.dcp import chunk_name
+from .base import Contents, Found, Options, missing
+from .huggingface import model as hf_model
+from .huggingface.saved import safe_relative
+from .megatron import arguments as megatron_config
+from .megatron import optim as megatron_optim
+from .steps import folder_of
+
+_METADATA = ".metadata"
+#: Megatron-LM's tracker holds the iteration's number or ``release``.
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+#: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
+_PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
+_TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+#: What no model has below a part that it calls "model".
+_NOT_BELOW_MODEL = {"model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"}
+#: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
+_WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
+def one_of(listing: Listing, copies: list[File]) -> File:
+    """One of several directories' files of the same name: they must be copies of each other.
+
+    Raises:
+        FastshardError: ``FS106`` if they are not.
+    """
+    paths = [listing.roots[file.root] / file.path for file in copies]
+    for path, file in zip(paths[1:], copies[1:], strict=True):
+        if not regular.same(paths[0], path):
+            raise FastshardError.of(
+                "FS106",
+                "the directories given have different files of this name: they are of different saves",
+                file=file.path,
+                expected="one, or copies of it",
+                got=f"{paths[0]}, {path}",
+                help="give the directories of one save only",
+            )
+    return copies[0]
+
+
+def _apart(stored: list[dict[str, Any]], path: str) -> None:
+    """Records must not share bytes: torch writes one after another."""
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in filter(lambda e: safe_relative(e["file"]), stored):
+        ranges.setdefault(entry["file"], []).append(
+            (entry["offset"], entry["offset"] + entry["len"], entry["name"])
+        )
+    for file, found in ranges.items():
+        found.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(found):
+            if start < end:
+                raise FastshardError.of(
+                    "FS206",
+                    f"two records share bytes of {file}",
+                    file=path,
+                    tensor=second,
+                    expected=f"a place of its own after {first}",
+                    got=f"offset {start}, before {end}",
+                    help="the metadata is damaged: take another step",
+                )
+
+
+class Dcp:
+    """Directories with ``.metadata``."""
+
+    name = "dcp"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
+        if listing.single:
+            return None
+        metadata = [f for f in listing.files if f.name == _METADATA]
+        loose = [f for f in listing.files if f.name.endswith(".distcp")]
+        if not metadata:
+            if loose:
+                raise FastshardError.of(
+                    "FS104",
+                    "there is no .metadata: the save was not finished, or was finished on another node",
+                    file=f"{loose[0].folder}/{_METADATA}" if loose[0].folder else _METADATA,
+                    expected="the file that the coordinator writes last",
+                    got=f"{len(loose)} .distcp files",
+                    help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
+                )
+            return None
+        places = [(f.root, f.folder) for f in metadata]
+        folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
+        tracker = one_of(listing, [f for f in metadata if f.folder == folder])
+        path = listing.roots[tracker.root] / tracker.path
+        try:
+            described: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(path)))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        found = self._found(listing, folder, chosen.name or None, described)
+        found.findings[:0] = chosen.findings
+        for other in within:
+            found.findings.append(
+                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{_METADATA}")
+            )
+        return found
+
+    def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
+        findings: list[Finding] = []
+        copies: dict[str, list[File]] = {}
+        for one in listing.within(folder):
+            copies.setdefault(one.name, []).append(one)
+        stored = {entry["file"] for entry in described["stored"]} | {"common.pt"}
+        inside = {
+            name: one_of(listing, found) if name in stored else found[0] for name, found in copies.items()
+        }
+        files: list[File] = []
+        index: dict[str, int] = {}
+        records: dict[int, list[tuple[int, int, str]]] = {}
+        #: (name, first index of the chunk) -> (file, name of the record in it)
+        places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
+        objects = set(described["objects"])
+        lacking: dict[str, list[str]] = {}
+        _apart(described["stored"], f"{folder}/{_METADATA}" if folder else _METADATA)
+        seen: set[str] = set()
+        for entry in described["stored"]:
+            name, file = entry["name"], entry["file"]
+            if not safe_relative(file):
+                findings.append(
+                    Finding.of(
+                        "FS603",
+                        "a file name in .metadata leaves the directory",
+                        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+                        tensor=name,
+                        got=repr(file),
+                        help="do not use this checkpoint: such metadata is made to read other files",
+                    )
+                )
+                continue
+            if file not in inside:
+                lacking.setdefault(file, []).append(name)
+                continue
+            if name in objects:
+                continue
+            if entry["transformed"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "records that went through a transform (compression): not read",
+                    file=inside[file].path,
+                    tensor=name,
+                    help="save it again without storage extensions",
+                )
+            if file not in index:
+                index[file] = len(files)
+                files.append(inside[file])
+            at = entry["at"] or []
+            record = name if whole.get(name) == at or name in objects else chunk_name(name, at)
+            if record in seen:
+                raise FastshardError.of(
+                    "FS106",
+                    "two tensors of .metadata cannot be told apart by their names",
+                    file=inside[file].path,
+                    tensor=record,
+                    help="save it again with names that do not end in brackets",
+                )
+            seen.add(record)
+            places[name, tuple(at)] = (index[file], record)
+            records.setdefault(index[file], []).append((entry["offset"], entry["len"], record))
+        for file, names in lacking.items():
+            path = f"{folder}/{file}" if folder else file
+            rank = re.match(r"^__(\d+)_", file)
+            findings.append(
+                missing(
+                    path,
+                    f"rank {rank[1]}" if rank else None,
+                    f"{len(names)} records by .metadata, e.g. of {names[0]}",
+                    f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
+                )
+            )
+        if "common.pt" in inside:
+            files.append(inside["common.pt"])
+        named = {entry["file"] for entry in described["stored"]}
+        for name, file in sorted(inside.items()):
+            if name.endswith(".distcp") and name not in named:
+                findings.append(Finding.of("FS108", ".metadata does not name this file", file=file.path))
+        notes = {
+            "folder": folder,
+            "described": described,
+            "places": places,
+            "lacking": set().union(*lacking.values(), ()),
+        }
+        return Found(self, "torch DCP", files, findings, step=step, notes=notes, records=records)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every tensor as boxes; the metadata states all shapes."""
+        described, places = found.notes["described"], found.notes["places"]
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, provable=True)
+        source.vocab_size = options.vocab_size
+        source.values = {
+            k: v
+            for k, v in {"version": described["version"], "objects": described["objects"]}.items()
+            if v not in (None, [])
+        }
+        by_record = {
+            i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
+            for i in found.records
+        }
+        tensors: list[Any] = []
+        for entry in described["tensors"]:
+            name = entry["name"]
+            chunks = []
+            for lo, size in entry["chunks"]:
+                place = places.get((name, tuple(lo)))
+                if place is None:
+                    if name not in found.notes["lacking"] and 0 not in size:
+                        source.findings.append(_unstored(found, name, lo))
+                    continue
+                file, record = place
+                number = by_record[file].get(record)
+                if number is not None:
+                    chunks.append((lo, size, file, number))
+                    self._same_dtype(source, found, contents, entry, file, number)
+            if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
+                tensors.append((name, entry["shape"], chunks))
+        megatron = self._megatron(found, listing, contents)
+        if megatron is not None:
+            tensors = megatron_optim.divide(source, tensors)
+        if found.files:
+            source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        names = {entry["name"] for entry in described["tensors"]}
+        if megatron is not None:
+            source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
+            # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
+            # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers
+            numbered = any(name.startswith("decoder.layers.0.") for name in names)
+            source.layout = "megatron.legacy" if numbered else "megatron.dist"
+            source.values |= {"iteration": megatron.get("iteration"), "args": megatron}
+            if megatron_config.mixture(megatron, names):
+                megatron_config.refuse_mixtures(megatron, found.notes["folder"] or None)
+            megatron_config.describe(source, megatron, names)
+        else:
+            self._model(source, found, listing, options, names)
+        return source
+
+    @staticmethod
+    def _megatron(found: Found, listing: Listing, contents: Contents) -> dict[str, Any] | None:
+        """Arguments in ``common.pt``, where Megatron-LM's ``metadata.json`` is."""
+        folder = found.notes["folder"]
+        if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
+            return None
+        common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
+        return megatron_config.arguments(contents(common)) if common is not None else {}
+
+    @staticmethod
+    def _same_dtype(
+        source: Source, found: Found, contents: Contents, entry: dict[str, Any], file: int, number: int
+    ) -> None:
+        stored = contents.tensors(file)[number]["torch_dtype"]
+        if entry["dtype"] and stored != entry["dtype"]:
+            source.findings.append(
+                Finding.of(
+                    "FS202",
+                    "dtype of a chunk",
+                    file=found.files[file].path,
+                    tensor=entry["name"],
+                    expected=f"{entry['dtype']} by .metadata",
+                    got=stored,
+                    help="the metadata and the files are of different saves: copy both from one",
+                )
+            )
+
+    @staticmethod
+    def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
+        """A Hugging Face model by its config.json and its names, whatever they are below."""
+        config, path = hf_model.config_of(listing, found.notes["folder"], options)
+        if config is None:
+            return
+        fitting = _fitting(names, config)
+        source.weights_prefix, source.other_prefixes = fitting[0], fitting[1:]
+        hf_model.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+def _fitting(names: set[str], config: dict[str, Any]) -> list[str]:
+    """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
+    if fitting := [p for p in _PREFIXES if any(p + name in names for name in _TELLING)]:
+        return fitting
+    weights = {name for name in names if not is_state(name)}
+    # torch names the optimizer's state by the names that the model itself gives its parameters.
+    for state in (name.removeprefix("optim.").removeprefix("state.") for name in names - weights):
+        own = state.rpartition(".")[0]
+        if fitting := [p for p in _PREFIXES if p + own in weights]:
+            return fitting[:1]
+    inner = [p for p in _PREFIXES if p and weights and all(name.startswith(p) for name in weights)]
+    if not inner:
+        return [""]
+    begins = {name.removeprefix(inner[0]).partition(".")[0] for name in weights}
+    # Many models call what is without a head "model" themselves.
+    nested = inner[0] != "model." or weights != names or begins & _NOT_BELOW_MODEL
+    return [inner[0] if nested or config.get("model_type") in _WITHOUT_BASE else ""]
+
+
+def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
+    folder = found.notes["folder"]
+    return Finding.of(
+        "FS205",
+        f"the chunk at {lo} is stored nowhere",
+        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+        tensor=name,
+        help="the metadata was written before all ranks were done: take another step",
+    )

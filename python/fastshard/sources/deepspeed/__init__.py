@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed: as a run leaves them, and universal ones."""

@@ -1,0 +1,318 @@
+"""DeepSpeed checkpoints: ``latest``, ``global_stepN/``, model files, layer files and ZeRO partitions.
+
+GPT-NeoX writes the same files with layer names of its own; that dialect is in :mod:`.gpt_neox`.
+source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runtime/pipe/module.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...declared import Source, Unit
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding
+from .. import zero
+from ..base import Contents, Found, Options, lacking, missing
+from ..gpt_neox.dialect import GptNeox
+from ..huggingface import model as hf_model
+from ..steps import Step, choose
+from ..zero import stage3
+from ..zero.model import tensor_index
+
+#: A pipe topology without a model axis leaves out ``-model_TT``.
+_LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
+_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_MOE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_")
+
+
+def steps_of(listing: Listing) -> dict[str, Step]:
+    """Folders that hold model files or partitions, by the step they are named for; node-local parts may lie at any depth."""
+    places: dict[tuple[int, str], None] = {}
+    for file in listing.files:
+        if any(pattern.match(file.name) for pattern in (_LAYER, _RANK, _ZERO3, _OPTIM)):
+            places[file.root, file.folder] = None
+    steps: dict[str, Step] = {}
+    for root, folder in places:
+        name = folder.rsplit("/", 1)[-1] or listing.roots[root].resolve().name
+        steps.setdefault(name, Step()).folders.append((root, folder))
+    return steps
+
+
+@dataclass
+class Files:
+    """The files of one step, each list sorted by its numbers; several roots may hold the same one."""
+
+    #: (pipeline layer, tp rank, file)
+    layers: list[tuple[int, int, File]] = field(default_factory=list)
+    #: (model-parallel rank, file)
+    ranks: list[tuple[int, File]] = field(default_factory=list)
+    #: ZeRO-3: (data-parallel rank, model-parallel rank, file)
+    sliced: list[tuple[int, int, File]] = field(default_factory=list)
+    #: (data-parallel rank, model-parallel rank, file)
+    optim: list[tuple[int, int, File]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inside: list[File]) -> Files:
+        """Sorts files by what their names say.
+
+        Raises:
+            FastshardError: ``FS514`` for mixtures of experts.
+        """
+        files = cls()
+        for file in inside:
+            if _MOE.match(file.name):
+                raise FastshardError.of(
+                    "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
+                )
+            if match := _LAYER.match(file.name):
+                files.layers.append((int(match[1]), int(match[2] or 0), file))
+            elif match := _RANK.match(file.name):
+                files.ranks.append((int(match[1]), file))
+            elif match := _ZERO3.match(file.name):
+                files.sliced.append((int(match[1]), int(match[2]), file))
+            elif match := _OPTIM.match(file.name):
+                files.optim.append((int(match[1]), int(match[2]), file))
+        files.layers.sort(key=lambda t: (t[0], t[1], t[2].root))
+        files.ranks.sort(key=lambda t: (t[0], t[1].root))
+        files.sliced.sort(key=lambda t: (t[1], t[0], t[2].root))
+        files.optim.sort(key=lambda t: (t[1], t[0], t[2].root))
+        return files
+
+
+class DeepSpeed:
+    """Checkpoints of ``engine.save_checkpoint``, ZeRO stages 0 to 3 and pipelines."""
+
+    name = "deepspeed"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
+        if listing.single:
+            return None
+        steps = steps_of(listing)
+        if not steps and not any(f.name == "latest" for f in listing.files):
+            return None
+        chosen = choose(listing, steps, options, ("latest",))
+        places = chosen.step.folders
+        files = Files.of([f for f in listing.files if (f.root, f.folder) in places])
+        # ZeRO-3 has a model file per data-parallel rank: the first one of each model-parallel rank says
+        # what the others say too, and holds the buffers.
+        first = {mp: file for _, mp, file in reversed(files.sliced)}
+        ranks = files.ranks or [(mp, first[mp]) for mp in sorted(first)]
+        others = [t for t in files.sliced if files.ranks or t[2] is not first[t[1]]]
+        layer_files = [file for _, _, file in files.layers]
+        # The rank files come first: their arguments say what else must be there.
+        order = [file for _, file in ranks] + layer_files
+        order += [file for _, _, file in others] + [file for _, _, file in files.optim]
+        index = {id(file): i for i, file in enumerate(order)}
+        notes: dict[str, Any] = {
+            "folder": places[0][1],
+            "places": places,
+            "pipeline": bool(files.layers),
+            "ranks": [rank for rank, _ in ranks],
+            "layers": [(layer, tp) for layer, tp, _ in files.layers],
+            "widths": _widths(files.layers),
+            "sliced": [(dp, mp, index[id(file)]) for dp, mp, file in files.sliced],
+            "optim": [(dp, mp, index[id(file)]) for dp, mp, file in files.optim],
+        }
+        return Found(self, "DeepSpeed", order, list(chosen.findings), step=chosen.name, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
+        states = [_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
+        _refuse(found, states)
+        if _is_neox(found, contents, states):
+            found.framework = "GPT-NeoX"
+            if found.notes["sliced"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
+                    file=found.files[0].path,
+                    help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
+                )
+            source = GptNeox().declare(found, listing, contents, options)
+            name_of = _pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
+        else:
+            source, name_of = _plain(found, listing, contents, states, options)
+        if found.notes["sliced"]:
+            # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
+            for unit in source.units:
+                state = states[unit.file] if unit.file < len(states) else {}
+                unit.only = stage3.buffers(contents, unit.file, state)
+                source.findings += stage3.buffers_left_out(found, unit, state)
+        zero.attach(source, found, contents, states, name_of)
+        return source
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
+    """Digits of the layer and rank numbers in the file names; 0 if there is no rank."""
+    for _, _, file in layers:
+        if match := _LAYER.match(file.name):
+            return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
+    return 2, 2
+
+
+def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
+    """Layouts that are not read, by name."""
+    for i, state in enumerate(states):
+        config = _dict(state.get("ds_config"))
+        zero_config = _dict(config.get("zero_optimization"))
+        size = _dict(config.get("tensor_parallel")).get("autotp_size")
+        mics = zero_config.get("mics_shard_size")
+        what = None
+        if isinstance(size, int) and size > 1:
+            what = f"DeepSpeed automatic tensor parallelism (autotp_size {size})"
+        elif isinstance(mics, int) and mics > 0:
+            what = f"DeepSpeed MiCS (mics_shard_size {mics})"
+        elif state.get("num_experts") not in (None, [], [0], 0) or state.get("moe") is True:
+            what = "a mixture-of-experts checkpoint of DeepSpeed"
+        if what:
+            raise FastshardError.of("FS514", f"{what}: not read", file=found.files[i].path)
+
+
+def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
+    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    for state in states:
+        args = _dict(state.get("args"))
+        args = _dict(args.get("state")) if "__class__" in args else args
+        if "padded_vocab_size" in args or "model_parallel_size" in args:
+            return True
+        if any(str(name).startswith("sequential.") for name in _dict(state.get("module"))):
+            return True
+    first = len(found.notes["ranks"])
+    layers = range(first, first + len(found.notes["layers"]))
+    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in _dict(contents(i)))
+
+
+def _sequential_name(name: str) -> str:
+    return name.removeprefix("sequential.")
+
+
+def _pipeline_names(found: Found, contents: Contents) -> zero.Naming:
+    """``tied_modules.KEY.rest`` lies in the first layer file that holds ``rest``."""
+    first = len(found.notes["ranks"])
+    holders: dict[str, int] = {}
+    for i, (layer, _) in enumerate(found.notes["layers"]):
+        for name in _dict(contents(first + i)):
+            holders.setdefault(str(name), layer)
+
+    def name_of(name: str) -> str:
+        if not name.startswith("tied_modules."):
+            return name
+        rest = name.split(".", 2)[-1]
+        return f"{holders[rest]}.{rest}" if rest in holders else name
+
+    return name_of
+
+
+def _plain(
+    found: Found, listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
+) -> tuple[Source, zero.Naming]:
+    """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
+    notes = found.notes
+    source = Source(framework=found.framework, units=[], step=found.step, pass_unknown=True)
+    source.provable = any(state.get("param_shapes") for state in states)
+    keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
+    source.values = {k: states[0][k] for k in keys if states and k in states[0]}
+    degrees = _dict(states[0].get("checkpoint_parallel_dimensions")) if states else {}
+    tp = degrees.get("tp_degree") if isinstance(degrees.get("tp_degree"), int) else None
+    if tp is None:
+        tp = (
+            max((t for _, t in notes["layers"]), default=0) + 1
+            if notes["pipeline"]
+            else len(set(notes["ranks"]))
+        )
+    if tp > 1 and options.layout is None:
+        raise FastshardError.of(
+            "FS514",
+            "tensor-parallel shards of a model whose layout is not known",
+            file=found.files[0].path,
+            expected="GPT-NeoX's layer names, or one tensor-parallel rank",
+            got=f"tp {tp}",
+            help="describe how its tensors are divided in a layout of your own (--layout FILE.toml)",
+        )
+    source.degrees = {"tp": tp} if tp > 1 else {}
+    if options.vocab_size:
+        source.vocab_size = options.vocab_size
+    if notes["pipeline"]:
+        first = len(notes["ranks"])
+        for i, (layer, rank) in enumerate(notes["layers"]):
+            source.units.append(
+                Unit(
+                    file=first + i,
+                    prefix=f"{layer}.",
+                    coords={"tp": rank} if tp > 1 else {},
+                    rank=f"tp {rank}",
+                )
+            )
+        _all_ranks(found, states, source.findings)
+        return source, _pipeline_names(found, contents)
+    for i, rank in enumerate(notes["ranks"]):
+        source.units.append(
+            Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
+        )
+        held = _dict(states[i].get("module")).values()
+        if (
+            not notes["sliced"]
+            and contents.readable(i)
+            and not any(tensor_index(v) is not None for v in held)
+        ):
+            source.findings.append(
+                Finding.of(
+                    "FS101",
+                    "the rank file holds no tensors, and no layer file is there",
+                    file=found.files[i].path,
+                    expected="layer_LL-model_TT-model_states.pt beside it",
+                    got="none",
+                    help="copy the layer files of this step from the nodes that wrote them",
+                )
+            )
+    _all_ranks(found, states, source.findings)
+    config, path = hf_model.config_of(listing, notes["folder"], options)
+    names = {str(name) for state in states for name in _dict(state.get("module"))}
+    hf_model.describe(source, listing, config, path, names)
+    return source, str
+
+
+def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+    """Model-parallel ranks must all be there and of one step."""
+    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    for key in ("iteration", "global_steps"):
+        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
+        for i, value in seen:
+            if value != seen[0][1]:
+                findings.append(
+                    Finding.of(
+                        "FS107",
+                        f"{key} differs between ranks",
+                        file=found.files[i].path,
+                        rank=f"mp {ranks[i]}",
+                        expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                        got=str(value),
+                        help="take all files from one step",
+                    )
+                )
+    worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
+    pattern = (
+        "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
+        if found.notes["sliced"]
+        else "mp_rank_{:02d}_model_states.pt"
+    )
+    for rank, last in lacking(ranks, 0, (worlds[0] if worlds else 0) - 1):
+        name = pattern.format(rank)
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"mp {rank}",
+                f"mp_world_size {worlds[0]} in the other rank files",
+                f"copy {name} from the node that ran model-parallel rank {rank}",
+                upto=pattern.format(last) if last > rank else None,
+            )
+        )

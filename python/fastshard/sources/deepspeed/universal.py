@@ -1,0 +1,279 @@
+"""DeepSpeed universal checkpoints: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
+
+source: DeepSpeed checkpoint/ds_to_universal.py (stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a flat
+tensor; the model files are copied beside them, and tell shapes, frozen parameters and further names)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ...declared import Assembled, Source, Unit
+from ...discover import File, Listing
+from ...errors import Finding
+from ..base import Contents, Found, Options, counted, missing
+from ..huggingface import model as hf_model
+from ..steps import Step, choose
+from ..zero import stage3
+from ..zero.model import Model, name_list, scalar, tensor_index
+
+_PARAMETER = re.compile(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
+#: Stage 3 has a model file per data-parallel rank.
+_MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
+#: The parameter itself among the files of a parameter's folder.
+_VALUES = "fp32"
+_STEP = "step"
+
+
+class Universal:
+    """What ``ds_to_universal`` writes."""
+
+    name = "universal"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``zero/<parameter>/fp32.pt``."""
+        if listing.single:
+            return None
+        folders: dict[str, Step] = {}
+        for file in listing.files:
+            match = _PARAMETER.match(file.path)
+            if match and match[3] == _VALUES:
+                folder = match[1] or ""
+                step = folder.rsplit("/", 1)[-1] or listing.roots[file.root].resolve().name
+                places = folders.setdefault(step, Step()).folders
+                if (file.root, folder) not in places:
+                    places.append((file.root, folder))
+        if not folders:
+            return None
+        chosen = choose(listing, folders, options, ("latest_universal",))
+        places = chosen.step.folders
+        parts: dict[tuple[str, str], File] = {}
+        models: dict[tuple[int, int], File] = {}
+        sliced: set[tuple[int, int]] = set()
+        for file in sorted(listing.files, key=lambda f: (f.path, f.root)):
+            match = _PARAMETER.match(file.path)
+            if match and (file.root, match[1] or "") in places:
+                parts.setdefault((match[2], match[3]), file)
+            elif (match := _MODEL.match(file.name)) and (file.root, file.folder) in places:
+                place = counted(match[2], file), counted(match[1] or "0", file)
+                if models.setdefault(place, file) is file and match[1]:
+                    sliced.add(place)
+        ordered = sorted(models)
+        files = [*(models[place] for place in ordered), *parts.values()]
+        # The first model file of each model-parallel rank says what the others say too.
+        first = {mp: i for i, (mp, _) in reversed(list(enumerate(ordered)))}
+        notes = {
+            "folder": places[0][1],
+            "models": len(ordered),
+            "ranks": sorted(first.items()),
+            "sliced": [(dp, mp, i) for i, (mp, dp) in enumerate(ordered) if (mp, dp) in sliced],
+            "parts": list(parts),
+        }
+        findings = list(chosen.findings)
+        return Found(self, "DeepSpeed universal", files, findings, step=chosen.name, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Whole fp32 tensors; the model files beside them say which there must be."""
+        notes = found.notes
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.masters, source.weights, source.vocab_size = True, "masters", options.vocab_size
+        ranks = [
+            Model(
+                found, contents, s if isinstance(s := contents(i), dict) else {}, i, mp, {}, f"mp {mp}", str
+            )
+            for mp, i in notes["ranks"]
+        ]
+        # With several model-parallel ranks the model files describe shards.
+        model = ranks[0] if len(ranks) == 1 else None
+        state = ranks[0].state if ranks else {}
+        keys = ("iteration", "global_steps", "ds_version")
+        source.values = {k: state[k] for k in keys if k in state}
+        listed = {
+            name: shape for rank in ranks for group in rank.shapes() or [] for name, shape in group.items()
+        }
+        shapes = listed if model else {}
+        aliases = model.aliases() if model else {}
+        buffers = _buffers(model) if model else set()
+        source.provable = bool(shapes)
+        world = state.get("dp_world_size")
+        padding = max(0, world - 1) if isinstance(world, int) else 0
+        first = notes["models"]
+        slots: dict[str, list[Any]] = {}
+        steps: dict[int, list[float]] = {}
+        have = {name for name, slot in notes["parts"] if slot == _VALUES}
+        flat: list[str] = []
+        for i, (name, slot) in enumerate(notes["parts"]):
+            index, file = first + i, found.files[first + i]
+            if aliases.get(name) in have or name in buffers:
+                # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its
+                # dtype was, that the model file holds as it is.
+                continue
+            tensors = contents.tensors(index)
+            content = contents(index)
+            number = tensor_index(
+                content.get("param") if isinstance(content, dict) and "param" in content else content
+            )
+            if number is None:
+                if contents.readable(index) and slot != _STEP:
+                    source.findings.append(_no_tensor(file, name))
+                continue
+            if slot == _STEP:
+                if (step := scalar(contents, index, number, tensors[number]["dtype"])) is not None:
+                    steps[index] = [step]
+                continue
+            shape = tensors[number]["shape"]
+            wanted = shapes.get(name)
+            if wanted is not None and len(shape) == 1 and 0 <= shape[0] - math.prod(wanted) <= padding:
+                # Stage 3 leaves the parameter flat, and may leave the last rank's padding at its end.
+                shape = wanted
+            if wanted is None and slot == _VALUES and content == {"__tensor__": number}:
+                flat.append(file.path)
+            if wanted is not None and shape != wanted:
+                source.findings.append(_shape(file, name, wanted, shape))
+                continue
+            slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
+        source.optimizer_findings += _moments_missing(notes, slots, shapes)
+        values = slots.setdefault(_VALUES, [])
+        owned = {name: (shape, ranges) for name, shape, ranges in values}
+        values += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
+        for slot, parts in slots.items():
+            source.assembled.append(Assembled(first, {}, None, None if slot == _VALUES else slot, parts))
+        source.untrained = {name for name, *_ in values} - set(shapes) if shapes else set()
+        if len(ranks) > 1:
+            source.findings += _frozen_shards(ranks, have)
+        if model:
+            self._beside(source, model, contents, notes["sliced"])
+        config, config_file = hf_model.config_of(listing, notes["folder"], options)
+        names = have.union(*(rank.names() for rank in ranks))
+        hf_model.describe(source, listing, config, config_file, names)
+        source.findings += _shapes_not_told(notes, flat)
+        for name in sorted(listed):
+            if name not in have:
+                path = f"zero/{name}/{_VALUES}.pt"
+                source.findings.append(
+                    missing(
+                        f"{notes['folder']}/{path}" if notes["folder"] else path,
+                        None,
+                        f"parameter {name} in the model files' param_shapes",
+                        "run ds_to_universal again on the whole checkpoint",
+                    )
+                )
+        _steps_agree(found, steps, source)
+        source.steps = steps
+        if steps:
+            source.values["optimizer"] = {"step": max(max(s) for s in steps.values())}
+        source.params_stored = bool(model and state.get("module")) and not notes["sliced"]
+        return source
+
+    @staticmethod
+    def _beside(source: Source, model: Model, contents: Contents, sliced: list[tuple[int, int, int]]) -> None:
+        """What the model files hold besides: stages 1 and 2 the 16-bit parameters, to be compared with; stage 3
+        frozen parameters and buffers."""
+        if not isinstance(model.state.get("module"), dict):
+            return
+        unit = Unit(file=0, under=["module"])
+        source.units.append(unit)
+        if sliced:
+            unit.only = stage3.buffers(contents, model.file, model.state)
+            source.findings += stage3.buffers_left_out(model.found, unit, model.state)
+            source.assembled += stage3.frozen(model, sliced)
+            source.untrained |= stage3.frozen_names(model)
+            if model.state.get("frozen_param_shapes"):
+                # Of the other ranks' files only the fragments are wanted.
+                source.findings += stage3.ranks_agree(model, sliced)
+            source.findings += stage3.left_out(model, set(unit.only))
+
+
+def _buffers(model: Model) -> set[str]:
+    """Buffers that the model file holds."""
+    module = model.state.get("module")
+    held = module if isinstance(module, dict) else {}
+    return {
+        name
+        for name in name_list(model.state.get("buffer_names"))
+        if tensor_index(held.get(name)) is not None
+    }
+
+
+def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
+    """Frozen parameters that ds_to_universal leaves in the model files, where each holds a slice of a shard."""
+    return [
+        Finding.of(
+            "FS514",
+            "a frozen parameter in the model files of several model-parallel ranks: not read",
+            severity="error",
+            file=rank.path,
+            rank=rank.label,
+            tensor=name,
+            help="merge the ZeRO checkpoint that this one was made of",
+        )
+        for rank in ranks
+        for name in sorted(stage3.frozen_names(rank) - have)[:1]
+    ]
+
+
+def _shapes_not_told(notes: dict[str, Any], flat: list[str]) -> list[Finding]:
+    """Stage 3 leaves parameters flat: without a model file they have no shapes."""
+    if not flat:
+        return []
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    path = f"{notes['folder']}/{name}" if notes["folder"] else name
+    why = f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file tells their shapes"
+    return [missing(path, None, why, "copy the model files of this step beside the folder zero/")]
+
+
+def _moments_missing(
+    notes: dict[str, Any], slots: dict[str, list[Any]], shapes: dict[str, list[int]]
+) -> list[Finding]:
+    """A parameter that is trained has every moment that another one has; frozen ones have none."""
+    held = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
+    trained = set(shapes) | set().union(*held.values())
+    folder = f"{notes['folder']}/" if notes["folder"] else ""
+    return [
+        missing(
+            f"{folder}zero/{name}/{slot}.pt",
+            None,
+            f"{slot} as for {len(names)} other parameters",
+            "run ds_to_universal again on the whole checkpoint",
+        )
+        for slot, names in held.items()
+        for name in sorted(trained - names)
+        if names
+    ]
+
+
+def _no_tensor(file: File, name: str) -> Finding:
+    return Finding.of(
+        "FS102", "the file holds no tensor", file=file.path, tensor=name, help="run ds_to_universal again"
+    )
+
+
+def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Finding:
+    return Finding.of(
+        "FS201",
+        "shape of the parameter",
+        file=file.path,
+        tensor=name,
+        expected=f"{expected} by param_shapes",
+        got=str(got),
+        help="the file belongs to another model or was cut short: run ds_to_universal again",
+    )
+
+
+def _steps_agree(found: Found, steps: dict[int, list[float]], source: Source) -> None:
+    values = [step for each in steps.values() for step in each]
+    usual = max(set(values), key=values.count) if values else None
+    for file, each in steps.items():
+        if each[0] != usual:
+            source.findings.append(
+                Finding.of(
+                    "FS107",
+                    "optimizer step differs between parameters",
+                    file=found.files[file].path,
+                    expected=f"{usual:g}",
+                    got=f"{each[0]:g}",
+                    help="take all files from one step",
+                )
+            )

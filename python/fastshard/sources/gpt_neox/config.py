@@ -1,0 +1,164 @@
+"""What a GPT-NeoX checkpoint says of its model: arguments in the files, and the saved YAML.
+
+Sizes come from tensors where they can: the YAML's ``intermediate_size`` of Llama models is not the
+stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...configs import parse_yaml, shown
+from ...declared import MAX_DEGREE
+from ...discover import Listing
+from ...errors import FastshardError, Finding
+from ..base import Options
+
+#: Layers at most; no model has as many.
+MAX_LAYERS = 1 << 14
+#: Layers times ranks at most: each rank holds a shard of each layer.
+_MAX_SHARDS = 1 << 17
+_LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
+
+
+def read(
+    listing: Listing, places: list[tuple[int, str]], options: Options, findings: list[Finding]
+) -> tuple[dict[str, Any], str | None]:
+    """The training config: the one given, else all YAML files that were saved with the step, merged."""
+    if options.config is not None:
+        return {str(k).replace("-", "_"): v for k, v in options.config.items()}, options.config_path
+    merged: dict[str, Any] = {}
+    path = None
+    folders = {(root, f"{folder}/configs" if folder else "configs") for root, folder in places}
+    for file in sorted(
+        (f for f in listing.files if (f.root, f.folder) in folders), key=lambda f: (f.path, f.root)
+    ):
+        if not file.name.endswith((".yml", ".yaml")):
+            continue
+        try:
+            content = parse_yaml(listing.read_text(file, limit=4 << 20))
+        except ValueError as error:
+            raise FastshardError.of("FS211", str(error), file=file.path) from None
+        if not isinstance(content, dict):
+            continue
+        for key, value in content.items():
+            # NeoX mixes '-' and '_' in its keys and reads both.
+            key = str(key).replace("-", "_")
+            if key in merged and merged[key] != value:
+                findings.append(
+                    Finding.of(
+                        "FS110",
+                        f"the saved configs disagree on {key}",
+                        file=file.path,
+                        expected=shown(merged[key]),
+                        got=shown(value),
+                        help="give the right one with --config",
+                    )
+                )
+            merged[key] = value
+        path = file.path
+    return merged, path
+
+
+def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments that a rank file carries, as a dict; None if there are none."""
+    args = state.get("args")
+    if isinstance(args, dict) and "__class__" in args:
+        # A Namespace arrives as an inert record with its state.
+        args = args.get("state")
+    return args if isinstance(args, dict) else None
+
+
+def arguments(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments that the first rank file with any carries."""
+    return next((args for state in states if (args := arguments_of(state)) is not None), {})
+
+
+@dataclass
+class Model:
+    """A GPT-NeoX model as far as its checkpoint describes it."""
+
+    layers: int | None = None
+    tp: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    path: str | None = None
+    axes: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, args: dict[str, Any], config: dict[str, Any], path: str | None, findings: list[Finding]
+    ) -> Model:
+        """Combines the arguments in the files with the YAML; contradictions become findings."""
+
+        def number(key: str) -> int | None:
+            inside, outside = args.get(key), config.get(key)
+            for value in (inside, outside):
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                limit = _LIMITS.get(key, 1 << 48)
+                if value is not None and not (whole and 0 < value <= limit):
+                    raise FastshardError.of(
+                        "FS211",
+                        f"config: {key}",
+                        file=path,
+                        expected="a positive whole number" + (f", {limit} at most" if key in _LIMITS else ""),
+                        got=shown(value),
+                    )
+            if inside is not None and outside is not None and inside != outside:
+                findings.append(
+                    Finding.of(
+                        "FS215",
+                        f"config: {key}",
+                        file=path,
+                        expected=f"{inside} as the checkpoint's arguments say",
+                        got=str(outside),
+                        help="give the config of this checkpoint with --config",
+                    )
+                )
+            return inside if inside is not None else outside
+
+        model = cls(
+            layers=number("num_layers"), tp=number("model_parallel_size"), config={**config}, path=path
+        )
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        padded = args.get("padded_vocab_size")
+        model.heads, model.kv_heads = heads, number("num_kv_heads")
+        axes = {
+            "L": model.layers,
+            "H": hidden,
+            "P": padded if isinstance(padded, int) and padded > 0 else None,
+        }
+        if hidden and heads and hidden % heads == 0:
+            axes["d"] = hidden // heads
+        model.axes = {k: v for k, v in axes.items() if v}
+        for fact, key, wanted in (
+            ("gpt_j_residual", "gpt_j_residual", True),
+            ("tied", "no_weight_tying", False),
+        ):
+            value = config.get(key)
+            if isinstance(value, bool):
+                model.facts[fact] = value is wanted
+        model.config.update({k: v for k, v in args.items() if v is not None})
+        return model
+
+    def bounded(self, layers: int, tp: int) -> None:
+        """Checks what was stated or counted before shards are looked for.
+
+        Raises:
+            FastshardError: ``FS211`` for more of them than any run has.
+        """
+        if layers * tp > _MAX_SHARDS:
+            raise FastshardError.of(
+                "FS211",
+                "num_layers times model_parallel_size, as stated or as the names of files tell",
+                file=self.path,
+                expected=f"{_MAX_SHARDS} at most",
+                got=f"{layers} times {tp}",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The merged config, for a target that writes one of its own."""
+        return self.config

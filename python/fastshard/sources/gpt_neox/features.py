@@ -1,0 +1,318 @@
+"""What a GPT-NeoX checkpoint was trained with, from the names and shapes of its tensors.
+
+The YAML says what was asked for; the names say what ran. Transformer Engine's modules replace GPT-NeoX's own
+one by one, so that each sub-module is looked at by itself.
+source: gpt-neox megatron/model/{transformer,norms,transformer_engine}.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...configs import shown
+from ...declared import Source, Unit
+from ...errors import FastshardError, Finding, error_for
+from ...models import gpt_neox
+from ...models.gpt_neox import GATED
+from ..base import Contents, Found
+from . import blocks, fp8_state
+from .config import Model
+
+_NUMBERED = re.compile(r"^\d+\.(.+)$")
+_IN = ("mlp.linear1.weight", "mlp.dense_h_to_4h.weight", "mlp.fc1_weight")
+_OUT = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2_weight")
+_QKV = ("attention.query_key_value.weight", "attention.qkv.weight")
+_EXTRA = "_extra_state"
+_EXTRA_REASON = "Transformer Engine's FP8 state: scales of the run, no weights"
+
+
+@dataclass
+class Parts:
+    """Names of a checkpoint's tensors without their layer's number, and what hangs on them."""
+
+    #: name -> local shapes, by how often they occur
+    shapes: dict[str, Counter[tuple[int, ...]]] = field(default_factory=dict)
+    #: Transformer Engine's states: unit, keys from the file's root, name, and whether it is a tensor
+    states: list[fp8_state.State] = field(default_factory=list)
+    #: tensors stored in FP8: unit, name, and the dtype or class
+    fp8: list[tuple[Unit, str, str]] = field(default_factory=list)
+
+    def has(self, *names: str) -> bool:
+        """True if one of the names occurs in some layer."""
+        return any(name in self.shapes for name in names)
+
+    def ends(self, *ends: str) -> bool:
+        """True if some name ends so."""
+        return any(name.endswith(ends) for name in self.shapes)
+
+    def shape(self, *names: str) -> tuple[int, ...] | None:
+        """The shape that most tensors of the first of these names have."""
+        for name in names:
+            if name in self.shapes:
+                return self.shapes[name].most_common(1)[0][0]
+        return None
+
+
+def read(units: list[Unit], values: Contents) -> Parts:
+    """Names and shapes of all tensors of a source's units."""
+    parts = Parts()
+    for unit in units:
+        depth = len(unit.under)
+        for tensor in values.tensors(unit.file):
+            path = tensor["path"]
+            if path[:depth] != unit.under:
+                continue
+            name = unit.prefix + ".".join(path[depth:]).removeprefix(unit.strip)
+            if match := _NUMBERED.match(name):
+                shapes = parts.shapes.setdefault(match[1], Counter())
+                shapes[tuple(tensor["shape"])] += 1
+            if str(tensor["dtype"]).startswith("F8_"):
+                parts.fp8.append((unit, name, tensor["dtype"]))
+            if name.endswith(_EXTRA):
+                parts.states.append((unit, path, name, True))
+        content = values(unit.file)
+        for key in unit.under:
+            content = content.get(key) if isinstance(content, dict) else None
+        if isinstance(content, dict):
+            for key, value in content.items():
+                if not isinstance(value, dict) or "__tensor__" in value:
+                    continue
+                name = unit.prefix + key.removeprefix(unit.strip)
+                kind = str(value.get("__class__"))
+                if key.endswith(_EXTRA):
+                    parts.states.append((unit, [*unit.under, key], name, False))
+                elif kind.startswith("transformer_engine"):
+                    # A quantised tensor of TE's own class, as fp8_model_init makes.
+                    parts.fp8.append((unit, name, kind))
+    return parts
+
+
+def norm_of(parts: Parts, config: dict[str, Any]) -> str:
+    """The kind of norm, in the words of GPT-NeoX's ``norm``: names decide where they differ."""
+    stated = str(config.get("norm") or "layernorm")
+    inside = [n.removeprefix("input_layernorm.") for n in parts.shapes if n.startswith("input_layernorm.")]
+    if "scale" in inside:
+        return "rmsnorm"
+    if "g" in inside:
+        return "scalenorm"
+    if "norm.weight" in inside:
+        bias = "norm.bias" in inside
+        # Without biases the name alone does not tell the two apart.
+        return stated if not bias and stated.startswith("te_") else ("te_layernorm" if bias else "te_rmsnorm")
+    if "weight" in inside:
+        return "layernorm"
+    return stated
+
+
+def _gated(parts: Parts, activation: str | None) -> bool:
+    inner, outer = parts.shape(*_IN), parts.shape(*_OUT)
+    if parts.has("mlp.w1.weight", "mlp.w3.weight"):
+        return True
+    if inner and outer and len(outer) == 2:
+        return inner[0] == 2 * outer[1]
+    return activation in GATED
+
+
+def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
+    """Key/value heads by the rows of the fused projection, H + 2 K d; None where they do not tell."""
+    sizes = {shape for name in _QKV for shape in parts.shapes.get(name, ())}
+    hidden, width = model.axes.get("H"), model.axes.get("d")
+    if len(sizes) != 1 or not hidden or not width or not model.heads:
+        return None
+    rest = sizes.pop()[0] * tp - hidden
+    # What fits no whole number of heads is left to the check of shapes.
+    if rest > 0 and rest % (2 * width) == 0 and model.heads % (rest // (2 * width)) == 0:
+        return rest // (2 * width)
+    return None
+
+
+def apply(found: Found, source: Source, model: Model, values: Contents, own_layout: bool = False) -> None:
+    """Chooses the layout and its facts for a declared source, and records what it was trained with.
+
+    Args:
+        found: its files.
+        source: the declaration.
+        model: what arguments and config say.
+        values: what the files' headers say.
+        own_layout: the caller has a table for it.
+
+    Raises:
+        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no name;
+            ``FS514`` for blocks that no table here describes.
+    """
+    parts = read(source.units, values)
+    if not own_layout and (others := blocks.others(found, source.units, set(parts.shapes), values)):
+        raise error_for(others)
+    config = model.config
+    for key in ("norm", "activation", "pos_emb"):
+        if not isinstance(config.get(key), (str, type(None))):
+            raise FastshardError.of(
+                "FS211", f"config: {key}", file=model.path, expected="a name", got=shown(config[key])
+            )
+    activation: str | None = config.get("activation")
+    kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1)) or model.kv_heads or model.heads
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        raise FastshardError.of(
+            "FS211",
+            "config: num_attention_heads over num_kv_heads",
+            file=model.path,
+            expected=f"a multiple of {model.kv_heads}",
+            got=str(model.heads),
+        )
+    if model.heads and kv_heads:
+        source.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
+    norm = norm_of(parts, config)
+    te_mha = parts.has("attention.qkv.weight", "attention.proj.weight")
+    te_mlp = parts.has("mlp.fc1_weight", "mlp.fc2_weight")
+    gated = _gated(parts, activation)
+    facts = {
+        "gqa": bool(model.heads and kv_heads and kv_heads != model.heads),
+        "gated": gated,
+        "te_mha": te_mha,
+        "te_mlp": te_mlp,
+        "te_dense": te_mha,
+        "te_linear2": te_mlp,
+        "split_gate": parts.has("mlp.w1.weight", "mlp.w3.weight"),
+        "scalenorm": norm == "scalenorm",
+        "norms": norm != "non_parametric_layernorm",
+        "reward": parts.has("rm_linear.weight"),
+    }
+    for unit, _, name, tensor in parts.states:
+        facts["te_dense"] |= name.endswith("attention.dense._extra_state")
+        facts["te_linear2"] |= name.endswith("mlp.linear2._extra_state")
+        if not tensor:
+            # Tensors are accounted for by the layout table.
+            source.findings.append(
+                Finding.of(
+                    "FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name
+                )
+            )
+    for unit, name, kind in parts.fp8:
+        source.findings.append(
+            Finding.of(
+                "FS514",
+                "a weight stored in FP8: this version does not apply its scale",
+                file=found.files[unit.file].path,
+                rank=unit.rank,
+                tensor=name,
+                expected="F32, BF16 or F16",
+                got=kind,
+                help="dequantise it where it was trained and save the checkpoint again",
+            )
+        )
+    source.facts |= facts
+    residual = source.facts.get("gpt_j_residual")
+    features = {
+        "norm": norm,
+        "norm_bias": parts.ends("norm.bias", "norm.offset", "layernorm.bias", "layernorm.offset")
+        or parts.has("mlp.layer_norm_bias"),
+        "residual": "unknown" if residual is None else ("parallel" if residual else "sequential"),
+        "attention_bias": parts.has("attention.query_key_value.bias", "attention.qkv.bias"),
+        "dense_bias": parts.has("attention.dense.bias", "attention.proj.bias"),
+        "mlp_bias": parts.ends("linear1.bias", "dense_h_to_4h.bias", "fc1_bias"),
+        "mlp_out_bias": parts.ends("linear2.bias", "dense_4h_to_h.bias", "fc2_bias"),
+        "gated": gated,
+        "kv_heads": kv_heads,
+        "gqa": facts["gqa"],
+        "te_mha": te_mha,
+        "te_layernorm_mlp": te_mlp,
+        "stale_norm": te_mlp and any(name.startswith("post_attention_layernorm.") for name in parts.shapes),
+        "te_parallel_linear": bool(
+            (facts["te_dense"] and not te_mha) or (facts["te_linear2"] and not te_mlp)
+        ),
+        "qk_layernorm": any(name.startswith("attention.qk_layernorm") for name in parts.shapes),
+        "learned_positions": parts.has("position_embeddings.weight"),
+        "reward_head": facts["reward"],
+        "legacy_names": parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
+    }
+    if parts.states:
+        features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
+    source.values["features"] = source.features = features
+    source.dialect = gpt_neox.DIALECT
+    if is_llama(features):
+        source.layout, source.family = "gpt_neox.llama", "llama"
+    else:
+        source.layout, source.family = "gpt_neox.neox", "gpt_neox"
+    source.findings += _contradictions(source, model, features, activation)
+
+
+def is_llama(features: dict[str, Any]) -> bool:
+    """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential residual."""
+    plain = features["norm"] in ("rmsnorm", "te_rmsnorm") and not features["norm_bias"] and features["gated"]
+    others = ("qk_layernorm", "learned_positions", "reward_head")
+    if features["residual"] == "unknown" and (features["dense_bias"] or features["mlp_out_bias"]):
+        return False
+    return plain and features["residual"] != "parallel" and not any(features[key] for key in others)
+
+
+def _contradictions(
+    source: Source, model: Model, features: dict[str, Any], activation: str | None
+) -> list[Finding]:
+    """Where the config and the tensors' names tell of two models."""
+    findings = []
+    gated = features["gated"]
+    # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
+    if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
+        findings.append(
+            Finding.of(
+                "FS215",
+                "config: activation",
+                file=model.path,
+                expected=f"{'a gated' if gated else 'no gated'} one, as the rows of the MLP's first projection say",
+                got=activation,
+                help="give the config of this checkpoint with --config",
+            )
+        )
+    if model.kv_heads is not None and model.kv_heads != features["kv_heads"]:
+        findings.append(
+            Finding.of(
+                "FS215",
+                "config: num_kv_heads",
+                file=model.path,
+                expected=f"{features['kv_heads']}, as the rows of the fused projection say",
+                got=str(model.kv_heads),
+                help="give the config of this checkpoint with --config",
+            )
+        )
+    stated = model.config.get("norm")
+    # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.
+    kind = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
+    if stated is not None and kind.get(str(stated), str(stated)) != kind.get(
+        features["norm"], features["norm"]
+    ):
+        findings.append(
+            Finding.of(
+                "FS215",
+                "config: norm",
+                file=model.path,
+                expected=f"{features['norm']}, as the names of its tensors say",
+                got=str(stated),
+                help="give the config of this checkpoint with --config",
+            )
+        )
+    if features["stale_norm"]:
+        findings.append(
+            Finding.of(
+                "FS212",
+                "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in all layers",
+                severity="warning",
+                help="GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
+            )
+        )
+    tp = source.degrees.get("tp", 1)
+    if source.facts.get("gpt_j_residual") and tp > 1 and source.facts["te_linear2"]:
+        findings.append(
+            Finding.of(
+                "FS215",
+                "gpt_j_residual with Transformer Engine's row-parallel layers",
+                severity="warning",
+                file=model.path,
+                expected="one reduction of each layer's output",
+                got=f"two over tp {tp}, by GPT-NeoX's source",
+                help="row biases are taken as copies; compare logits of the result with the run's own before use",
+            )
+        )
+    return findings

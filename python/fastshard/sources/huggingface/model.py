@@ -1,0 +1,218 @@
+"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names that stay."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from ... import companions, layouts, regular
+from ..._core import Table
+from ...configs import shown
+from ...declared import Source, is_state
+from ...discover import Listing
+from ...errors import FastshardError, Finding
+from ...models import config_json, huggingface
+from ...naming.wrappers import wrapped
+from ..base import Options
+
+#: What a layer's tensor is called, and what precedes the word.
+_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+#: Keys that tell a config of Hugging Face from others of the name.
+_TELLING = {"model_type", "architectures", "transformers_version"}
+#: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
+_PLAIN = ("fp8",)
+
+
+def config_of(
+    listing: Listing, folder: str, options: Options, *, above: bool = True
+) -> tuple[dict[str, Any] | None, Path | None]:
+    """The model's config: the one given, else config.json where :func:`fastshard.companions.places` finds it.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the tensors.
+        options: what the caller said.
+        above: whether to look above the checkpoint too.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not a JSON object.
+    """
+    if options.config is not None:
+        path = Path(options.config_path) if options.config_path else None
+        # What is published as config.json is the file itself, if it is JSON.
+        return options.config, path if path is not None and path.suffix == ".json" else None
+    places = companions.places(listing, folder, above=above)
+    path = next((place / "config.json" for place in places if _is_there(listing, place)), None)
+    if path is None:
+        return None, None
+    label = _label(listing, path)
+    try:
+        config = json.loads(regular.read_text(path, regular.MAX_TEXT, label=label))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=label) from None
+    if not isinstance(config, dict):
+        raise FastshardError.of("FS211", "config.json is not an object", file=label)
+    return config, path
+
+
+def _is_there(listing: Listing, place: Path) -> bool:
+    """True if a folder has a config.json; below a root one that the listing has: no link that leaves the checkpoint."""
+    path = place / "config.json"
+    inside = _inside(listing, path)
+    return regular.is_file(path) if inside is None else listing.find(inside.as_posix()) is not None
+
+
+def _inside(listing: Listing, path: Path) -> Path | None:
+    """The path relative to the root that holds it; None if none does."""
+    return next((path.relative_to(root) for root in listing.roots if path.is_relative_to(root)), None)
+
+
+def _label(listing: Listing, path: Path) -> str:
+    """The path as messages name it."""
+    return str(_inside(listing, path) or path)
+
+
+def describe(
+    source: Source,
+    listing: Listing,
+    config: dict[str, Any] | None,
+    path: Path | None,
+    names: Collection[str],
+    *,
+    outer: str = "",
+) -> None:
+    """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
+
+    Where none does the names stay what they are, and the declaration says why in :attr:`.Source.no_table`.
+
+    Args:
+        source: the declaration.
+        listing: what the roots hold.
+        config: content of config.json, if there is one.
+        path: its file.
+        names: of the tensors stored.
+        outer: where the model's own names begin.
+    """
+    if config is None or not (source.hf_names or config.keys() & _TELLING):
+        return
+    label = None if path is None else _label(listing, path)
+    if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
+        raise FastshardError.of(
+            "FS211",
+            "a config of transformers that is no model's",
+            file=label,
+            expected="model_type or architectures",
+            got="neither",
+            help="give the model's config.json; generation_config.json says nothing of the model",
+        )
+    source.config, source.config_file = config, path
+    apart = tuple(source.other_prefixes)
+    names = [
+        n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
+    ]
+    stored = {name.removeprefix(outer) for name in names}
+    if (changed := wrapped(stored)) is not None:
+        # A trainer's names are no longer those that its config is for.
+        source.no_table = f"{changed[1]} has changed the names ({changed[0]})"
+        return
+    source.dialect = huggingface.DIALECT
+    layout = config_json.layout_of(config)
+    source.no_table = _why_not(config, layout)
+    if layout is None or source.no_table is not None:
+        return
+    base = config_json.BASES[layout]
+    begins = _beginning(names)
+    if not _is_of(layout, names):
+        source.no_table = (
+            f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
+        )
+        return
+    prefix = f"{outer}{base}" if begins is None else begins
+    kind = config_json.architecture_of(config)
+    source.layout, source.family = layout, layout.removeprefix("hf.")
+    source.axes, source.facts = config_json.axes_and_facts(config, label, stored)
+    source.provable = True
+    if prefix != base:
+        source.table = _prefixed(layout, base, prefix)
+    if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
+        source.headless = kind.name if kind else "a model without a head, by the names of its tensors"
+        source.facts["head"] = any(name.endswith(config_json.HEADS) for name in stored)
+        source.findings += _own_head(kind, stored)
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
+def by_own_table(source: Source, names: Collection[str]) -> None:
+    """Takes back that no table fits: the caller's own says what the tensors are, and the config still gives axes and facts."""
+    source.no_table = source.headless = None
+    config = source.config
+    if config is None or source.axes or config_json.layout_of(config) is None:
+        return
+    label = None if source.config_file is None else str(source.config_file)
+    source.axes, source.facts = config_json.axes_and_facts(config, label, names)
+    source.dialect, source.provable = huggingface.DIALECT, True
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
+def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
+    """Why a model has no table; None if it has one."""
+    model_type = config.get("model_type")
+    if layout is None:
+        mixed = " with dense layers among the others" if str(model_type) in config_json.LAYOUTS else ""
+        return f"model_type {shown(model_type)}{mixed} has no table"
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if isinstance(quantised, dict) and method not in _PLAIN:
+        return f"quantization_config ({shown(method)}) stores other tensors than the table has"
+    return None
+
+
+def _beginning(names: Iterable[str]) -> str | None:
+    """What precedes ``layers.N`` in most names; None where there are no such names."""
+    found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
+    return found.most_common(1)[0][0] if found else None
+
+
+def _of_layers(table: Table) -> Table:
+    """The rules of a layer's tensors, their names from ``layers.`` on."""
+    named = ((rule, rule.name.find("layers.{L}.")) for rule in table.rules)
+    return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
+
+
+def _is_of(layout: str, names: Iterable[str]) -> bool:
+    """True if the tensors of layers are called as the table calls them, most of them; and if there are none."""
+    rules = _of_layers(layouts.table(layout))
+    layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
+    fitting = sum(rules.rule_of(name) is not None for name in layered)
+    return 2 * fitting >= len(layered)
+
+
+def _prefixed(layout: str, base: str, prefix: str) -> Table:
+    """The table with the names as they are stored, so that a merge keeps them."""
+    table = layouts.table(layout)
+    outer = prefix.removesuffix(base) if prefix.endswith(base) else ""
+
+    def stored(name: str) -> str:
+        return prefix + name.removeprefix(base) if name.startswith(base) else outer + name
+
+    return table.with_rules([rule.renamed(stored(rule.name)) for rule in table.rules])
+
+
+def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:
+    """What an architecture has in the place of the output layer must be there."""
+    head = kind.head if kind else None
+    if kind is None or head is None or any(name == head or name.endswith(f".{head}") for name in names):
+        return []
+    return [
+        Finding.of(
+            "FS102",
+            f"architectures says {kind.name}, which has this tensor",
+            tensor=head,
+            help="the file that holds it is missing or was cut short: copy it again",
+        )
+    ]

@@ -1,0 +1,190 @@
+"""Rank shards of torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
+
+The files state neither the number of ranks nor the shape of the whole: what is there must tile it, and
+axes that tensors share (or a config) show a rank that is missing at the end.
+source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ...declared import Assembled, Source
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding
+from ...models import config_json, huggingface
+from ..base import Contents, Found, Options, lacking, missing
+from ..steps import folder_of, is_step, within_this
+from . import model as hf_model
+from .saved import slices_as_wholes
+
+_SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
+_INFO = "DCP_SHARDING_INFO"
+#: Beyond any run.
+_MAX_RANKS = 100_000
+
+
+class HfRankShards:
+    """Directories of ``shard-RRRRR-model-0000I-of-0000N.safetensors``."""
+
+    name = "hf_rank_shards"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for shards, unless a consolidated checkpoint lies above them."""
+        if listing.single:
+            return None
+        matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
+        if not matched:
+            return None
+        above = {f.folder for f in listing.files if f.name == "model.safetensors.index.json"}
+        # What was consolidated is read from where it was put together.
+        matched = [
+            (f, m)
+            for f, m in matched
+            if not any(f.folder != a and (a == "" or f.folder.startswith(a + "/")) for a in above)
+        ]
+        if not matched:
+            return None
+        folder, chosen, within = folder_of(listing, [(f.root, f.folder) for f, _ in matched], options)
+        inside = sorted(
+            ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
+        )
+        findings: list[Finding] = [*chosen.findings, *within_this(within)]
+        for file, match in inside:
+            if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
+                raise FastshardError.of(
+                    "FS106",
+                    "the file's name counts otherwise than torch's writer does",
+                    file=file.path,
+                    expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
+                    got=file.name,
+                    help="remove the file if it is no part of this save",
+                )
+        parts: dict[int, set[int]] = {}
+        for _, match in inside:
+            parts.setdefault(int(match[1]), set()).add(int(match[3]))
+        first = inside[0][1]
+        each = max(int(m[4]) for _, m in inside)
+        gaps = [(rank, last, 1, each) for rank, last in lacking(parts, 1, max(parts))]
+        gaps += [(r, r, part, last) for r, held in parts.items() for part, last in lacking(held, 1, each)]
+        for rank, last_rank, part, last_part in sorted(gaps):
+
+            def name(r: int, p: int, first: re.Match[str] = first) -> str:
+                width, digits = len(first[1]), len(first[3])
+                return f"shard-{r:0{width}d}-{first[2]}-{p:0{digits}d}-of-{first[4]}.safetensors"
+
+            one, end = name(rank, part), name(last_rank, last_part)
+            findings.append(
+                missing(
+                    f"{folder}/{one}" if folder else one,
+                    f"rank {rank - 1}",
+                    "a shard between others, by the file names",
+                    f"copy {one} from the node that ran rank {rank - 1}",
+                    upto=end if end != one else None,
+                )
+            )
+        ranks = [int(m[1]) - 1 for _, m in inside]
+        files: list[File] = [f for f, _ in inside]
+        step = chosen.name if is_step(chosen.name) else None
+        notes = {"folder": folder, "ranks": ranks}
+        return Found(self, "Hugging Face rank shards", files, findings, step=step, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Tensors as boxes; the whole reaches as far as the boxes do."""
+        source = Source(
+            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
+        )
+        source.vocab_size = options.vocab_size
+        chunks: dict[str, list[Any]] = {}
+        #: What is held at the same place again.
+        again: dict[str, list[Any]] = {}
+        for i, file in enumerate(found.files):
+            offsets = _offsets(contents(i), file)
+            for number, tensor in enumerate(contents.tensors(i)):
+                name = ".".join(tensor["path"])
+                lo = offsets.get(name, [0] * len(tensor["shape"]))
+                if len(lo) != len(tensor["shape"]):
+                    raise FastshardError.of(
+                        "FS601",
+                        f"{_INFO}: offsets of the tensor",
+                        file=file.path,
+                        tensor=name,
+                        expected=f"{len(tensor['shape'])} numbers",
+                        got=str(lo),
+                    )
+                pieces = chunks.setdefault(name, [])
+                piece = (lo, tensor["shape"], i, number)
+                held = any(p[0] == lo and p[1] == tensor["shape"] for p in pieces)
+                (again.setdefault(name, []) if held else pieces).append(piece)
+        tensors = [
+            (
+                name,
+                [max(lo[d] + size[d] for lo, size, _, _ in pieces) for d in range(len(pieces[0][0]))],
+                pieces,
+            )
+            for name, pieces in chunks.items()
+        ]
+        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.assembled += _copies(tensors, again, found.files)
+        config, path = hf_model.config_of(listing, found.notes["folder"], options)
+        hf_model.describe(source, listing, config, path, chunks)
+        if config is None and (layout := config_json.layout_by_names(chunks)) is not None:
+            source.layout, source.family = layout, layout.removeprefix("hf.")
+            # Rows of heads are enough to check shapes; how they divide only a config tells.
+            source.facts, source.axes = config_json.facts_by_names(chunks), {"d": 1}
+        source.findings += slices_as_wholes(
+            listing, found.notes["folder"], found.files, contents, "shards of ranks"
+        )
+        return source
+
+
+def _copies(
+    tensors: list[tuple[str, list[int], list[Any]]], again: dict[str, list[Any]], files: list[File]
+) -> list[Assembled]:
+    """Copies of tensors that no rank divides, which are in the file of every rank: to be compared.
+
+    Raises:
+        FastshardError: ``FS206`` for a part of a tensor that two files hold.
+    """
+    sets: list[list[tuple[str, list[int], list[Any]]]] = []
+    for name, shape, pieces in tensors:
+        for n, piece in enumerate(again.get(name, [])):
+            if piece[1] != shape:
+                first = next(p for p in pieces if p[0] == piece[0])
+                raise FastshardError.of(
+                    "FS206",
+                    "two files hold the same part of the tensor",
+                    file=files[piece[2]].path,
+                    tensor=name,
+                    expected=f"only {files[first[2]].path}",
+                    got=f"offset {piece[0]} in both",
+                    help="one of the two is of another save: keep the one that belongs here",
+                )
+            if n == len(sets):
+                sets.append([])
+            sets[n].append((name, shape, [piece]))
+    return [Assembled(copies[0][2][0][2], {}, None, None, copies, frozen=True) for copies in sets]
+
+
+def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
+    text = metadata.get(_INFO) if isinstance(metadata, dict) else None
+    try:
+        info = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        info = None
+    good = isinstance(info, dict) and all(
+        isinstance(v, dict)
+        and isinstance(v.get("saved_offsets"), list)
+        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in v["saved_offsets"])
+        for v in info.values()
+    )
+    if not good:
+        raise FastshardError.of(
+            "FS601",
+            f"a rank shard without a readable {_INFO}",
+            file=file.path,
+            help="the file was not written by HuggingFaceStorageWriter, or is damaged",
+        )
+    return {name: v["saved_offsets"] for name, v in (info or {}).items()}

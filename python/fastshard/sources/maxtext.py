@@ -1,0 +1,199 @@
+"""MaxText train states: which model the names and shapes are of, and the table that fits them.
+
+source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax core/axes_scan.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from .. import layouts
+from .._core import Table
+from ..declared import Source
+from ..errors import FastshardError, Finding
+from ..layouts.train_states import Rules, place, scanned
+from ..models import config_json, maxtext, maxtext_sizes
+from ..models.fields import flag
+from ..naming.maxtext import DECLARED, MOMENT, Arrays, names_of
+
+#: Families in the order in which they are asked.
+FAMILIES = ("llama", "gpt3")
+_WEIGHT = re.compile(r"^((?:params\.)+)((?:decoder|token_embedder)\..*)$")
+#: Where a scan may have put the layers, likely ones first.
+_SCAN_AXES = (1, 0, -1, 2, 3)
+_STACKED = "decoder.layers."
+
+
+def is_train_state(names: Any) -> bool:
+    """True if the names are those of a MaxText train state or of its parameters."""
+    return any(_WEIGHT.match(name) for name in names)
+
+
+def describe(
+    source: Source,
+    arrays: Arrays,
+    config: dict[str, Any] | None = None,
+    config_path: str | None = None,
+    scan_layers: bool | None = None,
+) -> None:
+    """Family, table, axes and facts of a MaxText checkpoint. A model that no table holds is left without.
+
+    Args:
+        source: what is described.
+        arrays: dtype and shape of each array, by name.
+        config: MaxText's yml or a Hugging Face ``config.json``.
+        config_path: its path, for messages.
+        scan_layers: what the checkpoint's own metadata says of it.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that are of another kind.
+    """
+    roots = Counter(match[1] for name in arrays if (match := _WEIGHT.match(name)))
+    if not roots:
+        return
+    root = roots.most_common(1)[0][0]
+    shapes = {
+        name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
+    }
+    stacked = any(name.startswith(_STACKED) for name in shapes)
+    source.framework, source.pass_unknown = "MaxText", True
+    family = _family(source, shapes, stacked, root)
+    source.config = config
+    if family is None:
+        return
+    source.family, source.layout, source.dialect = family, f"maxtext.{family}", maxtext.DIALECT
+    if config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama":
+        source.features = {"stated": config_json.axes_and_facts(config)[1]}
+    table = layouts.table(source.layout)
+    source.axes = maxtext_sizes.axes_of(config or {}, family)
+    source.provable = source.provable or bool(config)
+    _facts(source, shapes, config or {}, config_path)
+    claims = [("_CHECKPOINT_METADATA", scan_layers)]
+    if config and maxtext.is_maxtext(config):
+        claims.append((config_path or "the config", flag(config, "scan_layers")))
+    for where, claim in claims:
+        if claim not in (None, stacked):
+            source.findings.append(_contradiction("scan_layers", claim, stacked, where))
+    axis, unclear = _scan_axis(table, shapes, source.axes, config or {}) if stacked else (None, None)
+    rules = Rules(table, names_of(root, arrays), axis, unclear)
+    source.rules = rules
+    source.moments_named = any(MOMENT.match(name) for name in arrays)
+    # What is merged keeps every name, and needs no axis of the layers.
+    source.table = table.with_rules([]) if unclear else rules.whole(source.moments_named)
+    source.values["scan_layers"] = stacked
+    if stacked and unclear is None:
+        source.values["param_scan_axis"] = axis
+    _groups(source, shapes)
+
+
+def _weights(table: Table, axis: int | None) -> Table:
+    """The rules of the weights under their names below the root, stacked along an axis where that is given."""
+    rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
+    named = [rule if axis is None else scanned(rule, axis) for rule in rules]
+    return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
+
+
+def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str) -> str | None:
+    strange: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        # Which axis they are stacked along does not matter for names.
+        table = _weights(layouts.table(f"maxtext.{family}"), 0 if stacked else None)
+        strange[family] = [name for name in shapes if table.rule_of(name) is None]
+    fitting = [family for family in FAMILIES if not strange[family]]
+    if len(fitting) == 1:
+        return fitting[0]
+    likely = min(FAMILIES, key=lambda family: len(strange[family]))
+    source.findings.append(
+        Finding.of(
+            "FS514",
+            "no layout for this MaxText model: its tensors can be merged, not converted to other layouts",
+            severity="note",
+            tensor=root + strange[likely][0] if strange[likely] else None,
+            expected="a model of the " + " or ".join(f"{f} kind" for f in FAMILIES),
+            help="describe its tensors in a layout of your own (--layout)",
+        )
+    )
+    return None
+
+
+def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
+    return Finding.of(
+        "FS215",
+        f"{key}: {where} and the tensors contradict each other",
+        expected=str(claim).lower(),
+        got=str(seen).lower(),
+        help="give the config of this checkpoint with --config",
+    )
+
+
+def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], path: str | None) -> None:
+    """Facts that names decide, and what a config says of them."""
+    where = path or "the config"
+    if source.family == "gpt3":
+        source.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
+        fused = flag(config, "fused_qkv") if maxtext.is_maxtext(config) else None
+        if fused not in (None, source.facts["fused_qkv"]):
+            source.findings.append(_contradiction("fused_qkv", fused, source.facts["fused_qkv"], where))
+        return
+    rope = maxtext.pairs_of(config)
+    head = "decoder.logits_dense.kernel" in shapes
+    key = "logits_via_embedding" if maxtext.is_maxtext(config) else "tie_word_embeddings"
+    tied = flag(config, key)
+    if tied and head:
+        source.findings.append(_contradiction(key, True, False, where))
+    # A head that the config calls for and that is not there is missing.
+    # Where nothing states the order of pairs: as MaxText's converter writes it; said wherever it matters.
+    interleaved = rope is None or rope.interleaved
+    source.facts = {"tied": not head if tied is None else tied and not head, "interleaved": interleaved}
+
+
+def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether heads share keys and values, on which other layouts depend, from the two projections that tell it."""
+    if source.family != "llama":
+        return
+    found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
+    for name, shape in shapes.items():
+        match = re.search(r"\.self_attention\.(query|key)\.kernel$", name)
+        if match and len(shape) >= 3:
+            heads = [n for d, n in enumerate(shape) if d != _layers_of(source, shape, name)][-2:-1]
+            found[match[1]].update(heads)
+    query, key = (found[kind].most_common(1) for kind in ("query", "key"))
+    if query and key:
+        source.facts["gqa"] = query[0][0] != key[0][0]
+
+
+def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
+    rules = source.rules
+    if not name.startswith(_STACKED) or not isinstance(rules, Rules) or rules.scan is None:
+        return None
+    return place(len(shape) - 1, rules.scan)
+
+
+def _scan_axis(
+    table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
+) -> tuple[int, FastshardError | None]:
+    """The axis of the layers: as the config says, else the one that all shapes fit."""
+    stated = maxtext_sizes.integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
+    if stated is not None:
+        return stated, None
+    ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]
+    wrong: dict[int, int] = {}
+    told: set[tuple[int, ...]] = set()
+    for axis in _SCAN_AXES:
+        places = tuple(place(rank - 1, axis) for rank in ranks)
+        if places not in told:
+            told.add(places)
+            wrong[axis] = _weights(table, axis).misfits(dict(shapes), axes)
+    best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
+    if len(best) == 1 or wrong[best[0]]:
+        return best[0], None
+    return best[0], FastshardError.of(
+        "FS106",
+        "the shapes do not tell along which axis the layers are stacked",
+        expected="one axis",
+        got=" or ".join(map(str, best)),
+        help="give MaxText's yml with --config (it must say param_scan_axis)",
+    )

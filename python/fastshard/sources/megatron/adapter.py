@@ -1,0 +1,367 @@
+"""Megatron-LM checkpoints of the legacy form: ``iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+
+Layers are numbered from the first of their pipeline stage (and of their virtual stage), experts from the first of
+their expert-parallel rank.
+source: Megatron-LM megatron/training/checkpointing.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ...declared import Assembled, Source, Unit
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding
+from ..base import Contents, Found, Options, counted, missing
+from ..steps import Step, choose
+from . import arguments
+
+_RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
+#: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
+_ROWS_BY_GROUP = 2.0
+_TRACKER = "latest_checkpointed_iteration.txt"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
+_FLAT = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
+#: No run has had as many ranks.
+_MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
+#: Missing files that are named one by one.
+_NAMED = 100
+_MODEL = re.compile(r"^model(\d*)$")
+
+
+@dataclass
+class _Grid:
+    """Degrees, and the (tp, pp, ep) rank of each file."""
+
+    tp: int
+    pp: int
+    ep: int
+    places: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, found: Found, args: dict[str, Any], mixture: bool) -> _Grid:
+        """Folders end in the stage where there are several, then in the expert rank where there are several.
+
+        Raises:
+            FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
+        """
+        suffixes: list[tuple[int, ...]] = found.notes["suffixes"]
+        pp = arguments.number(args, "pipeline_model_parallel_size")
+        ep = arguments.number(args, "expert_model_parallel_size")
+        longest = max(len(s) for s in suffixes)
+        if longest == 2 and mixture and pp is None and ep is None:
+            raise FastshardError.of(
+                "FS106",
+                "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
+                file=found.files[0].path,
+                help="the rank files must hold their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
+            )
+        expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
+        places = [
+            (
+                s[0],
+                s[1] if len(s) > 1 and not expert else 0,
+                s[2] if len(s) > 2 else s[1] if expert and len(s) > 1 else 0,
+            )
+            for s in suffixes
+        ]
+        tp = arguments.number(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
+        pp = pp or max(p[1] for p in places) + 1
+        ep = ep or max(p[2] for p in places) + 1
+        if max(tp, pp, ep) > _MAX_DEGREE or tp * pp * ep > _MAX_RANKS:
+            raise FastshardError.of(
+                "FS211",
+                "args: tensor-, pipeline- and expert-parallel degrees",
+                file=found.files[0].path,
+                expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
+                got=f"{tp} x {pp} x {ep}",
+            )
+        return cls(tp, pp, ep, places)
+
+    def lacking(self) -> list[tuple[int, int, int]]:
+        """Every place that a file must be there for and is not."""
+        there = set(self.places)
+        every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
+        return [place for place in every if place not in there]
+
+    def folder(self, place: tuple[int, int, int]) -> str:
+        """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
+        rank, stage, expert = place
+        name = f"mp_rank_{rank:02d}"
+        name += f"_{stage:03d}" if self.pp > 1 else ""
+        return name + (f"_{expert:03d}" if self.ep > 1 else "")
+
+    def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
+        """As the layout takes them."""
+        return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
+
+    def rank(self, place: tuple[int, int, int]) -> str:
+        """In the field's words."""
+        return ", ".join(f"{dimension} {n}" for dimension, n in self.coords(place).items())
+
+    def long_rank(self, place: tuple[int, int, int]) -> str:
+        """In more of them."""
+        return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())
+
+
+class Megatron:
+    """Directories with one folder per model-parallel rank."""
+
+    name = "megatron"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for rank folders; the tracker file chooses among steps."""
+        if listing.single:
+            return None
+        matched = [(f, m) for f in listing.files if (m := _RANK.match(f.path))]
+        if not matched:
+            return None
+        steps: dict[str, list[tuple[File, re.Match[str]]]] = {}
+        for file, match in matched:
+            folder = match[1] or ""
+            step = folder.rpartition("/")[2] or listing.roots[file.root].resolve().name
+            steps.setdefault(step, []).append((file, match))
+        taken = choose(
+            listing,
+            {
+                name: Step(list(dict.fromkeys((f.root, m[1] or "") for f, m in files)))
+                for name, files in steps.items()
+            },
+            options,
+            (_TRACKER,),
+        )
+        folders = set(taken.step.folders)
+        chosen = sorted(
+            (t for t in steps[taken.name] if (t[0].root, t[1][1] or "") in folders),
+            key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root),
+        )
+        notes = {
+            "folder": chosen[0][1][1] or "",
+            "suffixes": [tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen],
+        }
+        files = [f for f, _ in chosen]
+        return Found(self, "Megatron-LM", files, list(taken.findings), step=taken.name, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Topology from the arguments; the first layer of each stage from the layers before it."""
+        states = [contents(i) for i in range(len(found.files))]
+        for file, state in zip(found.files, states, strict=True):
+            version = state.get("checkpoint_version") if isinstance(state, dict) else None
+            if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
+                raise FastshardError.of(
+                    "FS514",
+                    "rows of queries, keys and values in the order of old versions",
+                    file=file.path,
+                    expected=f"checkpoint_version {_ROWS_BY_GROUP} or later",
+                    got=str(version),
+                    help="load and save it with a Megatron-LM of today, which puts the rows in order",
+                )
+        source = Source(found.framework, units=[], layout="megatron.legacy", step=found.step)
+        source.vocab_size = options.vocab_size
+        args = next((a for s in states if (a := arguments.arguments(s))), {})
+        models = [self._models(s) for s in states]
+        names = {name for model in models for _, names in model for name in names}
+        grid = _Grid.of(found, args, arguments.mixture(args, names))
+        found.notes["ranks"] = grid.places
+        source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
+        source.provable = bool(args)
+        source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
+        self._ranks(found, states, grid, source)
+        if arguments.mixture(args, names):
+            _check_experts(args, grid, found.files[0].path)
+        arguments.describe(source, args, names)
+        self._units(grid, models, _experts_of_rank(args, grid, names), source)
+        if source.facts["experts_flat"]:
+            _flat_experts(grid, contents, source)
+        if args.get("use_distributed_optimizer"):
+            source.findings.append(
+                Finding.of(
+                    "FS108",
+                    "the distributed optimizer keeps its state in files of its own, which were not read",
+                    severity="note",
+                    file=found.notes["folder"] or None,
+                )
+            )
+        return source
+
+    @staticmethod
+    def _models(state: Any) -> list[tuple[str, list[str]]]:
+        """(key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of virtual stages."""
+        if not isinstance(state, dict):
+            return []
+        found = [(key, m) for key in state if (m := _MODEL.match(str(key))) and isinstance(state[key], dict)]
+        found.sort(key=lambda t: int(t[1][1] or 0))
+        return [(key, [str(name) for name in state[key]]) for key, _ in found]
+
+    @staticmethod
+    def _units(grid: _Grid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source) -> None:
+        """Units with the number of the first layer: virtual stage by virtual stage, stage by stage.
+
+        Experts are numbered from the first of the rank: as many before it as the ranks before it hold.
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for (_, stage, _), model in zip(grid.places, models, strict=True):
+            for chunk, (_, names) in enumerate(model):
+                layers = [int(m[1]) + 1 for name in names if (m := _LAYER.match(name))]
+                counts[chunk, stage] = max(counts.get((chunk, stage), 0), max(layers, default=0))
+        bases, at = {}, 0
+        for place in sorted(counts):
+            bases[place] = at
+            at += counts[place]
+        for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):
+            tensor_rank, stage, expert_rank = rank
+            for chunk, (key, names) in enumerate(model):
+                if tensor_rank < grid.tp and expert_rank < grid.ep:
+                    flat = any(_FLAT.search(name) for name in names)
+                    first = {"E": expert_rank * experts} if grid.ep > 1 else {}
+                    source.units.append(
+                        Unit(
+                            file=i,
+                            under=[key],
+                            coords=grid.coords(rank),
+                            bases={"L": bases[chunk, stage]} | first,
+                            rank=grid.rank(rank),
+                            only=[name for name in names if not _FLAT.search(name)] if flat else None,
+                        )
+                    )
+
+    @staticmethod
+    def _ranks(found: Found, states: list[Any], grid: _Grid, source: Source) -> None:
+        """All ranks must be there, of one iteration and one set of arguments."""
+        folder = found.notes["folder"]
+        stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
+        stated += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
+        lacking = grid.lacking()
+        for place in lacking[:_NAMED]:
+            name = grid.folder(place)
+            source.findings.append(
+                missing(
+                    f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
+                    grid.rank(place),
+                    f"{stated} in the arguments",
+                    f"copy {name} from the node that ran {grid.long_rank(place)}",
+                )
+            )
+        if len(lacking) > _NAMED:
+            source.findings.append(
+                Finding.of(
+                    "FS101",
+                    f"{len(lacking) - _NAMED} more missing files",
+                    file=folder or None,
+                    expected=f"{stated} in the arguments",
+                    got=f"{len(set(grid.places))} rank files",
+                )
+            )
+        known = [(i, arguments.arguments(s)) for i, s in enumerate(states) if isinstance(s, dict)]
+        for i, args in known:
+            if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
+                degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
+                source.findings.append(
+                    Finding.of(
+                        "FS108",
+                        f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: a leftover?",
+                        file=found.files[i].path,
+                    )
+                )
+            first = known[0][1]
+            for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
+                        "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                        "expert_model_parallel_size"):  # fmt: skip
+                if args.get(key) != first.get(key):
+                    source.findings.append(
+                        Finding.of(
+                            "FS110",
+                            f"args.{key} differs between ranks",
+                            file=found.files[i].path,
+                            expected=str(first.get(key)),
+                            got=str(args.get(key)),
+                            help="the files belong to different runs",
+                        )
+                    )
+            steps = (states[known[0][0]].get("iteration"), states[i].get("iteration"))
+            if steps[0] != steps[1]:
+                source.findings.append(
+                    Finding.of(
+                        "FS107",
+                        "iteration differs between ranks",
+                        file=found.files[i].path,
+                        rank=grid.rank(grid.places[i]),
+                        expected=str(steps[0]),
+                        got=str(steps[1]),
+                        help="take all files from one step",
+                    )
+                )
+
+
+def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
+    """What is read of mixtures of experts.
+
+    Raises:
+        FastshardError: ``FS514`` for another one, ``FS211`` where experts do not divide.
+    """
+    arguments.refuse_mixtures(args, file)
+    expert_tp = arguments.number(args, "expert_tensor_parallel_size")
+    if expert_tp not in (None, grid.tp):
+        raise FastshardError.of(
+            "FS514",
+            "experts with a tensor-parallel degree of their own: not read from rank files",
+            file=file,
+            expected=f"expert_tensor_parallel_size {grid.tp}, as tensor_model_parallel_size",
+            got=str(expert_tp),
+            help="save it in the torch_dist format, which says where each part belongs",
+        )
+    experts = arguments.number(args, "num_experts")
+    if experts is not None and experts % grid.ep:
+        raise FastshardError.of(
+            "FS211", "args.num_experts", file=file, expected=f"a multiple of {grid.ep}", got=str(experts)
+        )
+
+
+def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:
+    experts = arguments.number(args, "num_experts")
+    if experts is not None:
+        return experts // grid.ep
+    numbers = (m[1] or m[2] for name in names if (m := _EXPERT.search(name)))
+    return max((int(n) + 1 for n in numbers), default=0)
+
+
+def _flat_experts(grid: _Grid, contents: Contents, source: Source) -> None:
+    """GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions say.
+
+    source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size, -1)``
+    """
+    experts, hidden = source.axes.get("E"), source.axes.get("H")
+    if not experts or not hidden:
+        raise FastshardError.of(
+            "FS209",
+            "the shapes of experts.weight1 and weight2 do not tell how many experts they hold",
+            help="the rank files must hold their arguments (num_experts, hidden_size)",
+        )
+    local = experts // grid.ep
+    for unit in source.units:
+        tensors: list[Any] = []
+        for number, tensor in enumerate(contents.tensors(unit.file)):
+            under, name = [str(p) for p in tensor["path"][:-1]], str(tensor["path"][-1])
+            match = _FLAT.search(name)
+            if match is None or under != unit.under:
+                continue
+            total = math.prod(tensor["shape"])
+            first = match[2] == "1"
+            whole = [hidden, total // hidden] if first else [total // hidden, hidden]
+            shape = (
+                [local, hidden, total // (local * hidden)]
+                if first
+                else [local, total // (local * hidden), hidden]
+            )
+            if tensor["shape"] != whole or math.prod(shape) != total:
+                shape = tensor["shape"]
+            layer = int(match[1]) + unit.bases["L"]
+            named = f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
+            tensors.append((named, shape, [(total, unit.file, number, 0)]))
+        if tensors:
+            source.assembled.append(Assembled(unit.file, unit.coords, unit.rank, None, tensors, frozen=True))

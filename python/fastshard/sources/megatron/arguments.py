@@ -1,0 +1,116 @@
+"""What the arguments in a Megatron-LM checkpoint say of its model, and the Hugging Face config of the same.
+
+source: Megatron-LM megatron/training/arguments.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py;
+transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...configs import shown
+from ...declared import Source
+from ...errors import FastshardError
+from ...models import megatron
+
+
+def arguments(state: Any) -> dict[str, Any]:
+    """The arguments of a rank file or ``common.pt``: a Namespace arrives as an inert record."""
+    args = state.get("args") if isinstance(state, dict) else None
+    if isinstance(args, dict) and "__class__" in args:
+        args = args.get("state")
+    return args if isinstance(args, dict) else {}
+
+
+def number(args: dict[str, Any], key: str) -> int | None:
+    """A positive whole number among the arguments.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = args.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 48:
+        raise FastshardError.of("FS211", f"args.{key}", expected="a positive whole number", got=shown(value))
+    return value
+
+
+def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
+    """True for a mixture of experts; without arguments the names tell."""
+    return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
+
+
+def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
+    """Mixtures of experts that the tables have no names for.
+
+    Raises:
+        FastshardError: ``FS514`` naming the argument.
+    """
+    every = args.get("moe_layer_freq", 1)
+    dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
+    reasons = [
+        ("moe_layer_freq", "1: experts in every layer", dense),
+        ("moe_shared_expert_intermediate_size", "None: no shared experts", args.get("moe_shared_expert_intermediate_size")),
+        ("moe_latent_size", "None: experts of the hidden size", args.get("moe_latent_size")),
+        ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
+    ]  # fmt: skip
+    for name, expected, got in reasons:
+        if got:
+            raise FastshardError.of(
+                "FS514",
+                f"a mixture of experts with this {name}: not read",
+                file=file,
+                expected=expected,
+                got=str(args[name]),
+                help="describe its tensors in a layout of your own (--layout)",
+            )
+
+
+def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
+    """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
+    heads, groups = number(args, "num_attention_heads"), number(args, "num_query_groups")
+    groups = groups if args.get("group_query_attention") and groups else heads
+    axes = {
+        "L": number(args, "num_layers"),
+        "H": number(args, "hidden_size"),
+        "g": groups,
+        "r": heads // groups if heads and groups and heads % groups == 0 else None,
+        "d": number(args, "kv_channels"),
+        "P": number(args, "padded_vocab_size"),
+        "F": number(args, "ffn_hidden_size"),
+    }
+    moe = mixture(args, names)
+    if moe:
+        axes["E"] = number(args, "num_experts")
+        axes["F"] = number(args, "moe_ffn_hidden_size") or axes["F"]
+    if axes["d"] is None and axes["H"] and heads and axes["H"] % heads == 0:
+        axes["d"] = axes["H"] // heads
+    source.axes = {k: v for k, v in axes.items() if v is not None}
+    source.family, source.dialect = "mixtral" if moe else "llama", megatron.DIALECT
+
+    def has(end: str) -> bool:
+        return any(name.endswith(end) for name in names)
+
+    untied = args.get("untie_embeddings_and_output_weights")
+    head = has("output_layer.weight")
+    tied = not untied if isinstance(untied, bool) else not head
+    source.facts = {
+        "tied": tied,
+        # With tied embeddings the last of several stages has a copy of them.
+        "output_layer": head or not tied,
+        "split_gate": False,
+        "qkv_bias": has("self_attention.linear_qkv.bias"),
+        "linear_bias": has("self_attention.linear_proj.bias") or has("mlp.linear_fc2.bias"),
+        "qk_norm": has("self_attention.q_layernorm.weight"),
+        "moe": moe,
+        "experts_sequential": any(".mlp.experts.local_experts." in name for name in names),
+        "experts_grouped": any(".mlp.experts.linear_fc2.weight" in name for name in names),
+        "experts_flat": has(".mlp.experts.weight2"),
+        "experts_stacked": has(".mlp.experts.experts.linear_fc2.weight"),
+    }
+    gated = args.get("swiglu")
+    if isinstance(gated, bool):
+        source.facts["gated"] = gated
+    source.config = dict(args)

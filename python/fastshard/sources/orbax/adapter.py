@@ -1,0 +1,378 @@
+"""Checkpoints of Orbax (MaxText) and of Paxml: zarr arrays, plain or in OCDBT, of one host or of several."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ...configs import parse_yaml
+from ...declared import Assembled, Blocks, Source, TreeInfo
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding, error_for
+from ...naming.maxtext import FILE as MODEL_FILE
+from .. import maxtext as maxtext_model
+from .. import paxml as paxml_model
+from ..base import Contents, Found, Options
+from . import completeness, stores
+from .completeness import Evidence
+from .places import Place, choose, chunk_without_metadata, find
+from .tree import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
+from .zarr import Array
+
+#: Arrays named in findings at most.
+_NAMED = 20
+
+
+class Orbax:
+    """Directories with ``_METADATA``, ``manifest.ocdbt``, ``.zarray`` or ``zarr.json``."""
+
+    name = "orbax"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Finds the item, judges its completeness from keys alone, and lists its blocks."""
+        if listing.single:
+            return None
+        everywhere = find(listing)
+        if not everywhere:
+            started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
+            if started is None:
+                _refuse_chunks_alone(listing)
+                return None
+            raise FastshardError.of(
+                "FS104",
+                "Orbax began to save here, and no array is there",
+                file=started.path,
+                help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
+            )
+        places, findings = choose(listing, everywhere, options)
+        findings = [*findings, *_committed(listing, places, options)]
+        tree = _tree(listing, places)
+        union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
+        shardings: dict[str, Sharding] = {}
+        for place in places:
+            if file := _file(listing, place, "_sharding"):
+                shardings |= parse_shardings(listing.read_text(file))
+        evidence = Evidence(
+            stores_fill=tree.stores_fill if tree else None,
+            shardings=shardings,
+            present=union.wrote(),
+            per_process=places[0].ocdbt,
+            committed=any(p.committed for p in places),
+            expected=options.expect_processes,
+            lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
+            by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
+            where=places[0].label(listing),
+        )
+        accepted = "elided-zeros" in options.accept
+        verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
+        findings += verdict.findings
+        if tree is not None:
+            findings += _expected(tree, set(union.arrays) | set(union.unread), evidence.where)
+        if union.unread and not union.arrays:
+            raise error_for(list(union.unread.values()))
+        if not union.arrays:
+            raise FastshardError.of(
+                "FS104",
+                "no array has its metadata here: the process that writes it wrote to another disk, or the save was cut short",
+                file=evidence.where,
+                got=f"{len(union.keys)} keys",
+                help="name the directory of process 0 as a further CKPT",
+            )
+        findings += _of_one_run(places, listing)
+        findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
+        elided = verdict.elided if verdict.verdict == completeness.INCOMPLETE else verdict.missing
+        reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
+        anchor = _anchor(listing, places)
+        blocks = Blocks(tensors, reader, _identity(listing, places))
+        notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
+        paxml = not places[0].ocdbt and tree is None
+        framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
+        return Found(self, framework, [anchor], findings, places[0].step, notes, blocks={0: blocks})
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every array as boxes of its blocks."""
+        union, tree, verdict = found.notes["union"], found.notes["tree"], found.notes["verdict"]
+        place: Place = found.notes["places"][0]
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        # Paxml's directories are the only list of its variables that there is.
+        source.provable = tree is not None
+        source.vocab_size = options.vocab_size
+        tensors = [
+            (
+                name,
+                list(array.shape),
+                [(lo, extent, 0, number) for lo, extent, number in found.notes["pieces"][name]],
+            )
+            for name, array in sorted(union.arrays.items())
+        ]
+        where = place.label(listing)
+        source.of_tensors = [*union.unread.values(), *_shared(tree, where), *_widened(union.arrays, where)]
+        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.values = {"completeness": verdict.to_dict()}
+        checkpoint = _checkpoint_metadata(listing, found.notes["places"])
+        custom = checkpoint.get("custom_metadata")
+        source.tree = TreeInfo(
+            # A folder that lies in no step's is named after anything.
+            item=place.item if place.item and place.step is not None else "items",
+            keys=tree.arrays if tree else {},
+            types=tree.types if tree else {},
+            strings=_strings(listing, found.notes["places"]),
+            leaves=tree.leaves if tree else {},
+            custom=custom if isinstance(custom, dict) else {},
+        )
+        if custom:
+            source.values["custom_metadata"] = custom
+        arrays = {name: (array.dtype, array.shape) for name, array in union.arrays.items()}
+        config, path = options.config, options.config_path
+        if config is None:
+            config, path = _model_beside(listing, place)
+        if maxtext_model.is_train_state(arrays):
+            scan = custom.get("scan_layers") if isinstance(custom, dict) else None
+            stacked = scan if isinstance(scan, bool) else None
+            maxtext_model.describe(source, arrays, config, path, stacked)
+        elif paxml_model.is_train_state(arrays):
+            paxml_model.describe(source, arrays, config, path)
+        return source
+
+
+def _shared(tree: Tree | None, where: str) -> list[Finding]:
+    """Entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with 0.12.8."""
+    return [
+        Finding.of(
+            "FS206",
+            "several entries of the tree are stored as this one array: all but one of them are lost",
+            file=where,
+            tensor=name,
+            expected="one entry",
+            got=f"{len(paths) + 1}, {', '.join(paths[:3])} among them",
+            help="save it again under keys that differ when they are joined by dots, "
+            f"or leave it out (--exclude '{name}')",
+        )
+        for name, paths in (tree.shared.items() if tree else ())
+    ]
+
+
+def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
+    return [
+        Finding.of(
+            "FS514",
+            f"safetensors has no {array.narrow}: taken as {array.dtype}, which has all its values",
+            severity="note",
+            file=where,
+            tensor=name,
+            got=array.narrow,
+        )
+        for name, array in arrays.items()
+        if array.narrow
+    ]
+
+
+def _refuse_chunks_alone(listing: Listing) -> None:
+    file = chunk_without_metadata(listing)
+    if file is None:
+        return
+    raise FastshardError.of(
+        "FS104",
+        "chunks of arrays, and nothing that describes the arrays: a process other than the first writes these, and the "
+        "first one wrote to another disk",
+        file=file.path,
+        help="name the directory of process 0 as a further CKPT",
+    )
+
+
+def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
+    """What chunks of several directories cannot tell: pieces that two of them hold are compared, others fit any run."""
+    if len(places) < 2:
+        return []
+    return [
+        Finding.of(
+            "FS114",
+            f"that the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
+            "are of one run is not proven: nothing in a chunk names it",
+            help="a manifest that was made where they were written settles it: --expect",
+        )
+    ]
+
+
+def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
+    """One committed directory vouches for the temporary ones of the same step; none needs to be accepted."""
+    loose = [p for p in places if not p.committed]
+    if not loose:
+        return []
+    if len(loose) < len(places):
+        return [
+            Finding.of(
+                "FS104",
+                "a temporary directory, taken to complete the committed one",
+                severity="note",
+                file=p.label(listing),
+            )
+            for p in loose
+        ]
+    accepted = "uncommitted" in options.accept
+    finding = Finding.of(
+        "FS104",
+        "no directory of this step was committed: the save was cut short, or one process failed",
+        severity="warning" if accepted else None,
+        file=places[0].label(listing),
+        expected="a directory without the mark of temporary ones, its processes' stores merged",
+        help="take another step; or name the directories of all processes and give --accept uncommitted: every chunk is still proven to be there",
+    )
+    if not accepted:
+        raise error_for([finding])
+    return [finding]
+
+
+def _file(listing: Listing, place: Place, name: str) -> File | None:
+    return _at(listing, place, place.folder, name)
+
+
+def _at(listing: Listing, place: Place, folder: str, name: str) -> File | None:
+    """The file of that name in a folder of the place's root."""
+    path = f"{folder}/{name}" if folder else name
+    return next((f for f in listing.files if f.root == place.root and f.path == path), None)
+
+
+def _anchor(listing: Listing, places: list[Place]) -> File:
+    """A file that changes with the store."""
+    for place in places:
+        stores = (f"{process.folder}/manifest.ocdbt" for process in place.processes)
+        for name in ("manifest.ocdbt", "_METADATA", *stores):
+            if file := _file(listing, place, name):
+                return file
+        if place.plain:
+            return place.plain[0]
+    raise AssertionError("places are found by such files")
+
+
+def _identity(listing: Listing, places: list[Place]) -> str:
+    """Names, sizes and times of all files of the stores, condensed."""
+    digest = hashlib.blake2b(digest_size=32)
+    for place in places:
+        root = os.fspath(listing.roots[place.root])
+        for _, file in place.files(listing):
+            stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
+            digest.update(os.fsencode(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
+    return digest.hexdigest()
+
+
+def _strings(listing: Listing, places: list[Place]) -> str | None:
+    """Texts among the leaves, which Orbax keeps in a file of their own. source: orbax type_handlers.py"""
+    for place in places:
+        if file := _file(listing, place, "_strings.json"):
+            return listing.read_text(file)
+    return None
+
+
+def _tree(listing: Listing, places: list[Place]) -> Tree | None:
+    found: Tree | None = None
+    for place in places:
+        file = _file(listing, place, "_METADATA")
+        if file is None:
+            continue
+        tree = parse_tree(listing.read_text(file), place.inside("_METADATA"))
+        if found is not None and set(tree.arrays) != set(found.arrays):
+            raise FastshardError.of(
+                "FS107",
+                "two hosts name different arrays in _METADATA: they are of different saves",
+                file=place.label(listing),
+                help="give the directories of one save only",
+            )
+        found = found or tree
+    return found
+
+
+def _checkpoint_metadata(listing: Listing, places: list[Place]) -> dict[str, Any]:
+    """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
+    for place in places:
+        for folder in (place.folder, place.folder.rpartition("/")[0]):
+            if file := _at(listing, place, folder, "_CHECKPOINT_METADATA"):
+                try:
+                    value = json.loads(listing.read_text(file, limit=1 << 20))
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict):
+                    return value
+    return {}
+
+
+def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding]:
+    """Chunks of arrays without metadata, and chunks that a merge left out."""
+    lacking = [name for name in union.undescribed if name not in expected]
+    findings = [
+        Finding.of(
+            "FS101",
+            "chunks of an array are here, its metadata is not",
+            file=where,
+            tensor=name,
+            expected=".zarray or zarr.json beside them",
+            help="copy it from where the checkpoint was written: without it shape and dtype are unknown",
+        )
+        for name in lacking[:_NAMED]
+    ]
+    if len(lacking) > _NAMED:
+        findings.append(Finding.of("FS101", f"and {len(lacking) - _NAMED} more arrays", file=where))
+    if union.unmerged:
+        findings.append(
+            Finding.of(
+                "FS111",
+                f"{union.unmerged} keys are in the directories of processes only: the merged store does not reach "
+                "them; they were taken from there",
+                severity="note",
+                file=where,
+            )
+        )
+    return findings
+
+
+def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None, str | None]:
+    """The yml that a conversion to MaxText left beside the step.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    folder = place.folder
+    while True:
+        if file := _at(listing, place, folder, MODEL_FILE):
+            path = file.path
+            try:
+                config = parse_yaml(listing.read_text(file, limit=1 << 20))
+            except ValueError as error:
+                raise FastshardError.of("FS211", f"not a config: {error}", file=path) from None
+            if isinstance(config, dict) and config:
+                return config, path
+            raise FastshardError.of("FS211", "not a config: no keys", file=path)
+        if not folder:
+            return None, None
+        folder = folder.rpartition("/")[0]
+
+
+def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
+    """Arrays that ``_METADATA`` names and no store describes, and the other way round."""
+    lacking = sorted(set(tree.arrays) - there)
+    findings = [
+        Finding.of(
+            "FS102",
+            "_METADATA names this array, no store describes it",
+            file=where,
+            tensor=name,
+            help="name the directories of the other hosts as further CKPTs; if all are given, take another step",
+        )
+        for name in lacking[:_NAMED]
+    ]
+    if len(lacking) > _NAMED:
+        findings.append(Finding.of("FS102", f"and {len(lacking) - _NAMED} more arrays", file=where))
+    extra = sorted(there - set(tree.arrays) - set(tree.leaves))
+    if extra:
+        findings.append(
+            Finding.of(
+                "FS108",
+                f"_METADATA does not name {len(extra)} arrays that are stored",
+                file=where,
+                tensor=extra[0],
+            )
+        )
+    return findings

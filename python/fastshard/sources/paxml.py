@@ -1,0 +1,97 @@
+"""Paxml's GPT-3 of MLPerf: the table that fits its names.
+
+source: paxml train_states.py, checkpoint_paths.py; praxis optimizer_prefix_vectorization.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from .. import layouts
+from ..declared import Source
+from ..errors import Finding
+from ..layouts.train_states import Names, Rules
+from ..models import maxtext, maxtext_sizes
+from ..naming.maxtext import Arrays
+
+ROOT = "mdl_vars.params.lm."
+_STACKED = "transformer.repeat.sub."
+#: Moments lie in groups of like prefixes of their shapes: `p#96#i-1_2` (96 layers stacked, the axis not
+#: sharded, state 2 of the optimizer's chain) and `no_prefix_2`.
+_MOMENT = re.compile(r"^(opt_states_\d+)\.(p#\d+#i-?\d+|no_prefix)_(\d+)\.([mv])\.params\.lm\.(.*)$")
+_SLOTS = {"mu": "m", "nu": "v"}
+
+
+def is_train_state(names: Iterable[str]) -> bool:
+    """True if the names are those of a Paxml language model's train state."""
+    return any(name.startswith(ROOT) for name in names)
+
+
+def describe(
+    source: Source, arrays: Arrays, config: dict[str, Any] | None = None, config_path: str | None = None
+) -> None:
+    """Family, table and axes of a Paxml checkpoint. A model that the table does not hold is left without.
+
+    Args:
+        source: what is described.
+        arrays: dtype and shape of each array, by name.
+        config: MaxText's yml for the same model.
+        config_path: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS211`` for values of the config that are of another kind.
+    """
+    if not is_train_state(arrays):
+        return
+    source.framework, source.pass_unknown, source.config = "Paxml", True, config
+    table = layouts.table("paxml.gpt3")
+    strange = [name for name in arrays if name.startswith(ROOT) and table.rule_of(name) is None]
+    if strange:
+        source.findings.append(
+            Finding.of(
+                "FS514",
+                "no layout for this Paxml model: its tensors can be merged, not converted to other layouts",
+                severity="note",
+                tensor=strange[0],
+                expected="GPT-3 as in MLPerf, its layers repeated",
+                help="describe its tensors in a layout of your own (--layout)",
+            )
+        )
+        return
+    source.family, source.layout, source.dialect = "gpt3", "paxml.gpt3", maxtext.DIALECT
+    source.axes = maxtext_sizes.axes_of(config or {}, "gpt3")
+    source.provable = source.provable or bool(config)
+    source.rules = Rules(table, _names(arrays))
+    source.moments_named = any(_MOMENT.match(name) for name in arrays)
+    source.table = source.rules.whole(source.moments_named)
+
+
+def _names(arrays: Arrays) -> Names:
+    stored = {(m[4], m[5]): m for name in sorted(arrays) if (m := _MOMENT.match(name))}
+    groups: dict[bool, str] = {}
+    for (_, inner), match in stored.items():
+        groups.setdefault(inner.startswith(_STACKED), _group(match))
+    state = tuple(name for name in arrays if name.startswith("opt_states_"))
+    chain = next((m[1] for m in stored.values()), "opt_states_0")
+    counts = sorted(name for name in state if re.fullmatch(rf"{chain}\.no_prefix_\d+\.count", name))
+    count = counts[0] if counts else f"{chain}.no_prefix_0.count"
+    scalars = tuple(name for name in state if name != count and not arrays[name][1])
+    own = {key: _group(match) for key, match in stored.items()}
+    slots = tuple(slot for slot, letter in _SLOTS.items() if any(kind == letter for kind, _ in stored))
+    return Names(ROOT, ROOT, partial(_moment, own, groups), count, slots, scalars, state)
+
+
+def _group(match: re.Match[str]) -> str:
+    """The group's name; the number in it is that of the layers."""
+    prefix = re.sub(r"^p#\d+#", "p#{#L}#", match[2])
+    return f"{match[1]}.{prefix}_{match[3]}"
+
+
+def _moment(own: dict[tuple[str, str], str], groups: dict[bool, str], slot: str, inner: str) -> str:
+    """The name of a moment: in its own group, else in that of the others of its kind."""
+    stacked = inner.startswith(_STACKED)
+    usual = groups.get(stacked, "opt_states_0.p#{#L}#i-1_2" if stacked else "opt_states_0.no_prefix_2")
+    return f"{own.get((_SLOTS[slot], inner), usual)}.{_SLOTS[slot]}.params.lm.{inner}"

@@ -1,0 +1,63 @@
+"""All adapters, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from ..discover import Listing
+from ..errors import FastshardError, raise_errors
+from .base import Adapter, Found, Options
+from .colossalai.adapter import ColossalAI
+from .dcp import Dcp
+from .deepspeed.adapter import DeepSpeed
+from .deepspeed.universal import Universal
+from .huggingface.ranks import HfRankShards
+from .huggingface.saved import HuggingFace
+from .huggingface.tp import TpSafetensors
+from .megatron.adapter import Megatron
+from .orbax import Orbax
+from .orbax.parts import refuse_parts
+from .steps import no_steps, refuse_lone_trackers
+from .strangers import looks_like
+
+__all__ = ["ADAPTERS", "detect"]
+
+#: In the order in which they are asked: the more telling names first.
+ADAPTERS: list[Adapter] = [
+    Universal(),
+    DeepSpeed(),
+    Dcp(),
+    Megatron(),
+    Orbax(),
+    TpSafetensors(),
+    HfRankShards(),
+    ColossalAI(),
+    HuggingFace(),
+]
+
+
+def detect(listing: Listing, options: Options) -> Found:
+    """The files of the checkpoint below the listing's roots.
+
+    Raises:
+        FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
+            part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by names alone.
+    """
+    if listing.single and options.step is not None:
+        raise no_steps(options.step)
+    for adapter in ADAPTERS:
+        found = adapter.detect(listing, options)
+        if found is not None:
+            return found
+    refuse_parts(listing)
+    refuse_lone_trackers(listing)
+    raise_errors(listing.findings)
+    roots = ", ".join(str(root) for root in listing.roots)
+    known = looks_like(listing)
+    raise FastshardError.of(
+        "FS513",
+        "no checkpoint that fastshard knows",
+        file=roots,
+        got=known[0] if known else f"{len(listing.files)} files",
+        help=known[1]
+        if known
+        else "point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the formats",
+    )

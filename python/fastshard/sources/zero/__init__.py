@@ -1,0 +1,131 @@
+"""ZeRO: which elements of which rank's flat partition make up a parameter.
+
+Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the
+whole into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank.
+Stage 0 keeps the optimizer's state in the model file.
+source: DeepSpeed runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
+utils/zero_to_fp32.py, utils/tensor_fragment.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...declared import Source
+from ...errors import Finding
+from ..base import Contents, Found, missing
+from . import stage0, stage3, stage12
+from .across import copied_files, steps_agree
+from .model import Model, Naming
+from .partitions import Partitions
+
+__all__ = ["Naming", "attach"]
+
+
+def attach(
+    source: Source, found: Found, contents: Contents, states: list[dict[str, Any]], name_of: Naming
+) -> None:
+    """Adds masters and optimizer slots to a declaration, and what is wrong with them."""
+    notes = found.notes
+    is_stage3 = bool(notes["sliced"])
+    by_mp: dict[int, list[tuple[int, int]]] = {}
+    for dp, mp, file in notes["optim"]:
+        by_mp.setdefault(mp, []).append((dp, file))
+    tp = source.degrees.get("tp", 1)
+    findings: list[Finding] = []
+    for i, mp in enumerate(notes["ranks"]):
+        # The first file of a rank, where several roots hold it.
+        if mp in notes["ranks"][:i]:
+            continue
+        coords, label = _place(mp, tp, notes["pipeline"])
+        plain = source.layout is None and source.pass_unknown
+        model = Model(found, contents, states[i], i, mp, coords, label, name_of, own_names=plain)
+        if notes["pipeline"]:
+            model.layers = _layers(notes, coords.get("tp", 0))
+            model.stages = len(set(notes["ranks"])) // tp
+        trained: set[str] = set()
+        if mp in by_mp:
+            group = Partitions(model, by_mp.pop(mp), is_stage3)
+            shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
+            if shapes is None:
+                findings.append(
+                    Finding.of(
+                        "FS402",
+                        "the model file does not tell the order of the flat parameters (no param_shapes), so the masters cannot be named",
+                        file=model.path,
+                        rank=model.label,
+                    )
+                )
+            elif group.whole:
+                named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
+                if named is not None:
+                    group.keep(named)
+                    source.state_files += group.state_files()
+            source.assembled += group.assembled
+            trained = {name for shape in shapes or [] for name in shape}
+            findings += group.findings
+            source.steps |= group.steps
+            source.unstepped = group.unstepped
+            source.values.setdefault("optimizer", group.values)
+        elif not is_stage3 and (held := stage0.read(model)) is not None:
+            source.assembled += held.assembled
+            source.moments_unread += held.unread()
+            trained = {name for name, *_ in held.members()}
+            source.steps[i] = held.steps()
+            if held.key is None:
+                source.moments_only = True
+                source.unstepped = held.states == {}
+            elif held.named:
+                source.state_files.append(held.state_file())
+            else:
+                findings.append(held.unnamed())
+        elif is_stage3 or stage0.partitioned(model):
+            findings.append(model.missing(0, 1, bf16=True))
+        source.untrained |= {name_of(name) for name in model.names() - trained} if trained else set()
+        if is_stage3:
+            source.assembled += stage3.frozen(model, notes["sliced"])
+            source.findings += stage3.ranks_agree(model, notes["sliced"])
+            buffers = {name for unit in source.units if unit.file == i for name in unit.only or []}
+            source.findings += stage3.left_out(model, buffers)
+    for mp, parts in by_mp.items():
+        name = f"mp_rank_{mp:02d}_model_states.pt"
+        folder = notes["folder"]
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"mp {mp}",
+                f"{len(parts)} optimizer files of this model-parallel rank; only it names their parameters",
+                f"copy {name} from the node that ran model-parallel rank {mp}",
+            )
+        )
+    # A partition that its own account gives away needs no second finding.
+    known = {f.file for f in findings if f.code == "FS303"}
+    findings += [f for f in copied_files(found, contents, source) if f.file not in known]
+    findings += steps_agree(found, source)
+    masters = [a for a in source.assembled if a.slot is None and not a.frozen]
+    # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
+    untaken = any(f.code in ("FS101", "FS402") for f in findings)
+    source.masters = bool(masters) or is_stage3 or bool(notes["optim"]) or untaken
+    source.weights = "masters" if is_stage3 else "params"
+    source.params_stored = not is_stage3
+    source.optimizer_findings = findings
+    if source.params_stored:
+        source.optimizer_files = {found.files[file].path for _, _, file in notes["optim"]}
+
+
+def _layers(notes: dict[str, Any], tp: int) -> list[tuple[int, int]]:
+    """The layer files of a rank, in order; the first one of each layer, where several roots hold it."""
+    first = len(notes["ranks"])
+    files: dict[int, int] = {}
+    for i, (layer, rank) in enumerate(notes["layers"]):
+        if rank == tp:
+            files.setdefault(layer, first + i)
+    return sorted(files.items())
+
+
+def _place(mp: int, tp: int, pipeline: bool) -> tuple[dict[str, int], str]:
+    """Topology of a model-parallel rank. A pipeline numbers pp x tp jointly, tp fastest."""
+    if not pipeline:
+        return ({"tp": mp} if tp > 1 else {}), f"mp {mp}"
+    # Stages hold different layers; a tied tensor is the same on several, and compared as a replica.
+    return ({"tp": mp % tp, "pp": mp // tp} if tp > 1 else {"pp": mp}), f"mp {mp}"

@@ -1,0 +1,78 @@
+"""Checks across the optimizer files of all ranks."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+from ...declared import Source
+from ...errors import Finding
+from ..base import Contents, Found
+from .model import state_of, tensor_index
+
+#: Storages up to this size are checked for being constant before they are called copies.
+_CONSTANT_BYTES = 256 << 20
+
+
+def copied_files(found: Found, contents: Contents, source: Source) -> list[Finding]:
+    """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
+    seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    findings = []
+    for dp, mp, file in found.notes["optim"]:
+        state = state_of(contents, file) or {}
+        groups = state.get("single_partition_of_fp32_groups") or state.get("fp32_flat_groups")
+        tensors = contents.tensors(file)
+        indices = [
+            t
+            for value in (groups if isinstance(groups, list) else [])
+            if (t := tensor_index(value)) is not None
+        ]
+        sums = tuple((tensors[t]["storage_crc32"], tensors[t]["storage_bytes"]) for t in indices)
+        if not sums or None in [crc for crc, _ in sums] or all(_constant(*s) for s in sums):
+            continue
+        first = seen.setdefault(sums, (dp, mp, file))
+        if first[:2] != (dp, mp):
+            findings.append(
+                Finding.of(
+                    "FS303",
+                    f"the same masters as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
+                    file=found.files[file].path,
+                    rank=f"dp {dp}, mp {mp}",
+                    expected="another partition",
+                    got="a copy, by the checksums of its storages",
+                    help="copy the right file from the node that ran this rank",
+                )
+            )
+    return findings
+
+
+def _constant(crc: int, size: int) -> bool:
+    """True if a float32 storage of this checksum is all zeros or all ones."""
+    if size > _CONSTANT_BYTES:
+        return False
+    return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
+
+
+def steps_agree(found: Found, source: Source) -> list[Finding]:
+    """All ranks must have taken the same number of optimizer steps."""
+    told = {file: tuple(sorted(set(steps))) for file, steps in source.steps.items() if steps}
+    usual = max(told.values(), key=list(told.values()).count, default=())
+    ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.notes["optim"]}
+    return [
+        Finding.of(
+            "FS107",
+            "optimizer step differs between ranks",
+            file=found.files[file].path,
+            rank=ranks.get(file),
+            expected=f"{_listed(usual)} as on the other ranks",
+            got=_listed(steps),
+            help="take all optimizer files from one step",
+        )
+        for file, steps in sorted(told.items())
+        if steps != usual
+    ]
+
+
+def _listed(steps: tuple[float, ...]) -> str:
+    return ", ".join(f"{step:g}" for step in steps)

@@ -1,0 +1,268 @@
+"""The optimizer files of one model-parallel rank: which there are, and the flat vectors in them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...declared import Assembled, StateFile
+from ...errors import Finding
+from ..base import lacking
+from .model import Flat, Model, Named, Rank, scalar, state_below, state_of, tensor_index
+
+
+class Partitions:
+    """The partitions of one model-parallel rank, checked against each other and put together."""
+
+    def __init__(self, model: Model, files: list[tuple[int, int]], stage3: bool) -> None:
+        self.model = model
+        self.stage3 = stage3
+        self.findings: list[Finding] = []
+        self.assembled: list[Assembled] = []
+        self.steps: dict[int, list[float]] = {}
+        self.ranks: dict[int, Rank] = {}
+        #: Flat vectors (file, tensor) in which parameters lie.
+        self.filled: set[tuple[int, int]] = set()
+        #: True if each rank's optimizer has a state, and there is nothing in it.
+        self.unstepped = True
+        self.bf16 = model.found.files[files[0][1]].name.startswith("bf16_")
+        readable = True
+        for dp, file in files:
+            path = model.found.files[file].path
+            state = state_of(model.contents, file)
+            if state is None:
+                # An unreadable file is a finding already.
+                readable = False
+                if model.contents.readable(file):
+                    self.problem(
+                        "FS404", "no optimizer state in it", path, dp, "optimizer_state_dict", "none"
+                    )
+            elif dp in self.ranks:
+                self._same_copy(self.ranks[dp], file, path)
+            else:
+                self.ranks[dp] = Rank(dp, file, path, state)
+        world = self._world()
+        absent = lacking((dp for dp, _ in files), 0, world - 1)
+        self.findings += [model.missing(dp, world, self.bf16, last) for dp, last in absent]
+        for dp in [dp for dp in self.ranks if dp >= world]:
+            left = self.ranks.pop(dp)
+            self.findings.append(
+                Finding.of(
+                    "FS108",
+                    f"data-parallel rank {dp} of a run of {world}: a leftover of an older, wider run? It was not read",
+                    file=left.path,
+                )
+            )
+        self.order = [self.ranks[dp] for dp in sorted(self.ranks)]
+        #: True if all ranks are there and could be read.
+        self.whole = bool(self.order) and readable and not absent and all(map(self._read, self.order))
+        self.values = self._values() if self.whole else {}
+        if self.whole:
+            self._same_slots()
+
+    def shapes(self) -> list[dict[str, list[int]]] | None:
+        """Names and shapes per group by the ranks' own accounts, for a model file that tells none (BF16_Optimizer in a
+        pipeline of stage 0); None if a shape is not known."""
+        stored = {name: shape for name, shape, _ in self.model.stored()[0]}
+        groups: list[dict[str, list[int]]] = []
+        for rank in self.order:
+            # ZeRO's own optimizers may reorder parameters after they took account of them (_before_round_robin).
+            mappings = rank.state.get("param_slice_mappings") if "zero_stage" not in rank.state else None
+            for g, mapping in enumerate(mappings if isinstance(mappings, list) else []):
+                groups += [{}] if g == len(groups) else []
+                for name in mapping if isinstance(mapping, dict) else ():
+                    shape = stored.get(self.model.name_of(name))
+                    if shape is None:
+                        return None
+                    groups[g].setdefault(name, shape)
+        return groups if groups and all(groups) else None
+
+    def _same_slots(self) -> None:
+        """What one rank keeps of a group (``exp_avg``), every rank that has a part of it keeps."""
+        groups = min(len(rank.masters) for rank in self.order)
+        for g in range(groups):
+            holders = [rank for rank in self.order if rank.masters[g].numel]
+            kept = [{slot for slot, parts in rank.slots.items() if parts[g] is not None} for rank in holders]
+            every = set().union(*kept)
+            for rank, slots in zip(holders, kept, strict=True):
+                for slot in sorted(every - slots):
+                    self.problem(
+                        "FS404", f"optimizer state of group {g}", rank.path, rank.dp,
+                        f"{slot}, as on other ranks", "none, or fewer elements than masters",
+                    )  # fmt: skip
+
+    def _values(self) -> dict[str, Any]:
+        """What the optimizer's state tells besides tensors."""
+        state = self.order[0].state
+        base = state.get("base_optimizer_state") or state.get("optimizer_state_dict")
+        scaler = state.get("loss_scaler")
+        scale = (scaler.get("state") or {}).get("cur_scale") if isinstance(scaler, dict) else None
+        values = {
+            "param_groups": base.get("param_groups") if isinstance(base, dict) else None,
+            "loss_scale": scale,
+            "ds_version": state.get("ds_version"),
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+    def problem(
+        self,
+        code: str,
+        message: str,
+        path: str,
+        dp: int | None,
+        expected: str,
+        got: str,
+        help: str | None = None,
+    ) -> None:
+        """Adds a finding about a rank's file, or about all if ``dp`` is None."""
+        rank = self.model.label if dp is None else f"dp {dp}, {self.model.label}"
+        self.findings.append(
+            Finding.of(
+                code,
+                message,
+                file=path,
+                rank=rank,
+                expected=expected,
+                got=got,
+                help=help or "copy the right file of this step from the node that wrote it",
+            )
+        )
+
+    def _world(self) -> int:
+        """Number of partitions: what the model file says, else what most partitions say."""
+        counts: list[int] = []
+        for rank in self.ranks.values():
+            value = rank.state.get("partition_count")
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and 0 < value <= 1 << 20:
+                counts.append(value)
+        stated = self.model.state.get("dp_world_size")
+        world = stated if isinstance(stated, int) and 0 < stated <= 1 << 20 else None
+        if world is None or (counts and world not in counts):
+            world = (
+                max(set(counts), key=counts.count) if counts else (world or max(self.ranks, default=0) + 1)
+            )
+        for rank in self.ranks.values():
+            value = rank.state.get("partition_count")
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and value != world and rank.dp < world:
+                self.problem(
+                    "FS110",
+                    "partition_count",
+                    rank.path,
+                    rank.dp,
+                    f"{world} as the other files say",
+                    str(value),
+                )
+        return world
+
+    def _same_copy(self, first: Rank, file: int, path: str) -> None:
+        """Two roots hold the same rank's file: they must be copies, by the checksums in both."""
+
+        def sums(index: int) -> list[Any]:
+            return [
+                (t["path"], t["storage_crc32"], t["storage_bytes"])
+                for t in self.model.contents.tensors(index)
+            ]
+
+        if sums(first.file) != sums(file):
+            self.problem(
+                "FS302", "two files of one rank that are not copies", path, first.dp,
+                f"the checksums of {first.path}", "others", "give only directories that hold one step of one run",
+            )  # fmt: skip
+
+    def _read(self, rank: Rank) -> bool:
+        """Finds the flat vectors of a rank; False with a finding if they are not where they belong."""
+        tensors = self.model.contents.tensors(rank.file)
+        key = "fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"
+        groups = rank.state.get(key)
+        flat = [self._flat(rank.file, tensors, value) for value in groups] if isinstance(groups, list) else []
+        if not flat or any(f is None for f in flat):
+            what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
+            self.problem(
+                "FS402", f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
+                key, ", ".join(sorted(map(str, rank.state))[:8]), "the masters are not read; --weights params takes the parameters",
+            )  # fmt: skip
+            return False
+        rank.masters = [f for f in flat if f is not None]
+        base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
+        base = base if isinstance(base, dict) else {}
+        states = base.get("state")
+        self.unstepped = self.unstepped and states == {}
+        states = states if isinstance(states, dict) else {}
+        keys = self._state_keys(base, states, len(flat))
+        for g, master in enumerate(rank.masters):
+            entry = states.get(keys[g]) if keys[g] is not None else None
+            for name, value in entry.items() if isinstance(entry, dict) else ():
+                part = self._flat(rank.file, tensors, value)
+                if name != "step":
+                    # Scalars besides the step belong to no element.
+                    if part is not None and part.numel >= master.numel and tensors[part.tensor]["shape"]:
+                        rank.slots.setdefault(name, [None] * len(flat))[g] = part
+                else:
+                    number = float(value) if isinstance(value, (int, float)) else None
+                    rank.steps.append((part, number))
+        self._steps_of(rank, tensors)
+        return True
+
+    @staticmethod
+    def _state_keys(base: dict[str, Any], states: dict[str, Any], count: int) -> list[str | None]:
+        """Key of each flat vector's state: torch numbers parameters through all groups."""
+        numbered = sorted((k for k in states if str(k).isdigit()), key=lambda k: int(k))
+        groups = base.get("param_groups")
+        named = (
+            [p for g in groups for p in (g.get("params") or []) if isinstance(g, dict)]
+            if isinstance(groups, list)
+            else []
+        )
+        if len(named) == count and all(str(p) in states for p in named):
+            return [str(p) for p in named]
+        return [numbered[g] if g < len(numbered) else None for g in range(count)]
+
+    @staticmethod
+    def _flat(file: int, tensors: list[dict[str, Any]], value: Any) -> Flat | None:
+        index = tensor_index(value)
+        if index is None or index >= len(tensors):
+            return None
+        return Flat(file, index, math.prod(tensors[index]["shape"]))
+
+    def _steps_of(self, rank: Rank, tensors: list[dict[str, Any]]) -> None:
+        steps = []
+        for flat, number in rank.steps:
+            if flat is not None and flat.numel == 1:
+                number = scalar(self.model.contents, rank.file, flat.tensor, tensors[flat.tensor]["dtype"])
+            if number is not None:
+                steps.append(number)
+        if steps:
+            self.steps[rank.file] = steps
+
+    def state_files(self) -> list[StateFile]:
+        """Masters, moments and steps of each rank."""
+        files = []
+        for rank in self.order:
+            key = "optimizer_state_dict" if self.stage3 else "base_optimizer_state"
+            tensors, numbers = state_below(rank.state.get(key), ["optimizer_state_dict", key])
+            masters = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) in self.filled]
+            # A partition of a small group may be padding from end to end.
+            padding = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) not in self.filled]
+            files.append(StateFile(rank.file, masters, [*tensors, *padding], numbers))
+        return files
+
+    def keep(self, named: Named) -> None:
+        """Takes what the stage made of the partitions, aliases included."""
+        masters, slots = named
+        model, file = self.model, self.order[0].file
+        owned = {name: (shape, ranges) for name, shape, ranges in masters}
+        self.filled = {(f, tensor) for *_, ranges in masters for count, f, tensor, _ in ranges if count}
+        aliases = model.aliases().items()
+        masters = masters + [
+            (alias, *owned[owner]) for alias, owner in aliases if owner in owned and alias not in owned
+        ]
+        self.assembled.append(model.assembled(None, masters, file))
+        renamed = [part for part in masters if model.name_of(part[0]) != part[0]]
+        if model.own_names and renamed:
+            # Without a layout a tensor keeps each of its names; the parameters have none but the file's.
+            extra = Assembled(file, model.coords, model.label, None, renamed, masters_only=True)
+            self.assembled.append(extra)
+        for slot, tensors in slots.items():
+            self.assembled.append(model.assembled(slot, tensors, file))

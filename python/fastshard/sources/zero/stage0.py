@@ -1,0 +1,327 @@
+"""Stage 0: the optimizer's state lies in the model file, and names nothing.
+
+FP16_UnfusedOptimizer keeps a whole master of each parameter, FP16_Optimizer (for FusedAdam) one flat master per
+group, and an optimizer that was not wrapped (fp32 training) no masters: the parameters are what it steps.
+source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtime/engine.py (_common_checkpoint_state)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...declared import Assembled, StateFile
+from ...errors import Finding
+from .model import Model, Parameter, Parts, ints, scalar, state_below, tensor_index, tensors_below
+
+#: Places to be at while names are given, at most; beyond that shapes do not tell.
+_MOST_STATES = 4096
+
+
+@dataclass
+class Vector:
+    """A tensor that the optimizer steps: a whole parameter, or a group of them one after another."""
+
+    #: Key of its state.
+    key: str
+    shape: list[int] | None
+    #: Index in the model file; None where the parameter itself is stepped.
+    master: int | None
+    #: name, shape, first element
+    members: list[tuple[str, list[int], int]] = field(default_factory=list)
+
+    @property
+    def whole(self) -> list[int] | None:
+        """The shape that moments have."""
+        return self.members[0][1] if self.master is None and self.members else self.shape
+
+
+@dataclass
+class Held:
+    """What a model file holds of an optimizer."""
+
+    model: Model
+    #: The state as torch's optimizers give it: ``state`` and ``param_groups``.
+    base: dict[str, Any]
+    #: ``fp32_groups``, ``fp32_groups_flat``, or None for an optimizer without masters.
+    key: str | None
+    groups: list[list[Vector]]
+    assembled: list[Assembled] = field(default_factory=list)
+    #: True if each tensor has its parameters.
+    named: bool = False
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """State by the parameter's number."""
+        states = self.base.get("state")
+        return states if isinstance(states, dict) else {}
+
+    def vectors(self) -> list[Vector]:
+        """All groups' tensors."""
+        return [vector for group in self.groups for vector in group]
+
+    def members(self) -> list[tuple[str, list[int], int]]:
+        """The parameters in them."""
+        return [member for vector in self.vectors() for member in vector.members]
+
+    def unnamed(self) -> Finding:
+        """That the parameters are not told."""
+        help = "--weights params takes the parameters without looking at the masters"
+        return self._finding(
+            f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes fit the parameters in more than one way or in none",
+            severity=None if self.key else "error",
+            help=help if self.key else "do without --optimizer",
+        )
+
+    def unread(self) -> list[Finding]:
+        """State that is not taken: that of unknown parameters, and what is not laid out as its parameter is."""
+        if not self.named:
+            return [] if self.key or not self.states else [self.unnamed()]
+        tensors = self.model.contents.tensors(self.model.file)
+        for vector in self.vectors():
+            for slot, index in self.slots(vector):
+                shape = tensors[index]["shape"]
+                if shape and shape != vector.whole:
+                    message = f"the optimizer's {slot} is not laid out as its parameter is (factored or quantised): not read"
+                    name = vector.members[0][0] if vector.members else None
+                    return [
+                        self._finding(
+                            message, severity="error", tensor=name, expected=str(vector.whole), got=str(shape)
+                        )
+                    ]
+        return []
+
+    def _finding(self, message: str, **parts: Any) -> Finding:
+        return Finding.of("FS402", message, file=self.model.path, rank=self.model.label, **parts)
+
+    def slots(self, vector: Vector) -> list[tuple[str, int]]:
+        """Tensors that are kept of one, besides its step."""
+        entry = self.states.get(vector.key)
+        kept = (
+            [(k, tensor_index(v)) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
+        )
+        return [(slot, index) for slot, index in kept if index is not None]
+
+    def state_file(self) -> StateFile:
+        """Masters, moments and steps in the model file."""
+        masters = tensors_below(self.model.state["optimizer"].get(self.key))
+        tensors, numbers = state_below(self.base, ["optimizer", "optimizer_state_dict"])
+        return StateFile(self.model.file, masters, tensors, numbers)
+
+    def steps(self) -> list[float]:
+        """Optimizer steps, one per parameter or group."""
+        tensors = self.model.contents.tensors(self.model.file)
+        found = []
+        for entry in self.states.values():
+            value = entry.get("step") if isinstance(entry, dict) else None
+            index = tensor_index(value)
+            step = value if isinstance(value, (int, float)) else None
+            if index is not None:
+                step = scalar(self.model.contents, self.model.file, index, tensors[index]["dtype"])
+            if step is not None:
+                found.append(float(step))
+        return found
+
+
+def read(model: Model) -> Held | None:
+    """What the model file holds of an optimizer, under the parameters' names; None if there is nothing."""
+    held = _held(model)
+    if held is not None:
+        parameters, aliases = model.stored()
+        # Nothing says which layers are those of a stage.
+        held.named = model.stages == 1 and _name(held, parameters)
+        if held.named:
+            held.assembled = _assembled(held, aliases)
+    return held
+
+
+def partitioned(model: Model) -> bool:
+    """True if the model file holds a partition: BF16_Optimizer's of the first rank, in a pipeline of stage 0."""
+    optimizer = model.state.get("optimizer")
+    return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
+
+
+def _held(model: Model) -> Held | None:
+    optimizer = model.state.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return None
+    tensors = model.contents.tensors(model.file)
+    for key in ("fp32_groups", "fp32_groups_flat"):
+        groups = optimizer.get(key)
+        if not isinstance(groups, list) or not groups:
+            continue
+        base = optimizer.get("optimizer_state_dict")
+        found: list[list[Vector]] = []
+        number = 0
+        for group in groups:
+            found.append([])
+            for value in group if isinstance(group, list) else [group]:
+                if (index := tensor_index(value)) is not None:
+                    found[-1].append(Vector(str(number), tensors[index]["shape"], index))
+                    number += 1
+        return Held(model, base if isinstance(base, dict) else {}, key, found)
+    states, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(states, dict) or not isinstance(groups, list):
+        return None
+    numbers = [ints(group.get("params")) if isinstance(group, dict) else None for group in groups]
+    vectors = [[Vector(str(n), _stepped(states, n, tensors), None) for n in group or []] for group in numbers]
+    return Held(model, optimizer, None, vectors)
+
+
+def _stepped(states: dict[str, Any], number: int, tensors: list[dict[str, Any]]) -> list[int] | None:
+    """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored moments)."""
+    entry = states.get(str(number))
+    indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
+    shapes = [tensors[i]["shape"] for i in indices if i is not None]
+    # Scalars besides the step belong to no element, but where the parameter is one.
+    shapes = [shape for shape in shapes if shape] or shapes
+    return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
+
+
+def _name(held: Held, parameters: list[Parameter]) -> bool:
+    """Gives the optimizer's tensors the parameters that they are; False if that is not told."""
+    if held.key == "fp32_groups_flat":
+        return _name_flat(held, parameters)
+    shaped = [[vector.shape for vector in group] for group in held.groups]
+    found = assign([(name, shape) for name, shape, _ in parameters], shaped)
+    if found is None:
+        return False
+    shapes = {name: shape for name, shape, _ in parameters}
+    for group, names in zip(held.groups, found, strict=True):
+        for vector, name in zip(group, names, strict=True):
+            vector.members = [(name, shapes[name], 0)]
+    return True
+
+
+def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
+    """The members of flat masters: by the flat 16-bit vectors that the module's tensors are views of, or by sizes."""
+    vectors = held.vectors()
+    lengths = [math.prod(vector.shape or []) for vector in vectors]
+    shapes = {name: shape for name, shape, _ in parameters}
+    # What has no elements is in no place that tells whether it is frozen.
+    filled = [p for p in parameters if math.prod(p[1])]
+    # Layer files hold copies.
+    found = None if held.model.layers else _views(held.model, filled, lengths)
+    if found is None:
+        found = _assigned_by_size([(name, math.prod(shape)) for name, shape, _ in filled], lengths)
+    if found is None:
+        return False
+    for vector, names in zip(vectors, found, strict=True):
+        at = 0
+        for name in names:
+            vector.members.append((name, shapes[name], at))
+            at += math.prod(shapes[name])
+    return True
+
+
+def _views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
+    """Names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their order."""
+    tensors = model.contents.tensors(model.file)
+    storages: dict[int, list[tuple[int, int, int, str]]] = {}
+    for name, shape, index in parameters:
+        tensor = tensors[index]
+        count = math.prod(shape)
+        storages.setdefault(tensor["storage"], []).append(
+            (tensor["offset"], count, tensor["storage_bytes"], name)
+        )
+    tiled: dict[int, list[list[str]]] = {}
+    for places in storages.values():
+        places.sort()
+        total = sum(count for _, count, _, _ in places)
+        item = places[0][2] // total
+        starts = [item * sum(count for _, count, _, _ in places[:i]) for i in range(len(places))]
+        if [at for at, *_ in places] == starts and item * total == places[0][2]:
+            tiled.setdefault(total, []).append([name for *_, name in places])
+    # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
+    if len(set(lengths)) < len(lengths) or any(len(tiled.get(n, ())) != 1 for n in lengths):
+        return None
+    return [tiled[n][0] for n in lengths]
+
+
+def _assembled(held: Held, aliases: dict[str, str]) -> list[Assembled]:
+    """Masters under all names of a parameter, and moments under that of its owner."""
+    model = held.model
+    tensors = model.contents.tensors(model.file)
+    masters: list[Parts] = []
+    slots: dict[str, list[Parts]] = {}
+    for vector in held.vectors():
+        kept = [(s, i) for s, i in held.slots(vector) if tensors[i]["shape"] == vector.whole]
+        for name, shape, at in vector.members:
+            count = math.prod(shape)
+            if vector.master is not None:
+                masters.append((name, shape, [(count, model.file, vector.master, at)]))
+            for slot, index in kept:
+                slots.setdefault(slot, []).append((name, shape, [(count, model.file, index, at)]))
+    owned = {name: (shape, ranges) for name, shape, ranges in masters}
+    masters += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
+    found = [model.assembled(None, masters, model.file)] if masters else []
+    return found + [model.assembled(slot, parts, model.file) for slot, parts in slots.items()]
+
+
+def assign(
+    names: list[tuple[str, list[int]]], groups: list[list[list[int] | None]]
+) -> list[list[str]] | None:
+    """The one way in which groups of shapes are subsequences of the parameters in order, if it is one.
+
+    A shape that is not known fits any parameter. What is left over are frozen parameters. Several ways, or none,
+    give None.
+    """
+    ends = [len(group) for group in groups]
+    ends.append(len(names) - sum(ends))
+
+    def advance(g: int, at: int, shape: list[int]) -> int | None:
+        if at == ends[g] or (g < len(groups) and groups[g][at] not in (None, shape)):
+            return None
+        return at + 1
+
+    return _one_way(names, ends, advance)
+
+
+def _assigned_by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]] | None:
+    """The one way in which parameters in order fill vectors of these lengths, if it is one; the rest are frozen."""
+    ends = [*lengths, sum(size for _, size in names) - sum(lengths)]
+
+    def advance(g: int, at: int, size: int) -> int | None:
+        return at + size if at + size <= ends[g] else None
+
+    return _one_way(names, ends, advance)
+
+
+def _one_way(
+    names: list[tuple[str, Any]], ends: list[int], advance: Callable[[int, int, Any], int | None]
+) -> list[list[str]] | None:
+    """Walks the parameters in order and puts each into one of several places, the last for those left over.
+
+    Args:
+        names: parameters, and what of them decides.
+        ends: where each place must have come to at the end.
+        advance: from (place, how far it is, parameter) to how far it is then, or None if it does not fit.
+    """
+    if ends[-1] < 0:
+        return None
+    # Ways to be at a position per place, as linked lists; at most two per state matter.
+    paths: dict[tuple[int, ...], list[Any]] = {(0,) * len(ends): [None]}
+    for _, decides in names:
+        following: dict[tuple[int, ...], list[Any]] = {}
+        for state, ways in paths.items():
+            for g, at in enumerate(state):
+                if (moved := advance(g, at, decides)) is not None:
+                    kept = following.setdefault((*state[:g], moved, *state[g + 1 :]), [])
+                    kept.extend((way, g) for way in ways[: 2 - len(kept)])
+        if len(following) > _MOST_STATES:
+            return None
+        paths = following
+    ways = paths.get(tuple(ends), [])
+    if len(ways) != 1:
+        return None
+    places, way = [], ways[0]
+    while way is not None:
+        way, g = way
+        places.append(g)
+    assigned: list[list[str]] = [[] for _ in ends[:-1]]
+    for (name, _), g in zip(names, reversed(places), strict=True):
+        if g < len(assigned):
+            assigned[g].append(name)
+    return assigned

@@ -1,0 +1,1 @@
+"""Targets: which files a framework loads, what they are called, and which of them is written last."""

@@ -1,0 +1,231 @@
+"""The Hugging Face target: its layout, facts and the ``config.json`` that ``from_pretrained`` needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .._core import Table
+from ..declared import Source, is_state
+from ..errors import FastshardError, Finding
+from ..models import config_json, huggingface
+from ..models.model import Model
+from ..naming.wrappers import wrapped
+from ..tokenizer import Tokenizer
+from .base import Bound, Completed
+
+#: What trainers call the model that they hold, and no model of transformers a part of itself.
+_HOLDERS = {
+    "net", "network", "actor", "policy", "critic", "student", "teacher", "ema", "ema_model", "model_ema", "state_dict", "app",
+    "wrapped", "inner_model",
+}  # fmt: skip
+#: What a whole model has at its top, below another key.
+_WHOLE_BELOW = re.compile(r"model\.(lm_head|embed_out|model|transformer|score)\.")
+
+
+@dataclass
+class HfTarget:
+    """A checkpoint that ``from_pretrained`` loads, to be made of a source."""
+
+    source: Source
+    layout: str
+    facts: dict[str, bool]
+    #: The model and the class of transformers that computes it; None for one that is transformers' already.
+    model: Model | None = None
+    kind: huggingface.Class | None = None
+    name: str = "hf"
+
+    @classmethod
+    def of(cls, source: Source) -> HfTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
+                that decides values is unknown, or the model is.
+        """
+        config = source.config or {}
+        if source.hf_names:
+            layout = config_json.layout_of(config) if source.no_table is None else None
+            quantised = config_json.quantised_by(config) is not None
+            if layout is None or source.headless or source.table is not None or quantised:
+                return cls(source, _kept(source), {})
+            return cls(source, layout, config_json.axes_and_facts(config)[1])
+        if source.dialect is not None:
+            model = source.model()
+            kind = huggingface.class_of(
+                model, f"`fastshard merge` writes the whole tensors under {source.framework}'s own names"
+            )
+            model.settled("activation")
+            return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
+        if source.no_table is not None:
+            raise _changed(source.no_table)
+        if source.family is None and source.layout is None and source.tree is None:
+            raise _unknown()
+        what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
+        raise FastshardError.of("FS514", f"no Hugging Face layout for {what} yet")
+
+    @classmethod
+    def known(cls, source: Source, what: str) -> HfTarget:
+        """The same, where a table must say what the tensors are: ``what`` is to be made of them.
+
+        Raises:
+            FastshardError: as :meth:`of`, and ``FS514`` for a model without a table.
+        """
+        whole = cls.of(source)
+        if whole.keeps_names:
+            raise FastshardError.of(
+                "FS514",
+                f"{_why(source)}: nothing says what its tensors are, as {what} needs",
+                help="describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
+            )
+        return whole
+
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay."""
+        return not self.layout
+
+    def request(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {"name": self.name} | ({"layout": table, "facts": self.facts} if self.layout else {})
+
+    def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
+        """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
+        if self.model is not None and self.kind is not None:
+            return huggingface.write(self.model, self.kind, axes, "config.json")
+        config = dict(self.source.config or {})
+        if "V" in axes:
+            config["vocab_size"] = axes["V"]
+        return config, []
+
+    def complete(self, bound: Bound) -> Completed:
+        """The config.json of the result, and what had to be assumed.
+
+        Raises:
+            FastshardError: ``FS514`` for names that stay and are not the model's own.
+        """
+        if self.keeps_names:
+            return [], {}, [_unproven(self.source, bound)]
+        config, assumed = self.config(bound.axes)
+        if not self.source.hf_names:
+            config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
+            assumed += told
+        text = json.dumps(config_json.with_dtype(config, bound.dtype), indent=2) + "\n"
+        return [], {"config.json": text}, assumed
+
+
+def model_of(source: Source, what: str) -> Model:
+    """What a source's model computes, for a target that must know: ``what`` is to be made of it.
+
+    Raises:
+        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which nothing is known.
+    """
+    if source.dialect is None or source.hf_names:
+        HfTarget.known(source, what)
+    return source.model()
+
+
+def _kept(source: Source) -> str:
+    """No layout: names and shapes stay.
+
+    Raises:
+        FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no table and
+            whose vocabulary is to be cut.
+    """
+    if not source.config:
+        raise _unknown()
+    if source.vocab_size is not None:
+        raise FastshardError.of(
+            "FS514",
+            f"--vocab-size: {_why(source)}, so that nothing tells which rows are words",
+            help="leave it out, or describe the model in a table of your own (--layout FILE)",
+        )
+    return ""
+
+
+def _unknown() -> FastshardError:
+    return FastshardError.of(
+        "FS209",
+        "the model is not known: no config.json of a model is beside or above the checkpoint",
+        help="give it with --config; `fastshard merge` needs none and keeps the names as they are",
+    )
+
+
+def _changed(why: str) -> FastshardError:
+    return FastshardError.of(
+        "FS514",
+        f"{why}: they are not the model's own, so that nothing would load them",
+        help="save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
+    )
+
+
+def _why(source: Source) -> str:
+    """Why the names of a model of Hugging Face stay."""
+    if source.no_table is not None:
+        return source.no_table
+    if source.headless is not None:
+        return f"architectures says {source.headless}"
+    if (method := config_json.quantised_by(source.config or {})) is not None:
+        return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
+    return "the model lies below names of its own"
+
+
+def _unproven(source: Source, bound: Bound) -> Finding:
+    """What is not proven of names that stay."""
+    if (changed := wrapped(bound.shapes)) is not None:
+        raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
+    if (name := _held(source, bound.shapes)) is not None:
+        raise _changed(f"the model lies below a trainer's own key ({name})")
+    return Finding.of(
+        "FS109",
+        f"{_why(source)}: names and shapes stay as they are stored, and no table says that they are the model's",
+        help="--expect a manifest or --layout a table of your own proves them",
+    )
+
+
+def _held(source: Source, names: Iterable[str]) -> str | None:
+    """A name by which the model lies below a key that transformers knows nothing of; None if there is none."""
+    weights = [name for name in names if not is_state(name)]
+    kept = next((name for name in weights if name.partition(".")[0] in _HOLDERS), None)
+    if kept is None:
+        # Only a whole model has these, and none calls itself so.
+        kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
+    known = source.layout in config_json.BASES and source.table is not None and source.headless is None
+    if kept is None and known and "auto_map" not in (source.config or {}):
+        # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
+        kept = next(iter(weights), None)
+    return kept
+
+
+def _special_tokens(
+    config: dict[str, Any], tokenizer: Tokenizer | None, source: Source, rows: int | None
+) -> tuple[dict[str, Any], list[Finding]]:
+    """A config that nobody else has written, with the ids that its tokenizer gives its special tokens: transformers
+    has defaults of its own, by which a model generates past the end."""
+    if tokenizer is None:
+        return config, []
+    special = dict(tokenizer.special or {})
+    if source.framework == "GPT-NeoX" and tokenizer.end_of_document is not None:
+        special.setdefault("eos_token_id", tokenizer.end_of_document)
+    notes = []
+    for key, number in list(special.items()):
+        if rows is not None and number >= rows:
+            del special[key]
+            why, expected = "is left out: the tokenizer's has no row", f"an id below {rows}"
+        elif isinstance(config.get(key), int) and config[key] != number:
+            why, expected = "is the tokenizer's", f"{config[key]} by the training config"
+        else:
+            continue
+        told = Finding.of(
+            "FS109",
+            f"config: {key} {why}",
+            severity="note",
+            file="config.json",
+            expected=expected,
+            got=str(number),
+        )
+        notes.append(told)
+    return config | special, notes

@@ -1,0 +1,257 @@
+"""The MaxText target: names, shapes and what a train state needs besides, for Llama and GPT-3 models.
+
+source: MaxText checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
+common/checkpointing.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._core import Table
+from ..declared import Source
+from ..errors import FastshardError, Finding
+from ..layouts import train_states
+from ..layouts.train_states import Names, Rules
+from ..models import maxtext
+from ..models.model import Model
+from ..naming.maxtext import default_names
+from . import maxtext_yml
+from .base import Bound, Completed, positive
+from .huggingface import model_of
+
+NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
+#: source: MaxText configs/base.yml
+_SCAN_AXIS = 1
+#: The counters' types where the source is of another framework. source: jax default of int32; Orbax casts.
+_COUNTERS = {"U32": "I32", "U64": "I64"}
+
+
+@dataclass
+class MaxTextTarget:
+    """A MaxText train state, or its parameters, to be made of a source."""
+
+    source: Source
+    name: str
+    layout: str
+    facts: dict[str, bool]
+    #: Axis that the layers are stacked along; None for layers apart.
+    scan: int | None
+    optimizer: bool
+    #: The model; None for one that comes from MaxText or Paxml.
+    model: Model | None
+    #: The vocabulary is padded to a multiple of this, if asked for.
+    multiple: int | None = None
+    names: Names = field(default_factory=default_names)
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        to: str,
+        *,
+        optimizer: bool = False,
+        param_scan_axis: int | None = None,
+        fused_qkv: bool | None = None,
+        rope_type: str | None = None,
+        multiple: int | None = None,
+    ) -> MaxTextTarget:
+        """What the source allows.
+
+        Args:
+            source: what is converted.
+            to: ``maxtext``, ``maxtext:scan`` or ``maxtext:unscan``.
+            optimizer: True to take the optimizer's state along.
+            param_scan_axis: MaxText's option of that name; default 1, as MaxText's.
+            fused_qkv: the same, for GPT-3; default as in the source, fused where that is Paxml's.
+            rope_type: ``default`` or ``llama3.1``, as MaxText will be run; default ``llama3.1``, whose order
+                MaxText's converter writes. Both compute the same without scaling, from queries and keys in
+                other orders.
+            multiple: the vocabulary is padded with zeros to a multiple of this; default not at all.
+
+        Raises:
+            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, ``FS209`` if
+                a fact that decides values is unknown, ``FS402`` for state that is not there, ``FS515`` for
+                options that do not fit.
+        """
+        scan = _scan(to, param_scan_axis)
+        positive({"--make-vocab-size-divisible-by": multiple})
+        if optimizer and not source.moments_named:
+            raise FastshardError.of(
+                "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
+            )
+        rules = source.rules if isinstance(source.rules, Rules) else None
+        if source.layout in ("maxtext.gpt3", "paxml.gpt3"):
+            fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
+            facts, model = {"fused_qkv": fused}, None
+            if rope_type is not None:
+                raise FastshardError.of("FS515", "--rope-type: GPT-3 has no rotary embedding")
+        elif fused_qkv is not None:
+            raise FastshardError.of("FS515", "--fused-qkv: only GPT-3 has such projections in MaxText")
+        elif source.layout == "maxtext.llama":
+            facts, model = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
+        else:
+            model = model_of(source, "MaxText")
+            maxtext.refuse(model)
+            facts = {"tied": model.tied, "interleaved": _order(model, rope_type)}
+        layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"
+        # A checkpoint of MaxText's own keeps the names of its state.
+        own = source.layout is not None and source.layout.startswith("maxtext.")
+        names = rules.names if own and rules is not None else default_names()
+        return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
+
+    @property
+    def keeps_step(self) -> bool:
+        """True: a train state has a step."""
+        return True
+
+    def request(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request, with the table that is derived."""
+        assert table is not None, "a train state has a layout"
+        derived = train_states.table(
+            table, self.names, scan=self.scan, optimizer="kept" if self.optimizer else "absent"
+        )
+        padded = {} if self.multiple is None else {"pad_multiple": self.multiple}
+        return {"name": self.name, "layout": derived, "facts": self.facts, **padded}
+
+    def vocabulary(self, axes: dict[str, int]) -> int:
+        """Rows of the embedding."""
+        multiple = self.multiple or 1
+        return -(-axes["V"] // multiple) * multiple
+
+    def counters(self, outputs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+        """Counters whose type changes: name -> (type in the source, type to be written).
+
+        The engine refuses a number that does not fit.
+
+        Args:
+            outputs: name and dtype of each output as planned.
+        """
+        counting = {"step", self.names.count}
+        return {
+            name: (kind, _COUNTERS[kind]) for name, kind in outputs if name in counting and kind in _COUNTERS
+        }
+
+    def constants(self, outputs: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """Leaves that no tensor of the source gives: name -> (type, value)."""
+        if not self._state or "step" in set(outputs):
+            return {}
+        # source: MaxText checkpoint_conversion/to_maxtext.py (a step of 0, a Python int)
+        return {"step": ("I64", 0)}
+
+    @property
+    def empty(self) -> list[tuple[str, ...]]:
+        """Nodes of the tree that hold nothing: without the optimizer a train state has an empty one."""
+        return [("opt_state",)] if self._state and not self.optimizer else []
+
+    @property
+    def _state(self) -> bool:
+        """False for parameters that are kept as a tree of their own."""
+        return self.names.root == self.names.declared
+
+    def metadata(self) -> dict[str, Any]:
+        """What ``_CHECKPOINT_METADATA.custom_metadata`` says of it."""
+        return {"scan_layers": self.scan is not None}
+
+    def complete(self, bound: Bound) -> Completed:
+        """A yml that says what the model is, and what had to be assumed; the files are Orbax's to prescribe."""
+        config, findings = maxtext_yml.of(self, bound.axes)
+        return (
+            [],
+            {"maxtext_model.yml": maxtext_yml.dump(config)},
+            findings + self.rounded(bound.axes) + self._ordered(),
+        )
+
+    def _ordered(self) -> list[Finding]:
+        """A note on the run that the order of queries and keys is for."""
+        if self.model is None or not self.facts.get("interleaved"):
+            return []
+        return [
+            Finding.of(
+                "FS109",
+                "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter writes them",
+                file="maxtext_model.yml",
+                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with --rope-type default",
+            )
+        ]
+
+    def rounded(self, axes: dict[str, int]) -> list[Finding]:
+        """Queries that another layout scales: there is no way back that is exact."""
+        return scaled_queries(axes) if self.model is not None else []
+
+
+def scaled_queries(axes: dict[str, int]) -> list[Finding]:
+    """A note where the scale of the queries, 1/sqrt(head_dim), is no power of two."""
+    d = axes.get("d", 1)
+    if d & (d - 1) == 0 and d.bit_length() % 2:
+        return []
+    return [
+        Finding.of(
+            "FS214",
+            f"queries are scaled by sqrt({d}) and rounded once: the way back gives other last bits",
+            tensor="decoder.layers.self_attention.query.kernel",
+            help="compare with a tolerance of one unit in the last place, or with the op applied",
+        )
+    ]
+
+
+def _scan(to: str, axis: int | None) -> int | None:
+    if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or not -5 <= axis <= 5):
+        raise FastshardError.of("FS515", "--param-scan-axis", expected="an axis, e.g. 1", got=repr(axis))
+    if to == "maxtext:unscan":
+        if axis is not None:
+            raise FastshardError.of(
+                "FS515", "--param-scan-axis: layers apart have no such axis", got=str(axis)
+            )
+        return None
+    axis = _SCAN_AXIS if axis is None else axis
+    if axis > 1 or axis < -1:
+        raise FastshardError.of(
+            "FS514",
+            "MaxText cannot stack the norms, which are vectors, along this axis",
+            expected="--param-scan-axis 0, 1 or -1",
+            got=str(axis),
+        )
+    return axis
+
+
+def _rope_type(name: str | None) -> bool | None:
+    """Whether pairs are interleaved under a ``rope_type``; None for none."""
+    if name not in (None, "default", "llama3.1"):
+        raise FastshardError.of("FS515", "--rope-type", expected="default | llama3.1", got=repr(name))
+    return None if name is None else name == "llama3.1"
+
+
+def _kept_order(source: Source, rope_type: str | None) -> bool:
+    """The order of pairs for a model of MaxText's: its own, whichever it is, unless another is asked for."""
+    wanted = _rope_type(rope_type)
+    if wanted is None:
+        return source.facts["interleaved"]
+    rope = maxtext.pairs_of(source.config or {})
+    if rope is None:
+        raise FastshardError.of(
+            "FS209",
+            "the order of queries and keys depends on the source's `rope_type`, which nothing here states",
+            help="give MaxText's yml with --config, or leave out --rope-type to keep the order",
+        )
+    _fits(rope.scaled, wanted)
+    return wanted
+
+
+def _order(model: Model, rope_type: str | None) -> bool:
+    """The order of pairs for a model that comes from elsewhere."""
+    wanted = _rope_type(rope_type)
+    _fits(model.rope.kind == "llama3", wanted)
+    return True if wanted is None else wanted
+
+
+def _fits(scaled: bool, wanted: bool | None) -> None:
+    if scaled and wanted is False:
+        raise FastshardError.of(
+            "FS514",
+            "MaxText scales frequencies as Llama 3.1 does only with rope_type llama3.1",
+            expected="--rope-type llama3.1",
+            got="default",
+        )

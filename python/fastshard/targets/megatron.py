@@ -1,0 +1,265 @@
+"""The Megatron-LM target: rank files of the legacy form, or chunks of torch_dist, at any tp and pp.
+
+Weights alone are written, so a run takes them with ``--finetune`` or ``--no-load-optim --no-load-rng``.
+source: Megatron-LM megatron/training/checkpointing.py, megatron/core/dist_checkpointing (torch_dist),
+megatron/core/models/gpt
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from .._core import Table
+from ..declared import Source
+from ..errors import FastshardError, Finding
+from ..models import megatron
+from ..models.model import Model
+from ..trees import Object, TensorOf, tree
+from . import megatron_args
+from .base import MAX_MULTIPLE, Bound, Completed, positive
+from .dcp import Records
+from .huggingface import model_of
+
+#: Megatron-LM arguments.py, make_vocab_size_divisible_by
+_VOCAB_MULTIPLE = 128
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+#: Norms are parts of the linear layers that follow them: in torch_dist always, in rank files with
+#: Transformer Engine. source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
+_TE_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+#: Linear layers keep what Transformer Engine needs for FP8 beside their weights: nothing, here.
+_LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION = "self_attention.core_attention"
+_BACKEND = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
+#: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes these.
+_PLACED: dict[str, Any] = {
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None, "pipeline_model_parallel_split_rank": None,
+    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+    "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1, "context_parallel_size": 1,
+}  # fmt: skip
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass
+class MegatronTarget:
+    """A Megatron-LM checkpoint to be made of a source."""
+
+    source: Source
+    name: str
+    tp: int
+    pp: int
+    multiple: int
+    facts: dict[str, bool]
+    #: The model; None for a source that carries Megatron's own arguments.
+    model: Model | None
+    layout: str = "megatron.legacy"
+
+    @classmethod
+    def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> MegatronTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: ``FS514`` for a model that Megatron-LM does not have, ``FS209`` if a fact
+                that decides values is unknown, ``FS515`` for degrees that no run has.
+        """
+        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
+        model = None
+        if source.dialect is megatron.DIALECT:
+            facts = dict(source.facts)
+            if facts["moe"]:
+                raise FastshardError.of(
+                    "FS514",
+                    "a mixture of experts is not written for Megatron-LM",
+                    help="convert it to hf, or merge it under Megatron's own names",
+                )
+            stated = (source.config or {}).get("make_vocab_size_divisible_by")
+            if (
+                multiple is None
+                and isinstance(stated, int)
+                and not isinstance(stated, bool)
+                and 0 < stated <= MAX_MULTIPLE
+            ):
+                multiple = stated
+        else:
+            model = model_of(source, "Megatron-LM")
+            megatron.refuse(model)
+            facts = megatron.facts_of(model)
+        name = "megatron:torch_dist" if to == "megatron" else to
+        # With tied embeddings the last of several stages has a copy of them. source: megatron/core gpt_model.py
+        output_layer = not facts["tied"] or (pp > 1 and name != "megatron:torch_dist")
+        facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
+        return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
+
+    def request(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {
+            "name": self.name,
+            "layout": table,
+            "degrees": {"tp": self.tp},
+            "facts": self.facts,
+            "pad_multiple": self.multiple * self.tp,
+            "replicas_once": self.name == "megatron:torch_dist",
+        }
+
+    def iteration(self) -> int:
+        """The iteration that is continued; 0 for models that come from elsewhere."""
+        value = self.source.values.get("iteration") if self.model is None else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+    def complete(self, bound: Bound) -> Completed:
+        """Files by rank, the tracker, and what the arguments had to assume."""
+        layers = bound.axes["L"]
+        if layers % self.pp:
+            fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+            raise FastshardError.of(
+                "FS204",
+                "the layers do not divide over this many pipeline stages",
+                tensor="decoder.layers.{L}",
+                expected=f"--pp {fits}",
+                got=f"{layers} layers over --pp {self.pp}",
+            )
+        args, findings = self._args(bound)
+        # Without an iteration it is a release: what other tools convert to, loaded at iteration 0.
+        at = self.iteration()
+        folder = f"iter_{at:07d}" if at else "release"
+        common = {
+            "args": Object("argparse", "Namespace", args),
+            "checkpoint_version": 3.0,
+            "iteration": at,
+            "num_floating_point_operations_so_far": 0,
+        }
+        texts = {}
+        if self.name == "megatron:torch_dist":
+            files = self._chunks(bound, folder, common)
+            texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
+        else:
+            files = self._rank_files(bound, folder, common, args)
+        return files, texts | {_TRACKER: str(at) if at else "release"}, findings
+
+    def _stage(self, name: str, layers: int) -> int:
+        """The pipeline stage that holds a tensor."""
+        if match := _LAYER.match(name):
+            return int(match[1]) // (layers // self.pp)
+        return 0 if name == _EMBEDDING else self.pp - 1
+
+    def _rank_files(
+        self, bound: Bound, folder: str, common: dict[str, Any], args: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        per_stage = bound.axes["L"] // self.pp
+        fused = args.get("transformer_impl") != "local"
+        files = []
+        for stage in range(self.pp):
+            model: OrderedDict[str, Any] = OrderedDict()
+            for name in sorted(bound.shapes, key=_order):
+                if self._stage(name, bound.axes["L"]) != stage:
+                    continue
+                key = name
+                if match := _LAYER.match(name):
+                    inside = _fused(match[2]) if fused else match[2]
+                    key = f"decoder.layers.{int(match[1]) - stage * per_stage}.{inside}"
+                model[key] = TensorOf(name)
+                module, _, kind = key.rpartition(".")
+                if kind == "weight" and module.endswith((*_LINEARS, "output_layer")):
+                    model[f"{module}._extra_state"] = None
+            for rank in range(self.tp):
+                suffix = f"_{stage:03d}" if self.pp > 1 else ""
+                content = {"torch_zip": tree({**common, "model": model})}
+                path = f"{folder}/mp_rank_{rank:02d}{suffix}/model_optim_rng.pt"
+                files.append({"name": path, "coords": {"tp": rank}, "content": content})
+        return files
+
+    def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[dict[str, Any]]:
+        """One file per rank, ``common.pt``, and ``.metadata`` that says which chunk is where."""
+        layers, whole = bound.axes["L"], bound.whole()
+        records = Records(folder)
+
+        def file(name: str, rank: int) -> str:
+            # Ranks count tensor-parallel ranks first. source: megatron/core/parallel_state.py
+            return f"__{self._stage(name, layers) * self.tp + rank}_0.distcp"
+
+        for name in sorted(bound.shapes, key=_order):
+            shape, full = bound.shapes[name], whole[name]
+            split = next((d for d, (n, m) in enumerate(zip(shape, full, strict=True)) if n != m), None)
+            match = _LAYER.match(name)
+            inside, half = _half(match[2] if match else name)
+            # The two halves of a gated MLP lie one after the other along the first axis.
+            extents = [full[0] * (1 if half is None else 2), *full[1:]]
+            for rank in range(1 if split is None else self.tp):
+                at = [full[0] if half else 0, *[0] * (len(shape) - 1)]
+                if split is not None:
+                    at[split] += rank * shape[split]
+                if match:
+                    # Layers are stacked along an axis of their own.
+                    fqn, layer = f"decoder.layers.{_fused(inside)}", int(match[1])
+                    records.chunk(
+                        file(name, rank), rank, name, fqn, [layers, *extents], [layer, *at], [1, *shape]
+                    )
+                else:
+                    records.chunk(file(name, rank), rank, name, name, extents, at, shape)
+        for layer in range(layers):
+            for module in (*_LINEARS, _ATTENTION):
+                key = f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
+                records.value(file(f"decoder.layers.{layer}.", 0), key, [None])
+        return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
+
+    def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
+        """The model's arguments: the source's own, or those that its Hugging Face config tells of."""
+        findings: list[Finding] = []
+        if self.model is None:
+            args = megatron_args.plain(self.source.config or {})
+        else:
+            args, findings = megatron.DIALECT.write(self.model, bound.axes, "args")
+        # The names in rank files depend on it. source: Megatron-LM arguments.py, --transformer-impl
+        args.setdefault("transformer_impl", "transformer_engine")
+        if self.name == "megatron:legacy-local":
+            args["transformer_impl"] = "local"
+        multiple = self.multiple * self.tp
+        args |= {key: value for key, value in _PLACED.items() if key in args}
+        if "transformer_pipeline_model_parallel_size" in args:
+            args["transformer_pipeline_model_parallel_size"] = self.pp
+        args |= {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": None,
+            "padded_vocab_size": -(-bound.axes["V"] // multiple) * multiple,
+            "make_vocab_size_divisible_by": self.multiple,
+            "use_distributed_optimizer": False,
+            "iteration": self.iteration(),
+            **megatron_args.of_dtype(bound.dtype),
+        }
+        return args, findings
+
+
+def _fused(inside: str) -> str:
+    """A tensor's name within its layer, with norms as parts of linear layers."""
+    for norm, fused in _TE_NORMS.items():
+        if inside.startswith(norm):
+            return fused + inside.removeprefix(norm)
+    return inside
+
+
+def _half(inside: str) -> tuple[str, int | None]:
+    """A name without the word for the half of a gated MLP that it is, and which half."""
+    for number, word in enumerate((".gate", ".up")):
+        if inside.endswith(word):
+            return inside.removesuffix(word), number
+    return inside, None
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    """Embedding, layers by number, final norm, head: as a model's state dict has them."""
+    if match := _LAYER.match(name):
+        return 1, int(match[1]), match[2]
+    return (0 if name == _EMBEDDING else 3 if name.startswith("output_layer") else 2), 0, name

@@ -1,0 +1,236 @@
+"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata that Orbax restores by."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._core import Table
+from ..declared import Source
+from ..errors import FastshardError, Finding
+from ..external.dtypes import HELD
+from .base import Bound, Completed
+
+#: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
+BLOCK_BYTES = 8 << 20
+#: Orbax's word for a key of a dict. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
+DICT_KEY = 2
+#: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote it.
+_VALUE = "np.ndarray"
+#: Restored as numbers of Python. source: orbax type_handlers.py
+_SCALARS = ("scalar", "int", "float", "bool")
+#: The handler that restores a tree of arrays.
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+@dataclass
+class OrbaxTarget:
+    """A store under ``<step>/<item>``; names of tensors are paths in the tree, joined by dots."""
+
+    step: str
+    item: str = "items"
+    #: MaxText's default; plain zarr v2 (``--zarr2``) is what Pathways reads.
+    ocdbt: bool = True
+    zarr: int = 3
+    #: key_metadata by name, where the source states it; else every part of a name is a key of a dict.
+    keys: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    #: Entries of the tree that are no arrays: name -> (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    #: value_type by name, where the source states it.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as the source stores them.
+    strings: str | None = None
+    #: For ``_CHECKPOINT_METADATA``: MaxText looks at ``scan_layers`` in it.
+    custom: dict[str, Any] = field(default_factory=dict)
+    #: Arrays of one zero that the source does not hold: name -> dtype.
+    zeros: dict[str, str] = field(default_factory=dict)
+    name: str = "orbax"
+    #: A result of this kind is written by :mod:`fastshard.external.array_writer`.
+    writes_arrays: bool = True
+
+    @property
+    def layout(self) -> str:
+        """None: names and shapes stay."""
+        return ""
+
+    @classmethod
+    def of(cls, source: Source, zarr2: bool = False) -> OrbaxTarget:
+        """The same tensors as the source's, under the same names."""
+        tree = source.tree
+        return cls(
+            step=_step(source.step),
+            item=tree.item if tree else "items",
+            ocdbt=not zarr2,
+            zarr=2 if zarr2 else 3,
+            keys=dict(tree.keys) if tree else {},
+            leaves=dict(tree.leaves) if tree else {},
+            types=dict(tree.types) if tree else {},
+            strings=tree.strings if tree else None,
+            custom=dict(tree.custom) if tree else {},
+        )
+
+    def request(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {"name": self.name}
+
+    def complete(self, bound: Bound) -> Completed:
+        """The store with its chunks, and the texts around it."""
+        arrays = []
+        for name, shape in bound.shapes.items():
+            items = math.prod(shape)
+            item = bound.bytes[name] // items if items else 1
+            arrays.append((name, name, block_of(shape, item)))
+        arrays += [(name, name, []) for name in self.zeros]
+        shapes = {**bound.shapes, **{name: [] for name in self.zeros}}
+        self._distinct([name for name, *_ in arrays])
+        self._writable(bound.dtypes)
+        folder = f"{self.step}/{self.item}"
+        how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
+        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays, "zeros": self.zeros}}}]
+        return files, self.texts(shapes, arrays), self._changed(shapes)
+
+    def _distinct(self, names: list[str]) -> None:
+        """Refuses a name that is a folder of another's: the tree cannot hold both."""
+        places = {name: tuple(str(k["key"]) for k in self._keys(name)) for name in names}
+        taken = set(places.values())
+        for name, place in places.items():
+            if any(place[:n] in taken for n in range(1, len(place))) or "" in place:
+                raise FastshardError.of(
+                    "FS514",
+                    "names of a tree: one is the parent of another, or has an empty part",
+                    tensor=name,
+                    help="leave it out with --exclude in a merge first",
+                )
+            if "/" in name:
+                raise FastshardError.of(
+                    "FS514", "a name with a slash has no place in a store of arrays", tensor=name
+                )
+
+    def _keys(self, name: str) -> list[dict[str, Any]]:
+        return self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
+
+    def _writable(self, dtypes: dict[str, str]) -> None:
+        """Refuses what the store cannot hold: other dtypes, and lists of which a part was left out."""
+        for name, dtype in dtypes.items():
+            if dtype not in HELD:
+                raise FastshardError.of(
+                    "FS514",
+                    "arrays of this dtype are not written",
+                    tensor=name,
+                    expected=" | ".join(HELD),
+                    got=dtype,
+                    help="--dtype bf16 writes their values, where their scales are there",
+                )
+        left = sorted(set(self.keys) - set(dtypes))
+        listed = next(
+            (n for n in dtypes if any(k.get("key_type") != DICT_KEY for k in self.keys.get(n, ()))), None
+        )
+        if left and listed is not None:
+            raise FastshardError.of(
+                "FS515",
+                "a tree with lists is written whole: without a part the others would get other places",
+                tensor=listed,
+                got=f"{left[0]} left out",
+                help="leave out --include and --exclude, or merge to safetensors",
+            )
+
+    def _changed(self, shapes: dict[str, list[int]]) -> list[Finding]:
+        """Entries that Orbax will restore as something else."""
+        keys = [n for n in shapes if self.types.get(n) == "jax.random.key"]
+        return (
+            [
+                Finding.of(
+                    "FS212",
+                    f"{len(keys)} random keys are written as the numbers that they hold",
+                    severity="warning",
+                    tensor=keys[0],
+                    help="wrap them with jax.random.wrap_key_data when they are restored",
+                )
+            ]
+            if keys
+            else []
+        )
+
+    def texts(self, shapes: dict[str, list[int]], arrays: list[tuple[str, str, list[int]]]) -> dict[str, str]:
+        """Small files, by path.
+
+        source: orbax/checkpoint/_src/metadata/{checkpoint,tree,array_metadata_store}.py; measured with 0.12.8
+        """
+        tree = {}
+        for name, shape in shapes.items():
+            keys = self._keys(name)
+            kind = self.types.get(name)
+            kind = kind if kind in _SCALARS and not shape else _VALUE
+            value = {"value_type": kind, "skip_deserialize": False, "write_shape": shape}
+            tree[_path(keys)] = {"key_metadata": keys, "value_metadata": value}
+        for keys, value in self.leaves.values():
+            tree.setdefault(_path(keys), {"key_metadata": keys, "value_metadata": value})
+        metadata = {
+            "tree_metadata": tree,
+            "use_ocdbt": self.ocdbt,
+            "use_zarr3": self.zarr == 3,
+            # No chunk is left out, so one that is missing is lost.
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        described = [
+            {
+                "array_metadata": {
+                    "param_name": name,
+                    "write_shape": shapes[name],
+                    "chunk_shape": block,
+                    "ext_metadata": None,
+                }
+            }
+            for name, _, block in arrays
+        ]
+        checkpoint = {
+            "item_handlers": {self.item: _HANDLER},
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": None,
+            "commit_timestamp_nsecs": None,
+            "custom_metadata": self.custom,
+        }
+        # What it says is the writer's path elsewhere, and never read.
+        done = "Checkpoint commit was successful\n"
+        folder = f"{self.step}/{self.item}"
+        strings = {} if self.strings is None else {f"{folder}/_strings.json": self.strings}
+        return strings | {
+            f"{folder}/_METADATA": json.dumps(metadata),
+            f"{folder}/array_metadatas/process_0": json.dumps({"array_metadatas": described}),
+            f"{folder}/commit_success.txt": done,
+            f"{self.step}/_CHECKPOINT_METADATA": json.dumps(checkpoint),
+            f"{self.step}/commit_success.txt": done,
+        }
+
+
+def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]:
+    """Extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes, in equal parts where that is near."""
+    block = [max(1, n) for n in shape]
+    for dim, n in enumerate(block):
+        row = math.prod(block[dim + 1 :]) * item
+        rows = limit // row if row else n
+        if rows >= n:
+            break
+        if rows == 0:
+            block[dim] = 1
+            continue
+        # A divisor makes all chunks alike, so that hosts can share them evenly.
+        even = next((r for r in range(rows, max(1, rows // 2), -1) if n % r == 0), rows)
+        block[dim] = even
+        break
+    return block
+
+
+def _path(keys: list[dict[str, Any]]) -> str:
+    """Orbax's key for an entry of the tree: the tuple of its keys, as Python prints it."""
+    return str(tuple(str(k["key"]) for k in keys))
+
+
+def _step(name: str | None) -> str:
+    """The step's number: what Orbax's CheckpointManager calls its folder."""
+    digits = "".join(c for c in (name or "").rpartition("_")[2] if c.isdigit())
+    return str(int(digits)) if digits else "0"
