@@ -13,8 +13,9 @@ import yaml
 from fastshard import FastshardError, _core, convert, layouts, plan
 from fastshard import open as fastshard_open
 from fastshard.layouts import train_states
-from fastshard.sources import maxtext as maxtext_model
+from fastshard.naming.maxtext import default_names
 from fastshard.targets.maxtext import MaxTextTarget
+from fastshard.targets.options import NOTHING, Wanted
 from helpers import read_result
 from jax_maker import (
     LLAMA31,
@@ -183,11 +184,17 @@ def test_an_order_that_nothing_states_is_the_converters_with_a_warning(config: A
     assert "rope_type" not in (tmp_path / "apart/maxtext_model.yml").read_text()
 
 
+#: A vocabulary as it is, where a target would pad it.
+UNPADDED: dict[str, Any] = {
+    key: {"make_vocab_size_divisible_by": 1} for key in ("megatron:legacy", "gpt_neox", "tp-safetensors")
+}
+
+
 @pytest.mark.parametrize("to", ["megatron:legacy", "gpt_neox", "dcp", "tp-safetensors"])
 def test_other_targets_warn_of_an_order_that_nothing_states_too(to: str, tmp_path: Path) -> None:
     size = Size(hidden=64)
     folder = saved_orbax(maxtext_llama(hf_llama(size), size, 1), tmp_path / "maxtext")
-    findings = plan(fastshard_open(folder), to=to, make_vocab_size_divisible_by=1).findings
+    findings = plan(fastshard_open(folder), to=to, **UNPADDED.get(to, {})).findings
     assert [f.code for f in findings if "rope_type" in f.message and f.severity == "warning"] == ["FS109"]
 
 
@@ -302,7 +309,7 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
         }  # fmt: skip
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
     bare = _core.Table(layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
-    table = train_states.table(bare, maxtext_model.default_names())
+    table = train_states.table(bare, default_names())
     assert source.opened.source.rules is not None
     request = {
         "source": source.opened.source.to_request(None, True) | {"layout": None},
@@ -385,7 +392,7 @@ def test_parameters_alone_have_other_roots(tmp_path: Path) -> None:
     have, _ = converted(source, tmp_path / "apart", "maxtext:unscan")
     want = maxtext_llama(hf, SIZE, None)
     assert_same(have, {name.removeprefix("params."): a for name, a in want.items()})
-    alone = MaxTextTarget.of(source.opened.source, "maxtext:unscan")
+    alone = MaxTextTarget.of(source.opened.source, "maxtext:unscan", NOTHING)
     assert (alone.constants(have), alone.empty) == ({}, [])
 
 
@@ -534,12 +541,12 @@ def test_what_a_train_state_needs_besides(tmp_path: Path) -> None:
     made = plan(paxml, to="maxtext", optimizer=True)
     kinds = {name: kind for name, kind, *_ in made.outputs}
     assert (kinds["step"], kinds["opt_state.count"]) == ("I32", "I32")
-    whole = MaxTextTarget.of(paxml.opened.source, "maxtext", optimizer=True)
+    whole = MaxTextTarget.of(paxml.opened.source, "maxtext", Wanted(optimizer=True))
     assert whole.counters((kinds | {"step": "U32"}).items()) == {"step": ("U32", "I32")}
     assert whole.counters(kinds.items()) == {}
     assert whole.constants(kinds) == {}
     assert (whole.empty, whole.metadata()) == ([], {"scan_layers": True})
-    apart = MaxTextTarget.of(paxml.opened.source, "maxtext:unscan")
+    apart = MaxTextTarget.of(paxml.opened.source, "maxtext:unscan", NOTHING)
     assert (apart.empty, apart.metadata()) == ([("opt_state",)], {"scan_layers": False})
     assert apart.constants([]) == {"step": ("I64", 0)}
 
@@ -575,7 +582,7 @@ def test_other_targets_take_a_llama_of_maxtext(to: str, tmp_path: Path) -> None:
     hf = hf_llama(size)
     tree = maxtext_llama(hf, size, 0, rope="default") | {"step": np.array(3, np.int32)}
     source = fastshard_open(saved_orbax(tree, tmp_path / "maxtext"), config=llama_yml(size))
-    convert(source, tmp_path / "out", to=to, memory="2GiB", make_vocab_size_divisible_by=1)
+    convert(source, tmp_path / "out", to=to, memory="2GiB", **UNPADDED.get(to, {}))
     convert(tmp_path / "out", tmp_path / "hf", to="hf", memory="2GiB", vocab_size=size.vocab)
     have = {k: as_numpy(v) for k, v in read_result(tmp_path / "hf").items()}
     assert_same(have, hf)

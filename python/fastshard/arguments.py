@@ -13,16 +13,18 @@ from typing import Any, ParamSpec, TypeVar
 from . import options as _options
 from .errors import FastshardError
 from .options import ALL, meant
+from .targets.options import OPTIONS
 
 #: Options by the kind of their values.
 _LISTS = ("include", "exclude", "accept")
-_NUMBERS = ("tp", "pp")
-_NUMBERS_OR_NONE = ("vocab_size", "expect_processes", "make_vocab_size_divisible_by", "param_scan_axis")
+_NUMBERS = tuple(o.name for o in OPTIONS if o.kind == "degree")
+_NUMBERS_OR_NONE = ("vocab_size", "expect_processes", *(o.name for o in OPTIONS if o.kind == "number"))
 #: Numbers that say something of the checkpoint.
 _OF_CHECKPOINT = ("vocab_size", "expect_processes")
 _WORDS = ("dtype", "replicas")
-_WORDS_OR_NONE = ("weights", "rope_type")
-_SWITCHES = ("optimizer", "zarr2", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
+_WORDS_OR_NONE = ("weights", *(o.name for o in OPTIONS if o.kind == "choice"))
+_SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
+_OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
 _PATHS = ("layout", "tokenizer", "out")
 _PATHS_OR_MAPPINGS = ("config", "expect")
 _SOURCES = ("source", "a", "b")
@@ -91,7 +93,9 @@ def value(name: str, given: Any) -> Any:
         return _pair(name, given)
     if (name in _WORDS or (name in _WORDS_OR_NONE and given is not None)) and not isinstance(given, str):
         raise refused(name, "a word", given)
-    switch = name in _SWITCHES or (name == "fused_qkv" and given is not None)
+    option = _OF_TARGETS.get(name)
+    # One whose default is None may be left to the source.
+    switch = name in _SWITCHES or (option is not None and (given is not None or option.default is not None))
     if switch and not isinstance(given, bool):
         # "no" would be taken for yes.
         raise refused(name, "True or False", given)

@@ -16,9 +16,11 @@ from .discover import StrPath
 from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
-from .options import PLANNING, Merging, Threaded, Writing
+from .options import PLANNING, Merging, Planned, Writing
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .targets import options as target_options
+from .targets.options import Wanted
 from .tokenizer import Tokenizer
 from .tokenizer import find as find_tokenizer
 
@@ -59,17 +61,10 @@ def plan(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     max_shard_size: str | int = "5GB",
-    tp: int = 1,
-    pp: int = 1,
     weights: str | None = None,
     optimizer: bool = False,
-    make_vocab_size_divisible_by: int | None = None,
-    zarr2: bool = False,
-    param_scan_axis: int | None = None,
-    fused_qkv: bool | None = None,
-    rope_type: str | None = None,
     tokenizer: StrPath | None = None,
-    **opening: Unpack[Threaded],
+    **more: Unpack[Planned],
 ) -> Plan:
     """Plans a merge (``to=None``) or a conversion and writes nothing.
 
@@ -82,33 +77,32 @@ def plan(
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
         max_shard_size: largest output file, e.g. ``5GB``.
-        tp: tensor-parallel degree of the result.
-        pp: pipeline-parallel degree of the result.
         weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
         optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
-        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times ``tp`` where
-            the target pads it; default the source's own, else 128.
-        zarr2: plain zarr v2 for a target of arrays, which Pathways reads, instead of OCDBT and zarr v3.
-        param_scan_axis: axis along which a MaxText result stacks its layers; default 1, as MaxText's.
-        fused_qkv: whether a GPT-3 of MaxText has one projection for queries, keys and values.
-        rope_type: ``default`` or ``llama3.1``, as a MaxText result will be run; it decides the order of
-            queries and keys. Default ``llama3.1``, whose order MaxText's own converter writes.
         tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
-        opening: as for :func:`fastshard.open`.
+        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.targets.options` lists them.
 
     Raises:
         FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
             as :attr:`Plan.findings`.
     """
+    opening = dict(more)
+    placing = target_options.of(opening)
     checkpoint = _opened(source, **opening)
     return make_plan(
-        checkpoint.opened, to, vocab_size=vocab_size, dtype=dtype, replicas=replicas, include=include, exclude=exclude,
-        max_shard_size=max_shard_size, tp=tp, pp=pp, weights=weights, optimizer=optimizer,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by, param_scan_axis=param_scan_axis,
-        fused_qkv=fused_qkv, rope_type=rope_type, zarr2=zarr2,
+        checkpoint.opened,
+        to,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        replicas=replicas,
+        include=include,
+        exclude=exclude,
+        max_shard_size=max_shard_size,
+        weights=weights,
+        wanted=Wanted(placing, optimizer),
         tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
-    )  # fmt: skip
+    )
 
 
 @budget.kept
@@ -164,7 +158,8 @@ def convert(
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
-    made = make_plan(checkpoint.opened, to, tokenizer=words, **planning)
+    wanted = Wanted(target_options.of(planning), planning.pop("optimizer", False))
+    made = make_plan(checkpoint.opened, to, wanted=wanted, tokenizer=words, **planning)
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)

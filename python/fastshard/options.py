@@ -35,7 +35,23 @@ class Threaded(Source, total=False):
     threads: int | None
 
 
-class Writing(Opening, total=False):
+class Placing(TypedDict, total=False):
+    """Options of targets, as :mod:`fastshard.targets.options` declares them."""
+
+    tp: int
+    pp: int
+    make_vocab_size_divisible_by: int | None
+    param_scan_axis: int | None
+    fused_qkv: bool | None
+    rope_type: Literal["default", "llama3.1"] | None
+    zarr2: bool
+
+
+class Planned(Threaded, Placing, total=False):
+    """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
+
+
+class Writing(Opening, Placing, total=False):
     """What :func:`fastshard.plan` takes besides the source and the target."""
 
     dtype: Dtype
@@ -43,15 +59,8 @@ class Writing(Opening, total=False):
     include: Iterable[str]
     exclude: Iterable[str]
     max_shard_size: str | int
-    tp: int
-    pp: int
     weights: Literal["params", "masters"] | None
     optimizer: bool
-    make_vocab_size_divisible_by: int | None
-    zarr2: bool
-    param_scan_axis: int | None
-    fused_qkv: bool | None
-    rope_type: Literal["default", "llama3.1"] | None
 
 
 class Merging(Writing, total=False):

@@ -18,7 +18,8 @@ from .maps import Maps
 from .models import config_json
 from .sizes import parse_size
 from .targets.base import Bound
-from .targets.registry import KEEPING, Wanted, check, target_of
+from .targets.options import NOTHING, Wanted
+from .targets.registry import check, keeps_all, target_of
 from .tokenizer import Tokenizer
 
 #: Threads at most; no machine has as many cores.
@@ -129,15 +130,8 @@ def make_plan(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     max_shard_size: str | int = "5GB",
-    tp: int = 1,
-    pp: int = 1,
     weights: str | None = None,
-    optimizer: bool = False,
-    make_vocab_size_divisible_by: int | None = None,
-    zarr2: bool = False,
-    param_scan_axis: int | None = None,
-    fused_qkv: bool | None = None,
-    rope_type: str | None = None,
+    wanted: Wanted = NOTHING,
     tokenizer: Tokenizer | None = None,
 ) -> Plan:
     """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
@@ -146,8 +140,8 @@ def make_plan(
     if replicas not in ("equal", "mean"):
         raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
     include, exclude = list(include), list(exclude)
-    check(to, tp, pp, bool(include or exclude))
-    keeping = to is None or to in KEEPING
+    check(to, wanted, bool(include or exclude))
+    keeping, optimizer = keeps_all(to), wanted.optimizer
     source = opened.source if keeping else opened.source.weights_only()
     if vocab_size is not None:
         if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 48:
@@ -158,7 +152,7 @@ def make_plan(
         source = replace(source, vocab_size=vocab_size, axes=axes)
     if source.layout is not None and source.table is None and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
-    findings = _weights(source, opened.findings, weights, optimizer, to)
+    findings = _weights(source, opened.findings, weights, optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [_asked_for(f, include, exclude) for f in source.of_tensors]
     request: dict[str, Any] = {
@@ -174,13 +168,10 @@ def make_plan(
         source = replace(source, config=config_json.unquantised(source.config or {}) or None)
     target = None
     if to is not None:
-        wanted = Wanted(
-            tp, pp, make_vocab_size_divisible_by, zarr2, optimizer, param_scan_axis, fused_qkv, rope_type
-        )
         target = target_of(source, to, wanted)
         request["target"] = target.request(layouts.table(target.layout) if target.layout else None)
         if source.rules is not None and not keeping:
-            request["source"]["layout"] = source.rules(getattr(target, "keeps_step", False), optimizer)
+            request["source"]["layout"] = source.rules(target.keeps_step, optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
     core = _plan(opened.catalog, request)
@@ -220,14 +211,14 @@ def make_plan(
         )
         # What the files are called and hold follows from the tensors that there are.
         request["target"]["files"], request["texts"], assumed = target.complete(bound)
-        if target_dtypes := getattr(target, "dtypes", None):
-            request["target"]["dtypes"] = target_dtypes(bound)
+        request["target"]["dtypes"] = target.dtypes(bound)
         core = _plan(opened.catalog, request)
         findings += assumed + _vocabulary(source, summary["axes"], tokenizer)
         findings += [
             f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
         ]
-    if (to is None or getattr(target, "keeps_names", False)) and source.hf_names and source.config:
+    keeps_names = target is not None and target.keeps_names
+    if (target is None or keeps_names) and source.hf_names and source.config:
         config = config_json.with_rows(source.config, summary["axes"].get("V"))
         # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
         # saved is as its config says.
@@ -239,8 +230,8 @@ def make_plan(
                 "config.json": json.dumps(config, indent=2) + "\n",
             }
             core = _plan(opened.catalog, request)
-    arrays, keeps = getattr(target, "writes_arrays", False), getattr(target, "keeps_names", False)
-    return Plan(core, findings, source, to or "merge", writes_arrays=arrays, keeps_names=keeps)
+    arrays = target is not None and target.writes_arrays
+    return Plan(core, findings, source, to or "merge", writes_arrays=arrays, keeps_names=keeps_names)
 
 
 def _asked_for(finding: Finding, include: list[str], exclude: list[str]) -> Finding:
@@ -252,9 +243,7 @@ def _asked_for(finding: Finding, include: list[str], exclude: list[str]) -> Find
     return replace(finding, message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
-def _weights(
-    source: Source, opened: list[Finding], weights: str | None, optimizer: bool, to: str | None
-) -> list[Finding]:
+def _weights(source: Source, opened: list[Finding], weights: str | None, optimizer: bool) -> list[Finding]:
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
     if weights not in (None, "params", "masters"):
         raise FastshardError.of("FS515", "weights", expected="params | masters", got=repr(weights))
@@ -272,12 +261,6 @@ def _weights(
             "the checkpoint holds its parameters as fp32 masters only (ZeRO stage 3)",
             severity="error",
             help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
-        )
-    if optimizer and to is not None and to not in KEEPING and not to.startswith("maxtext"):
-        raise FastshardError.of(
-            "FS514",
-            f"the layout {to} holds no optimizer state",
-            help="`fastshard merge --optimizer` keeps it",
         )
     if not held or source.moments_named:
         return list(opened)

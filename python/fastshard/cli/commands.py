@@ -23,6 +23,7 @@ from ..masters import repair_masters
 from ..planning import Plan, make_plan, thread_count
 from ..stats import HISTOGRAM_EDGES
 from ..stats import with_findings as stats_of
+from ..targets.options import OPTIONS
 from ..verify import diff as diff_checkpoints
 from ..verify import manifest as make_manifest
 from ..verify import verify as verify_checkpoint
@@ -66,16 +67,8 @@ def _shape(a: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _degrees(a: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "tp": a.tp,
-        "pp": a.pp,
-        "make_vocab_size_divisible_by": a.make_vocab_size_divisible_by,
-        "zarr2": a.zarr2,
-        "param_scan_axis": a.param_scan_axis,
-        "fused_qkv": a.fused_qkv,
-        "rope_type": a.rope_type,
-    }
+def _placing(a: argparse.Namespace) -> dict[str, Any]:
+    return {option.name: getattr(a, option.name) for option in OPTIONS}
 
 
 def inspect(a: argparse.Namespace) -> Outcome:
@@ -167,7 +160,7 @@ def _verdict(plan: Plan) -> str:
 def plan(a: argparse.Namespace) -> Outcome:
     """What would be written."""
     checkpoint = _open(a)
-    made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **_degrees(a), **_shape(a))
+    made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **_placing(a), **_shape(a))
     summary = made.summary
     memory = run_options(a.memory, a.threads, checkpoint.opened.catalog)["memory"]
     try:
@@ -228,7 +221,7 @@ def plan(a: argparse.Namespace) -> Outcome:
 def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     shape = _shape(a)
     if to is not None:
-        shape |= _degrees(a)
+        shape |= _placing(a)
     manifest = convert_checkpoint(
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=_progress(a), **shape, **_opening(a),

@@ -6,11 +6,12 @@ import argparse
 import re
 import sys
 import textwrap
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import _core
 from ..options import meant
 from ..sources.base import ACCEPTABLE
+from ..targets.options import OPTIONS
 from ..targets.registry import TARGETS
 
 if TYPE_CHECKING:
@@ -296,29 +297,12 @@ def _target(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="TARGET",
         help=", ".join(TARGETS),
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree of the result")
-    parser.add_argument(
-        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel degree of the result"
-    )
-    parser.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        metavar="N",
-        help="pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
-    )
-    parser.add_argument(
-        "--param-scan-axis", type=int, metavar="N", help="MaxText: axis of the stacked layers (default: 1)"
-    )
-    parser.add_argument(
-        "--fused-qkv",
-        action=argparse.BooleanOptionalAction,
-        help="MaxText's GPT-3: one projection for queries, keys and values (default: the source's)",
-    )
-    parser.add_argument(
-        "--rope-type",
-        choices=("default", "llama3.1"),
-        help="MaxText: the rotary embedding that the result will be run with (default: llama3.1)",
-    )
-    parser.add_argument(
-        "--zarr2", action="store_true", help="plain zarr v2, for Pathways, instead of OCDBT and zarr v3"
-    )
+    for option in OPTIONS:
+        how: dict[str, Any] = {"help": option.help, "default": option.default}
+        if option.kind == "switch":
+            how["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
+        elif option.kind == "choice":
+            how["choices"] = option.choices
+        else:
+            how |= {"type": int, "metavar": "N"}
+        parser.add_argument(option.flag, **how)

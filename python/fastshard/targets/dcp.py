@@ -9,8 +9,9 @@ from .._core import Table
 from ..declared import Source
 from ..naming.dcp import chunk_name
 from ..trees import TensorOf, tree
-from .base import Bound, Completed, positive
+from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
+from .options import TP, Wanted
 
 #: A file of a whole model grows to about this many bytes: a reader opens few, a loss of one is small.
 _FILE_BYTES = 5 << 30
@@ -67,27 +68,28 @@ class Records:
 
 
 @dataclass
-class DcpTarget:
+class DcpTarget(Target):
     """Hugging Face tensors as chunks, divided as the layout's axes are."""
 
     whole: HfTarget
     tp: int
+    layout: str
     name: str = "dcp"
-
-    @property
-    def layout(self) -> str:
-        """Name of the layout table."""
-        return self.whole.layout
+    names = ("dcp",)
+    options = (TP,)
+    takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source, tp: int, pp: int) -> DcpTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> DcpTarget:
         """What the source allows.
 
         Raises:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
-        positive({"--tp": tp, "--pp": pp}, single="--pp")
-        return cls(HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp)
+        positive(wanted, TP)
+        tp = wanted[TP]
+        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source, to, wanted)
+        return cls(whole, tp, whole.layout)
 
     @property
     def keeps_names(self) -> bool:

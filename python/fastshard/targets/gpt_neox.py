@@ -25,8 +25,9 @@ from ..models.fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
 from ..models.model import Model
 from ..trees import TensorOf, tree
-from .base import MAX_MULTIPLE, Bound, Completed, positive
+from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .huggingface import model_of
+from .options import MULTIPLE, PP, TP, Wanted
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -57,7 +58,7 @@ _NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), 
 
 
 @dataclass
-class NeoxTarget:
+class NeoxTarget(Target):
     """A GPT-NeoX checkpoint to be made of a source."""
 
     source: Source
@@ -70,9 +71,11 @@ class NeoxTarget:
     facts: dict[str, bool]
     #: The model; None for a source that carries GPT-NeoX's own config.
     model: Model | None
+    names = ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
+    options = (TP, PP, MULTIPLE)
 
     @classmethod
-    def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> NeoxTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> NeoxTarget:
         """What the source allows.
 
         Raises:
@@ -81,7 +84,8 @@ class NeoxTarget:
                 ``FS211`` for a config with values of another kind.
         """
         pipeline = not to.endswith(":sequential")
-        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
+        positive(wanted, TP, PP, MULTIPLE)
+        tp, pp, multiple = wanted[TP], wanted[PP], wanted[MULTIPLE]
         if pp > 1 and not pipeline:
             raise FastshardError.of(
                 "FS515",

@@ -15,7 +15,8 @@ from ..models import config_json, huggingface
 from ..models.model import Model
 from ..naming.wrappers import wrapped
 from ..tokenizer import Tokenizer
-from .base import Bound, Completed
+from .base import Bound, Completed, Target
+from .options import Wanted
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
 _HOLDERS = {
@@ -27,7 +28,7 @@ _WHOLE_BELOW = re.compile(r"model\.(lm_head|embed_out|model|transformer|score)\.
 
 
 @dataclass
-class HfTarget:
+class HfTarget(Target):
     """A checkpoint that ``from_pretrained`` loads, to be made of a source."""
 
     source: Source
@@ -37,9 +38,11 @@ class HfTarget:
     model: Model | None = None
     kind: huggingface.Class | None = None
     name: str = "hf"
+    names = ("hf",)
+    is_whole = takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source) -> HfTarget:
+    def of(cls, source: Source, to: str = "hf", wanted: Wanted | None = None) -> HfTarget:
         """What the source allows.
 
         Raises:

@@ -21,6 +21,7 @@ from ..naming.maxtext import default_names
 from . import maxtext_yml
 from .base import Bound, Completed, positive
 from .huggingface import model_of
+from .options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, Wanted
 
 NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
 #: source: MaxText configs/base.yml
@@ -47,37 +48,20 @@ class MaxTextTarget:
     names: Names = field(default_factory=default_names)
 
     @classmethod
-    def of(
-        cls,
-        source: Source,
-        to: str,
-        *,
-        optimizer: bool = False,
-        param_scan_axis: int | None = None,
-        fused_qkv: bool | None = None,
-        rope_type: str | None = None,
-        multiple: int | None = None,
-    ) -> MaxTextTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> MaxTextTarget:
         """What the source allows.
 
-        Args:
-            source: what is converted.
-            to: ``maxtext``, ``maxtext:scan`` or ``maxtext:unscan``.
-            optimizer: True to take the optimizer's state along.
-            param_scan_axis: MaxText's option of that name; default 1, as MaxText's.
-            fused_qkv: the same, for GPT-3; default as in the source, fused where that is Paxml's.
-            rope_type: ``default`` or ``llama3.1``, as MaxText will be run; default ``llama3.1``, whose order
-                MaxText's converter writes. Both compute the same without scaling, from queries and keys in
-                other orders.
-            multiple: the vocabulary is padded with zeros to a multiple of this; default not at all.
+        Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other orders.
 
         Raises:
             FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, ``FS209`` if
                 a fact that decides values is unknown, ``FS402`` for state that is not there, ``FS515`` for
                 options that do not fit.
         """
-        scan = _scan(to, param_scan_axis)
-        positive({"--make-vocab-size-divisible-by": multiple})
+        optimizer, multiple = wanted.optimizer, wanted[MULTIPLE]
+        fused_qkv, rope_type = wanted[FUSED_QKV], wanted[ROPE_TYPE]
+        scan = _scan(to, wanted[SCAN_AXIS])
+        positive(wanted, MULTIPLE)
         if optimizer and not source.moments_named:
             raise FastshardError.of(
                 "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
@@ -101,11 +85,6 @@ class MaxTextTarget:
         own = source.layout is not None and source.layout.startswith("maxtext.")
         names = rules.names if own and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
-
-    @property
-    def keeps_step(self) -> bool:
-        """True: a train state has a step."""
-        return True
 
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request, with the table that is derived."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._core import Table
-from .base import Bound, Completed
-from .maxtext import MaxTextTarget
+from ..declared import Source
+from .base import Bound, Completed, Target
+from .maxtext import NAMES, MaxTextTarget
+from .options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2, Wanted
 from .orbax import DICT_KEY, OrbaxTarget
 
 #: The item that MaxText keeps its state in. source: MaxText common/checkpointing.py
@@ -15,22 +17,22 @@ _ITEM = "items"
 
 
 @dataclass
-class MaxTextStore:
+class MaxTextStore(Target):
     """What :class:`.MaxTextTarget` makes of the tensors, stored as :class:`.OrbaxTarget` does it."""
 
     state: MaxTextTarget
     store: OrbaxTarget
-    #: As ``--to`` names it.
+    layout: str
     name: str
-    #: A result of this kind is written by :mod:`fastshard.external.array_writer`.
-    writes_arrays: bool = True
-    #: A train state has a step.
-    keeps_step: bool = True
+    names = NAMES
+    options = (MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, ZARR2)
+    is_whole = holds_optimizer = keeps_step = writes_arrays = True
 
-    @property
-    def layout(self) -> str:
-        """Name of the layout table."""
-        return self.state.layout
+    @classmethod
+    def of(cls, source: Source, to: str, wanted: Wanted) -> MaxTextStore:
+        """What the source allows: see :meth:`.MaxTextTarget.of`."""
+        state = MaxTextTarget.of(source, to, wanted)
+        return cls(state, OrbaxTarget.of(source, to, wanted), state.layout, to)
 
     def request(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""

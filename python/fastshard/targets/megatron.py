@@ -20,9 +20,10 @@ from ..models import megatron
 from ..models.model import Model
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
-from .base import MAX_MULTIPLE, Bound, Completed, positive
+from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .dcp import Records
 from .huggingface import model_of
+from .options import MULTIPLE, PP, TP, Wanted
 
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128
@@ -53,7 +54,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass
-class MegatronTarget:
+class MegatronTarget(Target):
     """A Megatron-LM checkpoint to be made of a source."""
 
     source: Source
@@ -65,16 +66,19 @@ class MegatronTarget:
     #: The model; None for a source that carries Megatron's own arguments.
     model: Model | None
     layout: str = "megatron.legacy"
+    names = ("megatron", "megatron:legacy", "megatron:legacy-local", "megatron:torch_dist")
+    options = (TP, PP, MULTIPLE)
 
     @classmethod
-    def of(cls, source: Source, to: str, tp: int, pp: int, multiple: int | None) -> MegatronTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> MegatronTarget:
         """What the source allows.
 
         Raises:
             FastshardError: ``FS514`` for a model that Megatron-LM does not have, ``FS209`` if a fact
                 that decides values is unknown, ``FS515`` for degrees that no run has.
         """
-        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple})
+        positive(wanted, TP, PP, MULTIPLE)
+        tp, pp, multiple = wanted[TP], wanted[PP], wanted[MULTIPLE]
         model = None
         if source.dialect is megatron.DIALECT:
             facts = dict(source.facts)

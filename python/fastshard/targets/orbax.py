@@ -11,7 +11,8 @@ from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..external.dtypes import HELD
-from .base import Bound, Completed
+from .base import Bound, Completed, Target
+from .options import ZARR2, Wanted
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
 BLOCK_BYTES = 8 << 20
@@ -26,7 +27,7 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 
 
 @dataclass
-class OrbaxTarget:
+class OrbaxTarget(Target):
     """A store under ``<step>/<item>``; names of tensors are paths in the tree, joined by dots."""
 
     step: str
@@ -47,18 +48,15 @@ class OrbaxTarget:
     #: Arrays of one zero that the source does not hold: name -> dtype.
     zeros: dict[str, str] = field(default_factory=dict)
     name: str = "orbax"
-    #: A result of this kind is written by :mod:`fastshard.external.array_writer`.
-    writes_arrays: bool = True
-
-    @property
-    def layout(self) -> str:
-        """None: names and shapes stay."""
-        return ""
+    layout: str = ""
+    names = ("orbax",)
+    options = (ZARR2,)
+    is_whole = is_container = takes_any_head = writes_arrays = True
 
     @classmethod
-    def of(cls, source: Source, zarr2: bool = False) -> OrbaxTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> OrbaxTarget:
         """The same tensors as the source's, under the same names."""
-        tree = source.tree
+        tree, zarr2 = source.tree, wanted[ZARR2]
         return cls(
             step=_step(source.step),
             item=tree.item if tree else "items",

@@ -8,38 +8,38 @@ from typing import Any
 
 from .._core import Table
 from ..declared import Source
-from .base import Bound, Completed, positive
+from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
+from .options import MULTIPLE, TP, Wanted
 
 #: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
 _VOCAB_MULTIPLE = 64
 
 
 @dataclass
-class TpTarget:
+class TpTarget(Target):
     """Hugging Face tensors, divided as the layout's axes are."""
 
     whole: HfTarget
     tp: int
     multiple: int
+    layout: str
     name: str = "tp-safetensors"
-
-    @property
-    def layout(self) -> str:
-        """Name of the layout table."""
-        return self.whole.layout
+    names = ("tp-safetensors",)
+    options = (TP, MULTIPLE)
+    takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source, tp: int, pp: int, multiple: int | None) -> TpTarget:
+    def of(cls, source: Source, to: str, wanted: Wanted) -> TpTarget:
         """What the source allows.
 
         Raises:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
-        positive({"--tp": tp, "--pp": pp, "--make-vocab-size-divisible-by": multiple}, single="--pp")
-        return cls(
-            HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source), tp, multiple or _VOCAB_MULTIPLE
-        )
+        positive(wanted, TP, MULTIPLE)
+        tp = wanted[TP]
+        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source, to, wanted)
+        return cls(whole, tp, wanted[MULTIPLE] or _VOCAB_MULTIPLE, whole.layout)
 
     @property
     def keeps_names(self) -> bool:
