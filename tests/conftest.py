@@ -49,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the checks over all fixtures of this folder, broken/ too",
     )
     parser.addoption(
+        "--renew-snapshots",
+        action="store_true",
+        help="write what was reviewed anew: tests/snapshots, tests/golden and tests/conformance/matrix.toml",
+    )
+    parser.addoption(
         "--fixtures-only", action="store_true", help="leave out the tests that are the same for any fixtures"
     )
 

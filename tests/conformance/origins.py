@@ -1,0 +1,255 @@
+"""One small checkpoint of every format that is read, and what it holds, told by others than fastshard."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+import zero_maker
+from helpers import FIXTURES, HF, read_result, sha256
+from jax_maker import LLAMA31, Size, Tree, llama_yml, maxtext_gpt3, sha
+from orbax_maker import describe, painted
+from orbax_maker import write as write_array
+from safetensors.torch import save_file
+
+SHARDED = FIXTURES / "sharded"
+TWINS = FIXTURES / "maxtext_twins"
+ORBAX = FIXTURES / "orbax"
+Hashes = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint, and the answers."""
+
+    #: As `inspect` says it.
+    framework: str
+    #: Lays the checkpoint into a folder.
+    make: Callable[[Path], None]
+    #: sha256 by name of what a merge gives.
+    merged: Callable[[], Hashes]
+    #: sha256 by name of what the conversion to the hub gives; None where no target of another layout takes this model.
+    answer: Callable[[], Hashes] | None = None
+    #: The target that all others are led back to.
+    hub: str = "hf"
+    #: Its vocabulary without padding, given to every conversion: targets that pad lead back to it.
+    vocab: int | None = None
+    #: Stages over which its layers divide.
+    stages: int = 2
+    #: Its head's size is no power of four: MaxText's queries are rounded.
+    rounded: bool = False
+
+
+def copied(source: Path) -> Callable[[Path], None]:
+    """A fixture without its answers."""
+
+    def make(root: Path) -> None:
+        shutil.copytree(source, root, ignore=shutil.ignore_patterns("expected*.json", "holes.json"))
+
+    return make
+
+
+def told(fixture: Path, *keys: str, file: str = "expected.json") -> Callable[[], Hashes]:
+    """The hashes of a fixture; later keys override."""
+
+    def hashes() -> Hashes:
+        document: dict[str, Any] = json.loads((fixture / file).read_text())
+        return {name: entry["sha256"] for key in keys for name, entry in document[key].items()}
+
+    return hashes
+
+
+def model() -> dict[str, torch.Tensor]:
+    """The Llama that the made checkpoints hold, as transformers wrote it."""
+    return read_result(HF)
+
+
+def hashed(dtype: torch.dtype | None = None, before: str = "") -> Callable[[], Hashes]:
+    return lambda: {
+        before + name: sha256(tensor.to(dtype or tensor.dtype)) for name, tensor in model().items()
+    }
+
+
+def with_config(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    shutil.copy(HF / "config.json", root)
+    return root
+
+
+def bin_files(root: Path) -> None:
+    """source: transformers, modeling_utils.py of 4.x: save_pretrained(safe_serialization=False)"""
+    tensors = model()
+    names = sorted(tensors)
+    weight_map = {}
+    for part, held in enumerate((names[::2], names[1::2]), 1):
+        file = f"pytorch_model-{part:05d}-of-00002.bin"
+        torch.save({name: tensors[name] for name in held}, with_config(root) / file)
+        weight_map |= dict.fromkeys(held, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (root / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def rank_shards(root: Path) -> None:
+    """source: torch/distributed/checkpoint/hf_storage.py, HuggingFaceStorageWriter: rows over two ranks"""
+    for rank in range(2):
+        parts, offsets = {}, {}
+        for name, tensor in model().items():
+            parts[name] = tensor.chunk(2)[rank].contiguous()
+            offsets[name] = {"saved_offsets": [rank * len(tensor.chunk(2)[0])] + [0] * (tensor.ndim - 1)}
+        told = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        file = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(parts, with_config(root) / file, metadata=told)
+
+
+def zero(stage: int, universal: bool = False) -> Callable[[Path], None]:
+    def make(root: Path) -> None:
+        tensors = {name: tensor.float() for name, tensor in model().items()}
+        run = zero_maker.Run(stage, 2, torch.bfloat16, [tensors])
+        (zero_maker.universal if universal else zero_maker.write)(root, run)
+        with_config(root)
+
+    return make
+
+
+def torch_dcp(root: Path) -> None:
+    dcp.save(model(), checkpoint_id=with_config(root), no_dist=True)
+
+
+def maxtext(fixture: Path) -> Callable[[Path], None]:
+    """With the yml of its run, which says in what order queries and keys are."""
+    size = Size(layers=3, hidden=48, groups=2, heads=4, head_dim=16, ffn=80, vocab=250)
+
+    def make(root: Path) -> None:
+        copied(fixture)(root)
+        (root / "maxtext_model.yml").write_text(yaml.safe_dump(llama_yml(size, **LLAMA31)))
+
+    return make
+
+
+ARRAYS = {"weights": painted(6, 8), "counts": painted(5)}
+
+
+def plain_orbax(root: Path) -> None:
+    """Arrays of no model that anybody knows."""
+    item = root / "5/default"
+    item.mkdir(parents=True)
+    for name, values in ARRAYS.items():
+        write_array(item, name, values, [3, 4][: values.ndim])
+    describe(item, list(ARRAYS))
+    (root / "5/_CHECKPOINT_METADATA").write_text("{}")
+
+
+def of_paxml() -> Hashes:
+    """What MaxText has of the fixture, made by numpy alone."""
+    state = ORBAX / "paxml_gpt3_micro_weights/checkpoints/checkpoint_00004000/state"
+    prefix = "mdl_vars.params.lm."
+    tree: Tree = {}
+    for folder in state.glob(f"{prefix}*"):
+        store = {"driver": "file", "path": f"{folder}/"}
+        array = tensorstore.open({"driver": "zarr", "kvstore": store}).result()
+        tree[folder.name.removeprefix(prefix)] = np.asarray(array.read().result())
+    weights = {f"params.params.{name}": sha(array) for name, array in maxtext_gpt3(tree, 1).items()}
+    return weights | {"step": sha(np.array(4000, np.int32))}
+
+
+ORIGINS: dict[str, Origin] = {
+    "hf_safetensors": Origin(
+        "Hugging Face", copied(HF),
+        told(SHARDED / "hf_sharded", "tensors"), told(SHARDED / "hf_sharded", "tensors"), vocab=1000, rounded=True,
+    ),
+    "hf_bin": Origin(
+        "Hugging Face", bin_files, hashed(), hashed(), vocab=1000, rounded=True,
+    ),
+    "hf_rank_shards": Origin(
+        "Hugging Face rank shards", rank_shards, hashed(), hashed(),
+        vocab=1000, rounded=True,
+    ),
+    "tp_safetensors": Origin(
+        "per-rank safetensors", copied(SHARDED / "tp4_micro"),
+        told(SHARDED / "tp4_micro", "tensors"), told(SHARDED / "tp4_micro", "tensors"), vocab=250, rounded=True,
+    ),
+    "neox_pipeline": Origin(
+        "GPT-NeoX", copied(FIXTURES / "gpt_neox/neox_pp_tp2"),
+        told(FIXTURES / "gpt_neox/neox_pp_tp2", "merged"),
+        told(FIXTURES / "gpt_neox/neox_pp_tp2", "hf", "hf_trimmed_to_true_vocab"), vocab=509,
+    ),
+    "neox_llama": Origin(
+        "GPT-NeoX", copied(FIXTURES / "gpt_neox/llama_gqa_pp_tp2"),
+        told(FIXTURES / "gpt_neox/llama_gqa_pp_tp2", "merged"),
+        told(FIXTURES / "gpt_neox/llama_gqa_pp_tp2", "hf", "hf_trimmed_to_true_vocab"),
+        vocab=509, stages=3, rounded=True,
+    ),
+    "neox_sequential": Origin(
+        "GPT-NeoX", copied(FIXTURES / "gpt_neox/neox_seq_tp2"),
+        told(FIXTURES / "gpt_neox/neox_seq_tp2", "merged"),
+        told(FIXTURES / "gpt_neox/neox_seq_tp2", "hf", "hf_trimmed_to_true_vocab"), vocab=509,
+    ),
+    "megatron_legacy": Origin(
+        "Megatron-LM", copied(SHARDED / "megatron_legacy_tp2_pp2"),
+        told(SHARDED / "megatron_legacy_tp2_pp2", "tensors"),
+        told(SHARDED / "megatron_legacy_tp2_pp2", "tensors", file="expected_hf.json"),
+        vocab=1000, rounded=True,
+    ),
+    "megatron_torch_dist": Origin(
+        "Megatron-LM (torch_dist)", copied(SHARDED / "megatron_torch_dist_tp2_pp2"),
+        told(SHARDED / "megatron_torch_dist_tp2_pp2", "tensors"),
+        told(SHARDED / "megatron_torch_dist_tp2_pp2", "tensors", file="expected_hf.json"),
+        vocab=1000, rounded=True,
+    ),
+    "zero1": Origin("DeepSpeed", zero(1), hashed(), hashed(), vocab=1000, rounded=True),
+    "zero2": Origin("DeepSpeed", zero(2), hashed(), hashed(), vocab=1000, rounded=True),
+    "zero3": Origin(
+        "DeepSpeed", zero(3), hashed(torch.float32), hashed(torch.float32), vocab=1000, rounded=True,
+    ),
+    "zero1_no_model": Origin(
+        "DeepSpeed",
+        copied(FIXTURES / "deepspeed/zero1_bf16_dp2"),
+        told(FIXTURES / "deepspeed/zero1_bf16_dp2", "params_16bit"),
+    ),
+    "universal": Origin(
+        "DeepSpeed universal", zero(1, universal=True), hashed(torch.float32),
+        hashed(torch.float32), vocab=1000, rounded=True,
+    ),
+    "dcp": Origin("torch DCP", torch_dcp, hashed(), hashed(), vocab=1000, rounded=True),
+    "fsdp": Origin(
+        "torch DCP", copied(SHARDED / "dcp_fsdp2"),
+        told(SHARDED / "dcp_fsdp2", "tensors"),
+    ),
+    "colossalai": Origin(
+        "ColossalAI", copied(SHARDED / "colossalai_049_tp2_pp2/modeling"),
+        told(SHARDED / "colossalai_049_tp2_pp2", "tensors"), told(SHARDED / "colossalai_049_tp2_pp2", "tensors"),
+        vocab=1000, rounded=True,
+    ),
+    "maxtext_scan": Origin(
+        "MaxText", maxtext(TWINS / "a_mt_f32_scan"),
+        told(TWINS / "a_mt_f32_scan", "maxtext_tensors"), told(TWINS / "a_mt_f32_scan", "hf_tensors"), vocab=250, stages=3,
+    ),
+    "maxtext_unscan": Origin(
+        "MaxText", maxtext(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2"),
+        told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "maxtext_tensors"),
+        told(TWINS / "a_mt_bf16_unscan_noocdbt_zarr2", "hf_tensors"), vocab=250, stages=3,
+    ),
+    "maxtext_gpt3": Origin(
+        "MaxText", copied(ORBAX / "gpt3_micro_scan_bf16_zarr2"),
+        told(ORBAX / "gpt3_micro_scan_bf16_zarr2", "tensors"),
+        told(ORBAX / "gpt3_micro_scan_bf16_zarr2", "tensors"), hub="maxtext:scan",
+    ),
+    "orbax": Origin(
+        "Orbax", plain_orbax,
+        lambda: {name: sha(array) for name, array in ARRAYS.items()},
+    ),
+    "paxml": Origin(
+        "Paxml", copied(ORBAX / "paxml_gpt3_micro_weights"),
+        told(ORBAX / "paxml_gpt3_micro_weights", "tensors"), of_paxml, hub="maxtext:scan",
+    ),
+}  # fmt: skip
