@@ -21,7 +21,7 @@ NOT_YET: dict[str, str] = {}
 
 
 #: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.
-ONLY_THERE = ("test_broken_fixtures.py", "test_maxtext_pairs.py")
+ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
