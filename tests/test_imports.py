@@ -1,0 +1,234 @@
+"""Who imports whom: no circles, and no wing of the package reaches where it must not. Read from the files, never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import fastshard
+import pytest
+
+PACKAGE = Path(fastshard.__file__).parent
+
+#: Parts that know frameworks. `adapters` is what `sources` and `targets` are made of.
+WINGS = ("adapters", "sources", "targets", "models")
+#: Containers of tensors, which any framework may use, and the frameworks.
+CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
+FRAMEWORKS = (
+    "sources.huggingface", "sources.megatron", "sources.deepspeed", "sources.gpt_neox", "sources.colossalai",
+    "sources.fsdp",
+)  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """A part of the package, and the parts that it never imports."""
+
+    who: str
+    never: tuple[str, ...]
+    why: str
+
+
+RULES = [
+    *(Rule(leaf, (*WINGS, "cli"), "a leaf imports no wing") for leaf in (
+        "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared"
+    )),
+    *(Rule(wing, ("cli", "planning", "convert", "verify", "checkpoint"), "what is used does not know who uses it")
+      for wing in WINGS),
+    Rule("models", ("adapters", "sources", "targets"), "what a model computes is the same wherever it lies"),
+    Rule("sources", ("targets",), "where a tensor lies has nothing to do with where it goes"),
+    Rule("targets", ("sources",), "a target knows a model, not whose files it came from"),
+    *(Rule(container, (*FRAMEWORKS, "sources.registry"), "a container serves every framework") for container in CONTAINERS),
+    *(Rule(one, (*(other for other in FRAMEWORKS if other != one), "sources.registry"),
+           "adding a framework edits no other's file; only the registry knows all") for one in FRAMEWORKS),
+]  # fmt: skip
+#: (part, name, why): names that nothing of a part imports.
+NAMES = [("models", "Contents", "models see names and shapes, never what files hold")]
+#: Circles that there are: groups of modules that reach each other. The list may only shrink.
+CIRCLES: list[set[str]] = []
+#: Places outside of models/ that ask which model it is by its layout or its features. They may only become fewer.
+ASKING = {
+    "adapters.hf_target": 1, "adapters.maxtext_target": 2, "adapters.maxtext_yml": 1, "adapters.megatron_target": 1,
+    "adapters.neox_target": 1,
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    """What a module imports while the program runs: a module, or a name of it."""
+
+    module: str
+    name: str
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The files of a package by their names in it; the compiled one and the package itself are `_core` and ``""``."""
+    found = {}
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def _running(node: ast.AST) -> Iterator[ast.stmt]:
+    """Statements that run, those of functions too; what stands under TYPE_CHECKING does not."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from _running(other)
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        yield from _running(child)
+
+
+def imports(package: Path) -> dict[str, set[Import]]:
+    """Imports within the package, by module."""
+    files = modules(package)
+    known = {*files, "_core"}
+    found: dict[str, set[Import]] = {name: set() for name in files}
+    for name, file in files.items():
+        here = name.split(".") if name else []
+        folder = here if file.name == "__init__.py" else here[:-1]
+        for node in _running(ast.parse(file.read_text())):
+            targets: list[tuple[list[str], str]] = []
+            if isinstance(node, ast.ImportFrom):
+                below = node.module.split(".") if node.module else []
+                if node.level:
+                    base = folder[: len(folder) - (node.level - 1)] + below
+                elif below and below[0] == package.name:
+                    base = below[1:]
+                else:
+                    continue
+                targets = [(base, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                words = [alias.name.split(".") for alias in node.names]
+                targets = [(w[1:-1], w[-1]) for w in words if w[0] == package.name and len(w) > 1]
+            for base, wanted in targets:
+                full = ".".join([*base, wanted])
+                found[name].add(Import(full, "") if full in known else Import(".".join(base), wanted))
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            for other in graph.get(left.pop(), set()) - seen:
+                seen.add(other)
+                left.append(other)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    groups: list[set[str]] = []
+    for name in sorted(graph):
+        if name in reach[name] and not any(name in group for group in groups):
+            groups.append({name} | {other for other in reach[name] if name in reach.get(other, ())})
+    return groups
+
+
+def within(module: str, part: str) -> bool:
+    return module == part or module.startswith(f"{part}.")
+
+
+def broken(found: dict[str, set[Import]]) -> list[str]:
+    """Imports that a rule forbids."""
+    said = [
+        f"{name} imports {other.module}: {rule.why}"
+        for rule in RULES
+        for name in found
+        if within(name, rule.who)
+        for other in sorted(found[name])
+        if any(within(other.module, part) for part in rule.never)
+    ]
+    said += [
+        f"{name} imports {wanted}: {why}"
+        for part, wanted, why in NAMES
+        for name in found
+        if within(name, part) and wanted in {other.name for other in found[name]}
+    ]
+    return said
+
+
+def questions(file: Path) -> int:
+    """Comparisons of a layout's name, and searches for features, in a file."""
+    count = 0
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            layout = any(isinstance(side, ast.Attribute) and side.attr == "layout" for side in sides)
+            named = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
+            features = isinstance(node.left, ast.Constant) and node.left.value == "features"
+            count += (layout and named) or (features and isinstance(node.ops[0], (ast.In, ast.NotIn)))
+    return count
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[Import]]:
+    return imports(PACKAGE)
+
+
+def test_there_are_no_other_circles_than_those_known(found: dict[str, set[Import]]) -> None:
+    have = circles({name: {other.module for other in others} for name, others in found.items()})
+    assert [sorted(group) for group in have if group not in CIRCLES] == [], "a new circle"
+    assert [sorted(group) for group in CIRCLES if group not in have] == [], (
+        "no circle any more: take it off the list"
+    )
+
+
+def test_no_part_imports_what_it_must_not(found: dict[str, set[Import]]) -> None:
+    assert broken(found) == []
+    assert sum(len(others) for others in found.values()) > 200, "the imports were not read"
+
+
+def test_which_model_it_is_is_asked_in_no_new_place() -> None:
+    have = {name: count for name, file in modules(PACKAGE).items() if (count := questions(file))}
+    assert {name: count for name, count in have.items() if not within(name, "models")} == ASKING
+
+
+# --- the reader itself
+
+
+def test_circles_and_rules_are_seen(tmp_path: Path) -> None:
+    """In a package of files that only this test has."""
+    package = tmp_path / "made"
+    files = {
+        "__init__.py": "from .errors import E\n",
+        "errors.py": "from . import _core\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .models import m\n",
+        "sizes.py": "def late():\n    from .adapters.hf import x\n",
+        "adapters/__init__.py": "from .hf import x\n",
+        "adapters/hf.py": "import made.sizes\nx = 1\n",
+        "models/__init__.py": "",
+        "models/m.py": "from ..declared import Contents\nfrom made.targets import t\n",
+        "targets/__init__.py": "",
+        "targets/t.py": "from ..sources.dcp import d\n",
+        "sources/dcp.py": "from .megatron.names import d\n",
+        "sources/megatron/names.py": "from ...declared import Contents\nd = 1\n",
+        "declared.py": "class Contents: ...\n",
+    }
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    found = imports(package)
+    assert circles({n: {o.module for o in others} for n, others in found.items()}) == [
+        {"sizes", "adapters.hf"}
+    ]
+    said = broken(found)
+    for expected in (
+        "sizes imports adapters.hf: a leaf", "models.m imports targets.t: ", "models.m imports Contents: ",
+        "targets.t imports sources.dcp: ", "sources.dcp imports sources.megatron.names: a container",
+    ):  # fmt: skip
+        assert any(line.startswith(expected) for line in said), (expected, said)
+    assert len(said) == 5
+
+
+def test_questions_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "asks.py"
+    file.write_text(
+        'a = s.layout == "x"\nb = "features" not in v\nc = s.layout == other\nd = "feature" in v\n'
+    )
+    assert questions(file) == 2
