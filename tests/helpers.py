@@ -10,10 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fastshard.cli import main
 from safetensors import safe_open
@@ -54,6 +56,11 @@ class Ran:
             f for f in self.findings
             if f["code"] == code and all(part in str(f.get(key, "")) for key, part in parts.items())
         ]  # fmt: skip
+
+
+def at_once(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
+    """Values of a parameter of which some are tried with every run of the tests; the others are slow."""
+    return [v if v in chosen else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def cli(*argv: object, json_output: bool = True) -> Ran:

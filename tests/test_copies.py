@@ -703,6 +703,7 @@ def test_files_that_tell_what_they_are_are_not_doubted(source: str, tmp_path: Pa
 # --- all of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "series", [("pairs", "--fixtures-dir", FIXTURES, "--most", 3), ("families", "--count", 5)]
 )

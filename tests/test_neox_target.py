@@ -27,6 +27,7 @@ from helpers import (
     STEP,
     Ran,
     assert_refused,
+    at_once,
     cli,
     copy,
     flip_payload,
@@ -120,7 +121,7 @@ def test_there_and_back_keeps_every_bit(
     assert back == config
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", at_once([1, 2, 4], [4]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_gives_the_logits_of_its_source(name: str, tp: int, tmp_path: Path) -> None:
     """From the run's own files, and by way of Hugging Face: a tensor-parallel forward of what was written."""

@@ -87,6 +87,39 @@ def test_the_demo_removes_nothing_but_what_it_left(tmp_path: Path) -> None:
     assert (demo / "mine").read_text() == "mine"
 
 
+def test_an_option_of_the_tests_that_nobody_knows_is_refused_before_anything_is_installed(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for argv in (["--al"], ["--all", "more"]):
+        done = subprocess.run(
+            [SH, tmp_path / "scripts/test.sh", *argv], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "usage: sh scripts/test.sh [--all]\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
+
+
+@pytest.mark.parametrize(("argv", "chosen"), [([], "not slow"), (["--all"], "slow or not slow")])
+def test_slow_tests_are_run_where_they_are_asked_for(argv: list[str], chosen: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "scripts/setup.sh").write_text("setup() { :; }\n")
+    (tmp_path / "bin").mkdir()
+    for name in ("cargo", "python"):
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!{SH}\necho {name} "$@"\n')
+        program.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [SH, tmp_path / "scripts/test.sh", *argv],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[0] == "cargo test --workspace"
+    assert done.stdout.splitlines()[1].endswith(f"-m {chosen}")
+
+
 def test_the_readme_has_the_two_lines() -> None:
     text = (ROOT / "README.md").read_text()
     for name, line in (("quickstart", "sh scripts/demo.sh"), ("tests", "sh scripts/test.sh")):

@@ -153,7 +153,10 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("kind", [*SPECIAL, "directory", "null"])
-@pytest.mark.parametrize("verb, option", OPTIONS, ids=[f"{v}{o}" for v, o in OPTIONS])
+@pytest.mark.parametrize(
+    "verb, option",
+    [pytest.param(*o, id="".join(o), marks=() if o[0] == "merge" else pytest.mark.slow) for o in OPTIONS],
+)
 def test_option_that_names_no_file(verb: str, option: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
     make = {**SPECIAL, "directory": Path.mkdir, "null": lambda p: p.symlink_to("/dev/null")}[kind]

@@ -14,7 +14,7 @@ from pathlib import Path
 import fastshard
 import pytest
 from fastshard.errors import Finding, error_for
-from helpers import FIXTURES, HF, TP4, cli
+from helpers import FIXTURES, HF, TP4, at_once, cli
 
 COMMANDS = {
     "inspect": ["inspect", HF],
@@ -33,6 +33,8 @@ COMMANDS = {
     "usage": ["merge"],
 }
 WRITING = ("merge", "convert")
+#: One that writes, one that reads, one that only prints, one that is wrong.
+QUICK = ("merge", "inspect", "help", "usage")
 #: What a shell can do to a stream.
 BROKEN = {"full": "{n}>/dev/full", "closed": "{n}>&-", "left": ""}
 
@@ -58,7 +60,7 @@ def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", at_once(COMMANDS, QUICK))
 def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_path: Path) -> None:
     argv = [*COMMANDS[name], *(["--json"] if as_json else [])]
     if broken == "left":
@@ -83,7 +85,7 @@ def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_pa
 
 
 @pytest.mark.parametrize("broken", ["full", "closed"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", at_once(COMMANDS, QUICK))
 def test_stderr_that_takes_nothing(name: str, broken: str, tmp_path: Path) -> None:
     done = shell(COMMANDS[name], BROKEN[broken].format(n=2), tmp_path)
     assert done.returncode == (2 if name == "usage" else 0), done
@@ -186,7 +188,7 @@ with Stopping():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", [n for n in COMMANDS if n not in ("usage",)])
+@pytest.mark.parametrize("name", at_once([n for n in COMMANDS if n != "usage"], ("merge", "help")))
 def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signals, tmp_path: Path) -> None:
     """From the moment on which the command line has taken over; Python's own start is not its."""
     script = "import sys, fastshard.cli as c; sys.stderr.write('+'); sys.stderr.flush(); sys.exit(c.main())"

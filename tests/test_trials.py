@@ -51,6 +51,7 @@ def test_changes() -> None:
     run_series("changes", "--count", 32, "--size", 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
 def test_mutations(how: list[object], tmp_path: Path) -> None:
     argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]
