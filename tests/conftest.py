@@ -24,6 +24,11 @@ NOT_YET: dict[str, str] = {}
 ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--renew-snapshots") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--renew-snapshots: one process writes, so no -n")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fixtures-only"):
         others = [item for item in items if not _is_of_fixtures(item)]

@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import FIXTURES, flip_bit, layer_file, rank_file
+import torch
+from helpers import FIXTURES, edit_safetensors, flip_bit, layer_file, rank_file
 
 #: Changes the copy at a root.
 Damage = Callable[[Path], object]
@@ -54,6 +55,16 @@ def says(name: str, text: str) -> Damage:
     return lambda root: (root / name).write_text(text)
 
 
+def sliced(name: str, tensor: str, parts: int) -> Damage:
+    """One rank's rows, saved as all of them; they are padded to a multiple of 64 times the ranks."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        rows = -(-len(tensors[tensor]) // (64 * parts)) * 64
+        tensors[tensor] = tensors[tensor][:rows]
+
+    return lambda root: edit_safetensors(root / name, change)
+
+
 def none(root: Path) -> None:
     """Nothing: it is a fixture that is wrong as it lies there."""
 
@@ -98,6 +109,7 @@ CASES: dict[str, tuple[str, Damage]] = {
     "tp_no_layout_no_config": (TP4, lost("*.json")),
     "hf_missing_file": (HF, lost("model-00003-of-00004.safetensors")),
     "hf_copied_file": (HF, over("model-00002-of-00004.safetensors", "model-00003-of-00004.safetensors")),
+    "hf_embed_is_a_slice": (HF, sliced("model-00001-of-00004.safetensors", "model.embed_tokens.weight", 4)),
     "hf_index_is_no_json": (HF, says("model.safetensors.index.json", "{")),
     "colossalai_missing_stage": (COLOSSAL, lost("model-stage-00002*")),
     "colossalai_no_index": (COLOSSAL, lost("model.safetensors.index.json")),

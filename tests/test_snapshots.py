@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def test_a_damaged_checkpoint_is_told_of_as_reviewed(
 ) -> None:
     said = reports(made(name, tmp_path / "ckpt"), tmp_path / "out")
     same(SNAPSHOTS / f"{name}.json", said, pytestconfig.getoption("--renew-snapshots"))
+
+
+@pytest.mark.parametrize("name", ["neox_copied_shard", "hf_embed_is_a_slice"])
+def test_the_readme_shows_what_is_said(name: str) -> None:
+    shown = " ".join((SNAPSHOTS.parents[1] / "README.md").read_text().split())
+    said = json.loads((SNAPSHOTS / f"{name}.json").read_text())["merge"]["findings"][0]
+    rank = f" ({said['rank']})" if "rank" in said else ""
+    assert (
+        f"{said['message']}{rank}: expected {said['expected']}, got {said['got']} help: {said['help']}"
+        in shown
+    )
 
 
 def test_each_snapshot_is_of_a_case() -> None:
