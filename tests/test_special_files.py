@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fastshard import regular
-from helpers import FIXTURES, HF, NEOX, TP4, Ran, cli, copy, spawn
+from helpers import FIXTURES, HF, NEOX, TP4, Ran, at_once, cli, copy, spawn
 
 ORBAX = sorted((FIXTURES / "orbax").iterdir())[0]
 
@@ -84,7 +84,7 @@ MEMBERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", at_once(SPECIAL, ("fifo", "zero")))
 @pytest.mark.parametrize("source, name", MEMBERS, ids=[name for _, name in MEMBERS])
 def test_member_that_is_no_file_is_one_finding(source: Path, name: str, kind: str, tmp_path: Path) -> None:
     ckpt = copy(source, tmp_path / "ckpt")
