@@ -12,8 +12,8 @@ import pytest
 
 PACKAGE = Path(fastshard.__file__).parent
 
-#: Parts that know frameworks. `adapters` is what `sources` and `targets` are made of.
-WINGS = ("adapters", "sources", "targets", "models")
+#: Parts that know frameworks.
+WINGS = ("sources", "targets", "models")
 #: Containers of tensors, which any framework may use, and the frameworks.
 CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
 FRAMEWORKS = (
@@ -36,7 +36,7 @@ RULES = [
     )),
     *(Rule(wing, ("cli", "planning", "convert", "verify", "checkpoint"), "what is used does not know who uses it")
       for wing in WINGS),
-    Rule("models", ("adapters", "sources", "targets"), "what a model computes is the same wherever it lies"),
+    Rule("models", ("sources", "targets"), "what a model computes is the same wherever it lies"),
     Rule("sources", ("targets",), "where a tensor lies has nothing to do with where it goes"),
     Rule("targets", ("sources",), "a target knows a model, not whose files it came from"),
     *(Rule(container, (*FRAMEWORKS, "sources.registry"), "a container serves every framework") for container in CONTAINERS),
@@ -47,11 +47,6 @@ RULES = [
 NAMES = [("models", "Contents", "models see names and shapes, never what files hold")]
 #: Circles that there are: groups of modules that reach each other. The list may only shrink.
 CIRCLES: list[set[str]] = []
-#: Places outside of models/ that ask which model it is by its layout or its features. They may only become fewer.
-ASKING = {
-    "adapters.hf_target": 1, "adapters.maxtext_target": 2, "adapters.maxtext_yml": 1, "adapters.megatron_target": 1,
-    "adapters.neox_target": 1,
-}  # fmt: skip
 
 
 class Import(NamedTuple):
@@ -185,9 +180,8 @@ def test_no_part_imports_what_it_must_not(found: dict[str, set[Import]]) -> None
     assert sum(len(others) for others in found.values()) > 200, "the imports were not read"
 
 
-def test_which_model_it_is_is_asked_in_no_new_place() -> None:
-    have = {name: count for name, file in modules(PACKAGE).items() if (count := questions(file))}
-    assert {name: count for name, count in have.items() if not within(name, "models")} == ASKING
+def test_which_model_it_is_is_asked_in_models_alone() -> None:
+    assert [n for n, file in modules(PACKAGE).items() if questions(file) and not within(n, "models")] == []
 
 
 # --- the reader itself
@@ -199,9 +193,9 @@ def test_circles_and_rules_are_seen(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from .errors import E\n",
         "errors.py": "from . import _core\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .models import m\n",
-        "sizes.py": "def late():\n    from .adapters.hf import x\n",
-        "adapters/__init__.py": "from .hf import x\n",
-        "adapters/hf.py": "import made.sizes\nx = 1\n",
+        "sizes.py": "def late():\n    from .sources.hf import x\n",
+        "sources/__init__.py": "from .hf import x\n",
+        "sources/hf.py": "import made.sizes\nx = 1\n",
         "models/__init__.py": "",
         "models/m.py": "from ..declared import Contents\nfrom made.targets import t\n",
         "targets/__init__.py": "",
@@ -215,11 +209,11 @@ def test_circles_and_rules_are_seen(tmp_path: Path) -> None:
         (package / name).write_text(text)
     found = imports(package)
     assert circles({n: {o.module for o in others} for n, others in found.items()}) == [
-        {"sizes", "adapters.hf"}
+        {"sizes", "sources.hf"}
     ]
     said = broken(found)
     for expected in (
-        "sizes imports adapters.hf: a leaf", "models.m imports targets.t: ", "models.m imports Contents: ",
+        "sizes imports sources.hf: a leaf", "models.m imports targets.t: ", "models.m imports Contents: ",
         "targets.t imports sources.dcp: ", "sources.dcp imports sources.megatron.names: a container",
     ):  # fmt: skip
         assert any(line.startswith(expected) for line in said), (expected, said)

@@ -17,9 +17,8 @@ from .discover import Listing, StrPath, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
 from .options import meant
 from .planning import Opened, Plan, make_plan, thread_count
-from .sources import copies
+from .sources import copies, hf_names
 from .sources.base import Contents, Options, checked_accept
-from .sources.huggingface import model as hf_model
 from .sources.registry import detect
 from .sources.renamed import renamed
 from .tensor import Tensor
@@ -106,7 +105,7 @@ def open(
         source.family = layouts.family(source.layout)
         source.table = source.rules = None
         source.pass_unknown = False
-        hf_model.by_own_table(source, contents.names())
+        hf_names.by_own_table(source, contents.names())
     if not source.places:
         places = companions.places(listing, found.notes.get("folder") or "")
         source.places = places or list(listing.roots)

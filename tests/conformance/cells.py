@@ -8,7 +8,7 @@ from typing import Any
 
 import tomlkit
 import torch
-from fastshard.adapters.targets import TARGETS
+from fastshard.targets.registry import TARGETS
 from helpers import Ran, cli, read_result, sha256
 from jax_maker import read, sha
 from origins import ORIGINS, Hashes, Origin

@@ -50,7 +50,7 @@ _NONE = (False, False, False, False)
 _ALL = (True, True, True, True)
 _EVEN = (_NONE, _ALL, (True, True, False, False), (False, False, True, True))
 NEOX = Says(
-    kind="GPT-NeoX", norm="LayerNorm", norm_bias=True, gated=False, activations=tuple(_PLAIN), parallel=(False, True), shares=None,
+    kind="GPT-NeoX", families=("gpt_neox",), norm="LayerNorm", norm_bias=True, gated=False, activations=tuple(_PLAIN), parallel=(False, True), shares=None,
     scalings=("default",), whole_base=True, biases=_EVEN,
 )  # fmt: skip
 LLAMA = Says(
@@ -227,9 +227,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    says = NEOX if model.family == "gpt_neox" else LLAMA
-    if lacking := says.lacks(model):
-        raise lacks.refused("GPT-NeoX", says, lacking)
+    lacks.refuse("GPT-NeoX", [NEOX, LLAMA], model)
 
 
 def activation_of(config: Mapping[str, Any]) -> str:

@@ -25,6 +25,8 @@ class Says:
 
     #: As messages call it, e.g. ``Llama``.
     kind: str
+    #: Hubs whose tensors its layout meets.
+    families: Collection[str] = ("llama",)
     norm: str = "RMSNorm"
     norm_bias: bool = False
     gated: bool = True
@@ -111,6 +113,27 @@ def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
     """The first kind that says all of a model, or the one that lacks least, and what it lacks."""
     found = [(kind, kind.lacks(model)) for kind in kinds]
     return min(found, key=lambda pair: len(pair[1]))
+
+
+def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
+    """What no kind of a format's models can be: that the tensors meet in no layout, or each thing by its source's name.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    kinds = list(kinds)
+    near = [kind for kind in kinds if model.family in kind.families]
+    if not near:
+        raise FastshardError.of(
+            "FS514",
+            f"no {format} layout for the family {model.family!r}",
+            expected=" | ".join(family for kind in kinds for family in kind.families),
+            got=model.family,
+            help=f"`fastshard merge` writes the tensors under {model.framework}'s own names",
+        )
+    kind, lacking = fitting(model, near)
+    if lacking:
+        raise refused(format, kind, lacking)
 
 
 def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:

@@ -238,8 +238,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    if lacking := LLAMA.lacks(model):
-        raise lacks.refused("MaxText", LLAMA, lacking)
+    lacks.refuse("MaxText", [LLAMA], model)
 
 
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:

@@ -179,8 +179,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    if lacking := LLAMA.lacks(model):
-        raise lacks.refused("Megatron-LM", LLAMA, lacking)
+    lacks.refuse("Megatron-LM", [LLAMA], model)
 
 
 def facts_of(model: Model) -> dict[str, bool]:

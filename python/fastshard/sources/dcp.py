@@ -10,18 +10,17 @@ import itertools
 import json
 import os
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from .. import _core, regular
 from ..declared import Assembled, Source, is_state
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
 from ..naming.dcp import chunk_name
+from . import hf_names
 from .base import Contents, Found, Options, missing
-from .huggingface import model as hf_model
-from .huggingface.saved import safe_relative
-from .megatron import arguments as megatron_config
-from .megatron import optim as megatron_optim
+from .indices import safe_relative
 from .steps import folder_of
 
 _METADATA = ".metadata"
@@ -78,10 +77,26 @@ def _apart(stored: list[dict[str, Any]], path: str) -> None:
                 )
 
 
+#: name, shape, pieces of a tensor
+_Tensors = list[tuple[str, list[int], list[Any]]]
+
+
+class Framework(Protocol):
+    """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
+
+    def take(
+        self, source: Source, found: Found, listing: Listing, contents: Contents, tensors: _Tensors
+    ) -> _Tensors | None:
+        """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
+
+
 class Dcp:
     """Directories with ``.metadata``."""
 
     name = "dcp"
+
+    def __init__(self, frameworks: Sequence[Framework] = ()) -> None:
+        self._frameworks = frameworks
 
     def detect(self, listing: Listing, options: Options) -> Found | None:
         """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
@@ -234,34 +249,17 @@ class Dcp:
                     self._same_dtype(source, found, contents, entry, file, number)
             if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
                 tensors.append((name, entry["shape"], chunks))
-        megatron = self._megatron(found, listing, contents)
-        if megatron is not None:
-            tensors = megatron_optim.divide(source, tensors)
-        if found.files:
-            source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         names = {entry["name"] for entry in described["tensors"]}
-        if megatron is not None:
-            source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
-            # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-            # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers
-            numbered = any(name.startswith("decoder.layers.0.") for name in names)
-            source.layout = "megatron.legacy" if numbered else "megatron.dist"
-            source.values |= {"iteration": megatron.get("iteration"), "args": megatron}
-            if megatron_config.mixture(megatron, names):
-                megatron_config.refuse_mixtures(megatron, found.notes["folder"] or None)
-            megatron_config.describe(source, megatron, names)
+        for framework in self._frameworks:
+            named = framework.take(source, found, listing, contents, tensors)
+            if named is not None:
+                tensors = named
+                break
         else:
             self._model(source, found, listing, options, names)
+        if found.files:
+            source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         return source
-
-    @staticmethod
-    def _megatron(found: Found, listing: Listing, contents: Contents) -> dict[str, Any] | None:
-        """Arguments in ``common.pt``, where Megatron-LM's ``metadata.json`` is."""
-        folder = found.notes["folder"]
-        if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
-            return None
-        common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
-        return megatron_config.arguments(contents(common)) if common is not None else {}
 
     @staticmethod
     def _same_dtype(
@@ -284,12 +282,12 @@ class Dcp:
     @staticmethod
     def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
-        config, path = hf_model.config_of(listing, found.notes["folder"], options)
+        config, path = hf_names.config_of(listing, found.notes["folder"], options)
         if config is None:
             return
         fitting = _fitting(names, config)
         source.weights_prefix, source.other_prefixes = fitting[0], fitting[1:]
-        hf_model.describe(source, listing, config, path, names, outer=source.weights_prefix)
+        hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
 
 
 def _fitting(names: set[str], config: dict[str, Any]) -> list[str]:

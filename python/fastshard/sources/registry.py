@@ -9,10 +9,12 @@ from .colossalai.adapter import ColossalAI
 from .dcp import Dcp
 from .deepspeed.adapter import DeepSpeed
 from .deepspeed.universal import Universal
+from .gpt_neox.dialect import GptNeox
 from .huggingface.ranks import HfRankShards
 from .huggingface.saved import HuggingFace
 from .huggingface.tp import TpSafetensors
 from .megatron.adapter import Megatron
+from .megatron.torch_dist import TorchDist
 from .orbax import Orbax
 from .orbax.parts import refuse_parts
 from .steps import no_steps, refuse_lone_trackers
@@ -23,8 +25,8 @@ __all__ = ["ADAPTERS", "detect"]
 #: In the order in which they are asked: the more telling names first.
 ADAPTERS: list[Adapter] = [
     Universal(),
-    DeepSpeed(),
-    Dcp(),
+    DeepSpeed([GptNeox()]),
+    Dcp([TorchDist()]),
     Megatron(),
     Orbax(),
     TpSafetensors(),

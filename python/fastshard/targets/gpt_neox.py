@@ -95,9 +95,6 @@ class NeoxTarget(Target):
                 help="take --to gpt_neox:pipeline",
             )
         model = None if source.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
-        layout = _LAYOUTS.get(source.family or "")
-        if layout is None:
-            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.family!r}")
         config = source.config or {}
         facts = dict(source.facts)
         if model is not None:
@@ -112,6 +109,9 @@ class NeoxTarget(Target):
                 "scalenorm": False,
                 "reward": False,
             }
+        layout = _LAYOUTS.get(source.family or "")
+        if layout is None:
+            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.family!r}")
         if "gpt_j_residual" not in facts:
             raise FastshardError.of(
                 "FS209",

@@ -67,14 +67,15 @@ class MaxTextTarget:
                 "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
             )
         rules = source.rules if isinstance(source.rules, Rules) else None
-        if source.layout in ("maxtext.gpt3", "paxml.gpt3"):
+        own = source.dialect is maxtext.DIALECT
+        if own and source.family == "gpt3":
             fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
                 raise FastshardError.of("FS515", "--rope-type: GPT-3 has no rotary embedding")
         elif fused_qkv is not None:
             raise FastshardError.of("FS515", "--fused-qkv: only GPT-3 has such projections in MaxText")
-        elif source.layout == "maxtext.llama":
+        elif own:
             facts, model = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
         else:
             model = model_of(source, "MaxText")
@@ -82,8 +83,8 @@ class MaxTextTarget:
             facts = {"tied": model.tied, "interleaved": _order(model, rope_type)}
         layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"
         # A checkpoint of MaxText's own keeps the names of its state.
-        own = source.layout is not None and source.layout.startswith("maxtext.")
-        names = rules.names if own and rules is not None else default_names()
+        same = source.layout is not None and source.layout.startswith("maxtext.")
+        names = rules.names if same and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
     def request(self, table: Table | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def of(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], lis
             another kind.
     """
     source = target.source
-    gpt3 = target.layout == "maxtext.gpt3"
+    gpt3 = "fused_qkv" in target.facts
     heads = axes["h"] if gpt3 else axes["g"] * axes["r"]
     out: dict[str, Any] = {
         "base_emb_dim": axes["H"],

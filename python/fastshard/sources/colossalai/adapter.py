@@ -19,9 +19,9 @@ from ...declared import Assembled, Source, Unit
 from ...discover import File, Listing
 from ...errors import Finding
 from ...models import huggingface
+from .. import hf_names
 from ..base import Contents, Found, Options, lacking, missing
-from ..huggingface import model as hf_model
-from ..huggingface.saved import read_json
+from ..indices import read_json
 from ..steps import Chosen, folder_of, is_step
 from . import optim as colossalai_optim
 from .index import PARTIAL, join, read_indexes
@@ -122,8 +122,8 @@ class ColossalAI:
             found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
         )
         source.vocab_size = options.vocab_size
-        config, path = hf_model.config_of(listing, notes["folder"], options)
-        hf_model.describe(source, listing, config, path, contents.names())
+        config, path = hf_names.config_of(listing, notes["folder"], options)
+        hf_names.describe(source, listing, config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
         expected: dict[str, int] = {}

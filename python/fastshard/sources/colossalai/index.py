@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
-from ..huggingface.saved import read_json, safe_relative
+from ..indices import read_json, safe_relative
 
 #: Where stages leave their indexes until the first one merges and removes them.
 PARTIAL = "tmp_index_files"

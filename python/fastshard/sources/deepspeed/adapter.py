@@ -1,25 +1,25 @@
 """DeepSpeed checkpoints: ``latest``, ``global_stepN/``, model files, layer files and ZeRO partitions.
 
-GPT-NeoX writes the same files with layer names of its own; that dialect is in :mod:`.gpt_neox`.
+GPT-NeoX writes the same files with layer names of its own; such a framework is a :class:`Dialect`.
 source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runtime/pipe/module.py
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
-from .. import zero
+from .. import hf_names, zero
 from ..base import Contents, Found, Options, lacking, missing
-from ..gpt_neox.dialect import GptNeox
-from ..huggingface import model as hf_model
 from ..steps import Step, choose
 from ..zero import stage3
 from ..zero.model import tensor_index
+from ..zero.pipelines import pipeline_names
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
@@ -83,10 +83,27 @@ class Files:
         return files
 
 
+class Dialect(Protocol):
+    """A framework that has DeepSpeed write its files, under names of its own."""
+
+    def take(
+        self,
+        found: Found,
+        listing: Listing,
+        contents: Contents,
+        states: list[dict[str, Any]],
+        options: Options,
+    ) -> tuple[Source, zero.Naming] | None:
+        """The parameters, and the names that masters have among them; None if it is not its save."""
+
+
 class DeepSpeed:
     """Checkpoints of ``engine.save_checkpoint``, ZeRO stages 0 to 3 and pipelines."""
 
     name = "deepspeed"
+
+    def __init__(self, dialects: Sequence[Dialect] = ()) -> None:
+        self._dialects = dialects
 
     def detect(self, listing: Listing, options: Options) -> Found | None:
         """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
@@ -124,17 +141,16 @@ class DeepSpeed:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
         states = [_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
         _refuse(found, states)
-        if _is_neox(found, contents, states):
-            found.framework = "GPT-NeoX"
-            if found.notes["sliced"]:
-                raise FastshardError.of(
-                    "FS514",
-                    "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
-                    file=found.files[0].path,
-                    help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
-                )
-            source = GptNeox().declare(found, listing, contents, options)
-            name_of = _pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
+        declared = next(
+            (
+                one
+                for d in self._dialects
+                if (one := d.take(found, listing, contents, states, options)) is not None
+            ),
+            None,
+        )
+        if declared is not None:
+            source, name_of = declared
         else:
             source, name_of = _plain(found, listing, contents, states, options)
         if found.notes["sliced"]:
@@ -175,41 +191,6 @@ def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
             what = "a mixture-of-experts checkpoint of DeepSpeed"
         if what:
             raise FastshardError.of("FS514", f"{what}: not read", file=found.files[i].path)
-
-
-def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
-    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
-    for state in states:
-        args = _dict(state.get("args"))
-        args = _dict(args.get("state")) if "__class__" in args else args
-        if "padded_vocab_size" in args or "model_parallel_size" in args:
-            return True
-        if any(str(name).startswith("sequential.") for name in _dict(state.get("module"))):
-            return True
-    first = len(found.notes["ranks"])
-    layers = range(first, first + len(found.notes["layers"]))
-    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in _dict(contents(i)))
-
-
-def _sequential_name(name: str) -> str:
-    return name.removeprefix("sequential.")
-
-
-def _pipeline_names(found: Found, contents: Contents) -> zero.Naming:
-    """``tied_modules.KEY.rest`` lies in the first layer file that holds ``rest``."""
-    first = len(found.notes["ranks"])
-    holders: dict[str, int] = {}
-    for i, (layer, _) in enumerate(found.notes["layers"]):
-        for name in _dict(contents(first + i)):
-            holders.setdefault(str(name), layer)
-
-    def name_of(name: str) -> str:
-        if not name.startswith("tied_modules."):
-            return name
-        rest = name.split(".", 2)[-1]
-        return f"{holders[rest]}.{rest}" if rest in holders else name
-
-    return name_of
 
 
 def _plain(
@@ -253,7 +234,7 @@ def _plain(
                 )
             )
         _all_ranks(found, states, source.findings)
-        return source, _pipeline_names(found, contents)
+        return source, pipeline_names(found, contents)
     for i, rank in enumerate(notes["ranks"]):
         source.units.append(
             Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
@@ -275,9 +256,9 @@ def _plain(
                 )
             )
     _all_ranks(found, states, source.findings)
-    config, path = hf_model.config_of(listing, notes["folder"], options)
+    config, path = hf_names.config_of(listing, notes["folder"], options)
     names = {str(name) for state in states for name in _dict(state.get("module"))}
-    hf_model.describe(source, listing, config, path, names)
+    hf_names.describe(source, listing, config, path, names)
     return source, str
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from ...declared import Assembled, Source, Unit
 from ...discover import File, Listing
 from ...errors import Finding
+from .. import hf_names
 from ..base import Contents, Found, Options, counted, missing
-from ..huggingface import model as hf_model
 from ..steps import Step, choose
 from ..zero import stage3
 from ..zero.model import Model, name_list, scalar, tensor_index
@@ -145,9 +145,9 @@ class Universal:
             source.findings += _frozen_shards(ranks, have)
         if model:
             self._beside(source, model, contents, notes["sliced"])
-        config, config_file = hf_model.config_of(listing, notes["folder"], options)
+        config, config_file = hf_names.config_of(listing, notes["folder"], options)
         names = have.union(*(rank.names() for rank in ranks))
-        hf_model.describe(source, listing, config, config_file, names)
+        hf_names.describe(source, listing, config, config_file, names)
         source.findings += _shapes_not_told(notes, flat)
         for name in sorted(listed):
             if name not in have:

@@ -13,7 +13,9 @@ from typing import Any
 from ...declared import MAX_DEGREE, Source, Unit
 from ...discover import Listing
 from ...errors import FastshardError, Finding
+from .. import zero
 from ..base import Contents, Found, Options, missing
+from ..zero.pipelines import pipeline_names
 from . import config as neox_config
 from . import features
 
@@ -34,6 +36,32 @@ def _number(name: str) -> int:
 
 class GptNeox:
     """The dialect of DeepSpeed checkpoints that GPT-NeoX writes: its layer names and arguments."""
+
+    def take(
+        self,
+        found: Found,
+        listing: Listing,
+        contents: Contents,
+        states: list[dict[str, Any]],
+        options: Options,
+    ) -> tuple[Source, zero.Naming] | None:
+        """The declaration, and the names of masters, where the names or the arguments are GPT-NeoX's.
+
+        Raises:
+            FastshardError: ``FS514`` under ZeRO-3, where no file holds a whole shard.
+        """
+        if not _is_neox(found, contents, states):
+            return None
+        found.framework = "GPT-NeoX"
+        if found.notes["sliced"]:
+            raise FastshardError.of(
+                "FS514",
+                "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
+                file=found.files[0].path,
+                help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
+            )
+        source = self.declare(found, listing, contents, options)
+        return source, pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
 
     def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
@@ -303,3 +331,25 @@ def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding
                         help="the files belong to different runs",
                     )
                 )
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
+    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    for state in states:
+        args = _dict(state.get("args"))
+        args = _dict(args.get("state")) if "__class__" in args else args
+        if "padded_vocab_size" in args or "model_parallel_size" in args:
+            return True
+        if any(str(name).startswith("sequential.") for name in _dict(state.get("module"))):
+            return True
+    first = len(found.notes["ranks"])
+    layers = range(first, first + len(found.notes["layers"]))
+    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in _dict(contents(i)))
+
+
+def _sequential_name(name: str) -> str:
+    return name.removeprefix("sequential.")

@@ -15,9 +15,9 @@ from ...declared import Assembled, Source
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import config_json, huggingface
+from .. import hf_names
 from ..base import Contents, Found, Options, lacking, missing
 from ..steps import folder_of, is_step, within_this
-from . import model as hf_model
 from .saved import slices_as_wholes
 
 _SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
@@ -128,8 +128,8 @@ class HfRankShards:
         ]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         source.assembled += _copies(tensors, again, found.files)
-        config, path = hf_model.config_of(listing, found.notes["folder"], options)
-        hf_model.describe(source, listing, config, path, chunks)
+        config, path = hf_names.config_of(listing, found.notes["folder"], options)
+        hf_names.describe(source, listing, config, path, chunks)
         if config is None and (layout := config_json.layout_by_names(chunks)) is not None:
             source.layout, source.family = layout, layout.removeprefix("hf.")
             # Rows of heads are enough to check shapes; how they divide only a config tells.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from pathlib import PurePosixPath
-from typing import Any
 
 from ... import companions, regular
 from ...configs import shown
@@ -14,9 +11,10 @@ from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import huggingface
+from .. import hf_names
 from ..base import Contents, Found, Options, lacking, missing
+from ..indices import read_json, safe_relative
 from ..steps import Chosen, folder_of, is_step
-from . import model as hf_model
 
 #: (index, single file): safetensors first, as transformers prefers it.
 _FORMS = [
@@ -25,32 +23,6 @@ _FORMS = [
 ]
 _SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 _SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
-
-
-def read_json(listing: Listing, file: File, limit: int = regular.MAX_TEXT) -> Any:
-    """Content of a JSON file of at most ``limit`` bytes.
-
-    Raises:
-        FastshardError: ``FS211`` if it is not JSON.
-    """
-    try:
-        return json.loads(listing.read_text(file, limit))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=file.path) from None
-
-
-def safe_relative(name: object) -> bool:
-    """True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
-    if not isinstance(name, str) or not name or len(name) > 4096:
-        return False
-    parts = PurePosixPath(name).parts
-    return not (
-        name.startswith("/")
-        or "\\" in name
-        or any(ord(c) < 32 or c == "\x7f" for c in name)
-        or ".." in parts
-        or (len(name) > 1 and name[1] == ":")
-    )
 
 
 def slices_as_wholes(
@@ -285,7 +257,7 @@ class HuggingFace:
         # A model's own folder says what it is; that of a step may leave it to the one above.
         above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
         source.places = companions.places(listing, folder, above=above)
-        config, path = hf_model.config_of(listing, folder, options, above=above)
+        config, path = hf_names.config_of(listing, folder, options, above=above)
         if config is not None:
-            hf_model.describe(source, listing, config, path, values.names())
+            hf_names.describe(source, listing, config, path, values.names())
         return source

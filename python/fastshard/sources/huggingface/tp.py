@@ -9,10 +9,11 @@ from ..._core import Rule, Table
 from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
+from .. import hf_names
 from ..base import Contents, Found, Options, counted, lacking, missing
+from ..indices import read_json
 from ..steps import folder_of, is_step, within_this
-from . import model as hf_model
-from .saved import read_json, slices_as_wholes
+from .saved import slices_as_wholes
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
@@ -128,7 +129,7 @@ class TpSafetensors:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
         layout: dict[str, Any] | None = found.notes["layout"]
         path: str = found.notes["layout_path"]
-        config, config_path = hf_model.config_of(listing, found.notes["folder"], options)
+        config, config_path = hf_names.config_of(listing, found.notes["folder"], options)
         source = Source(
             framework=found.framework,
             step=found.step,
@@ -138,7 +139,7 @@ class TpSafetensors:
             ],
             degrees={"tp": found.notes["tp"]},
         )
-        hf_model.describe(source, listing, config, config_path, values.names())
+        hf_names.describe(source, listing, config, config_path, values.names())
         if source.layout is not None:
             # Each rank holds rows of the padded vocabulary: its extent comes from the shards.
             source.axes.pop("P", None)

@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ... import companions, layouts, regular
-from ..._core import Table
-from ...configs import shown
-from ...declared import Source, is_state
-from ...discover import Listing
-from ...errors import FastshardError, Finding
-from ...models import config_json, huggingface
-from ...naming.wrappers import wrapped
-from ..base import Options
+from .. import companions, layouts, regular
+from .._core import Table
+from ..configs import shown
+from ..declared import Source, is_state
+from ..discover import Listing
+from ..errors import FastshardError, Finding
+from ..models import config_json, huggingface
+from ..naming.wrappers import wrapped
+from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
 _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
