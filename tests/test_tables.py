@@ -53,7 +53,11 @@ def rewritten(text: str, how: str) -> str:
     content = tomlkit.parse(text).unwrap()
     made = tomlkit.document()
     made.add(tomlkit.comment("name = 'other'"))
-    plain = {k: v for k, v in content.items() if how == "inline" or not isinstance(v, (dict, list))}
+
+    def is_plain(value: Any) -> bool:
+        return not isinstance(value, dict) and not (isinstance(value, list) and isinstance(value[0], dict))
+
+    plain = {k: v for k, v in content.items() if how == "inline" or is_plain(v)}
     for key, value in reversed(plain.items()):
         made.add(key, quoted(value))
     for key, value in reversed(content.items()):

@@ -100,8 +100,11 @@ class Catalog:
 class Table:
     """A parsed layout table; it does not change. See docs/layouts.md."""
 
-    def __new__(cls, text: str) -> Table:
-        """Raises CoreError (``FS210``) if the text is not a valid table."""
+    def __new__(cls, text: str, base: Table | None = None) -> Table:
+        """A table, which extends ``base`` if it says so. Raises CoreError (``FS210``) if the text is not a valid table."""
+    @staticmethod
+    def extends_of(text: str) -> str | None:
+        """Name of the table that a text extends. Raises CoreError (``FS210``) if it is no table."""
     @staticmethod
     def of(name: str, vocab: str | None, shard: dict[str, list[str]], rules: list[Rule]) -> Table:
         """A table of rules alone, its family called as it is. Raises CoreError (``FS210``) for rules that do not fit it."""

@@ -10,7 +10,7 @@ import os
 from importlib import resources
 
 from .. import _core, regular
-from ..errors import from_core
+from ..errors import FastshardError, from_core
 
 __all__ = ["family", "get", "names", "register", "table"]
 
@@ -33,12 +33,18 @@ def register(source: str | os.PathLike[str]) -> str:
     """
     given = isinstance(source, str) and "\n" in source
     text = str(source) if given else regular.read_text(source, regular.MAX_CONFIG, code="FS211")
+    name = _read(text, ()).name
+    before = dict(_registered)
+    _registered[name] = text
+    # Tables that extend the one of that name are made anew of this one.
+    _parsed.clear()
     try:
-        table = _core.Table(text)
-    except _core.CoreError as error:
-        raise from_core(error) from None
-    _registered[table.name], _parsed[table.name] = text, table
-    return table.name
+        table(name)
+    except FastshardError:
+        _registered.clear()
+        _registered.update(before)
+        raise
+    return name
 
 
 def get(name: str) -> str:
@@ -69,10 +75,34 @@ def table(name: str) -> _core.Table:
 
     Raises:
         KeyError: if there is none of that name.
+        FastshardError: ``FS210`` if it extends one that has changed, and no longer fits it.
     """
+    return _table(name, ())
+
+
+def _table(name: str, above: tuple[str, ...]) -> _core.Table:
+    """A table; ``above`` are those that extend it."""
     if name not in _parsed:
-        _parsed[name] = _core.Table(get(name))
+        _parsed[name] = _read(get(name), (*above, name))
     return _parsed[name]
+
+
+def _read(text: str, above: tuple[str, ...]) -> _core.Table:
+    """The table that a text declares, and those that it extends.
+
+    Raises:
+        FastshardError: ``FS210`` if it is not valid, or what it extends is not registered or the table itself.
+    """
+    try:
+        extended = _core.Table.extends_of(text)
+        if extended is None:
+            return _core.Table(text)
+        if extended in above:
+            raise FastshardError.of("FS210", f"layout {extended} extends itself, by way of {above[-1]}")
+        base = _table(extended, above) if extended in names() else None
+        return _core.Table(text, base)
+    except _core.CoreError as error:
+        raise from_core(error) from None
 
 
 def names() -> list[str]:

@@ -33,8 +33,15 @@ fn entries(rules: &[PyRef<'_, Rule>]) -> Vec<Entry> {
 #[pymethods]
 impl Table {
     #[new]
-    fn new(text: &str) -> PyResult<Self> {
-        Ok(Table { inner: Arc::new(CoreTable::parse(text).map_err(raise)?) })
+    #[pyo3(signature = (text, base=None))]
+    fn new(text: &str, base: Option<PyRef<'_, Table>>) -> PyResult<Self> {
+        let table = CoreTable::extending(text, base.as_deref().map(|base| &*base.inner));
+        Ok(Table { inner: Arc::new(table.map_err(raise)?) })
+    }
+
+    #[staticmethod]
+    fn extends_of(text: &str) -> PyResult<Option<String>> {
+        CoreTable::extends_of(text).map_err(raise)
     }
 
     #[staticmethod]

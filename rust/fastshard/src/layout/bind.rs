@@ -190,6 +190,11 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
                     extents.entry(name.clone()).or_insert(size);
                 }
             }
+            for (alias, of) in &table.aliases {
+                if let Some(&size) = extents.get(of) {
+                    extents.insert(alias.clone(), size);
+                }
+            }
             return (extents, findings);
         }
     }

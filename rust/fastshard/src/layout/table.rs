@@ -1,5 +1,7 @@
 //! Layout tables: TOML files, the same for built-in and for users' own layouts.
 
+mod alias;
+mod inherit;
 mod parse;
 
 use std::collections::{BTreeMap, HashSet};
@@ -177,6 +179,8 @@ pub struct Table {
     pub derived: Derived,
     /// Axes of fixed extent.
     pub fixed: Extents,
+    /// Axes of the extent of another: alias -> axis.
+    pub aliases: BTreeMap<String, String>,
     /// Shard maps by class; the default one under the empty name.
     pub shards: BTreeMap<String, ShardMap>,
     /// Axes of generic rules that `tp` divides, which are in its shard map too.
@@ -211,6 +215,7 @@ impl Table {
             vocab: None,
             derived: Derived::new(),
             fixed: Extents::new(),
+            aliases: BTreeMap::new(),
             shards: BTreeMap::from([(String::new(), ShardMap::new())]),
             divided: HashSet::new(),
             entries: Vec::new(),

@@ -1,10 +1,10 @@
 //! Reading a table, and checking what can be checked without a checkpoint.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::{stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
+use super::{alias, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::layout::expr::{self, Derived, Extents, Factor, Shape};
@@ -15,6 +15,30 @@ use crate::layout::names::Pattern;
 enum RawAxis {
     Extent(u64),
     Expression(String),
+}
+
+/// An axis as a table declares it.
+enum Axis {
+    Extent(u64),
+    Derived(Vec<Factor>),
+    Alias(String),
+}
+
+impl RawAxis {
+    fn parsed(&self) -> std::result::Result<Axis, String> {
+        match self {
+            RawAxis::Extent(0) => Err("extent 0".into()),
+            RawAxis::Extent(n) => Ok(Axis::Extent(*n)),
+            RawAxis::Expression(text) => match text.trim().strip_prefix('=') {
+                Some(of) => Ok(Axis::Alias(alias::parse(of)?)),
+                None => Ok(Axis::Derived(expr::parse_dim(text)?)),
+            },
+        }
+    }
+}
+
+fn read(text: &str) -> Result<RawTable> {
+    toml::from_str(text).map_err(|e| bad("file", e.to_string()))
 }
 
 #[derive(Deserialize)]
@@ -60,6 +84,9 @@ struct RawTable {
     /// Where the facts come from; for readers of the file.
     #[serde(default, rename = "source")]
     _source: String,
+    extends: Option<String>,
+    #[serde(default)]
+    drop: Vec<String>,
     vocab: Option<String>,
     #[serde(default)]
     axes: BTreeMap<String, RawAxis>,
@@ -73,108 +100,128 @@ struct RawTable {
     tied: Vec<RawTied>,
 }
 
-fn bad(table: &str, message: String) -> Error {
+pub(super) fn bad(table: &str, message: String) -> Error {
     Finding::new(codes::BAD_LAYOUT, format!("layout {table}: {message}"))
         .help("see the rule language in docs/layouts.md")
         .into()
 }
 
-fn bad_rule(table: &str, rule: &str, message: String) -> Error {
+pub(super) fn bad_rule(table: &str, rule: &str, message: String) -> Error {
     bad(table, format!("tensor {rule:?}: {message}"))
 }
 
+fn condition(text: Option<&str>) -> std::result::Result<Condition, String> {
+    Ok(text.map(Condition::parse).transpose()?.unwrap_or_default())
+}
+
+impl RawEntry {
+    fn parsed(&self) -> std::result::Result<Entry, String> {
+        Ok(Entry {
+            shape: self.shape.as_deref().map(expr::parse_shape).transpose()?,
+            when: condition(self.when.as_deref())?,
+            optional: self.optional,
+            partial: self.partial.clone(),
+            ignore: self.ignore.clone(),
+            scale: self.scale.as_deref().map(Scale::parse).transpose()?,
+            add: self.add,
+            keep_dtype: self.keep_dtype,
+            class: self.class.clone(),
+            ..Entry::bare(Pattern::parse(&self.name)?, self.canonical.as_deref().unwrap_or(&self.name))
+        })
+    }
+}
+
 impl Table {
-    /// Parses and checks a table.
+    /// Parses and checks a table that extends no other.
     ///
     /// # Errors
     /// `FS210` naming the entry, all that can be checked without a checkpoint.
     pub fn parse(text: &str) -> Result<Table> {
-        let raw: RawTable = toml::from_str(text).map_err(|e| bad("file", e.to_string()))?;
+        Table::extending(text, None)
+    }
+
+    /// The table that a text says it extends.
+    ///
+    /// # Errors
+    /// `FS210` for a text that is no table.
+    pub fn extends_of(text: &str) -> Result<Option<String>> {
+        Ok(read(text)?.extends)
+    }
+
+    /// Parses and checks a table, which extends `base` if it says so.
+    ///
+    /// # Errors
+    /// `FS210` naming the entry, all that can be checked without a checkpoint; and if `base` is not the table that it extends.
+    pub fn extending(text: &str, base: Option<&Table>) -> Result<Table> {
+        let raw = read(text)?;
         let fail = |message: String| bad(&raw.layout, message);
-        let mut derived = Derived::new();
-        let mut fixed = Extents::new();
+        let mut table = inherit::inherited(&raw.layout, raw.extends.as_deref(), &raw.drop, base)?;
+        table.name = raw.layout.clone();
+        table.family = raw.family;
+        table.vocab = raw.vocab.or(table.vocab);
         for (name, axis) in &raw.axes {
-            match axis {
-                RawAxis::Extent(0) => return Err(fail(format!("axis {name}: extent 0"))),
-                RawAxis::Extent(n) => {
-                    fixed.insert(name.clone(), *n);
-                }
-                RawAxis::Expression(text) => {
-                    derived.insert(name.clone(), expr::parse_dim(text).map_err(fail)?);
-                }
-            }
+            let axis = axis.parsed().map_err(|e| fail(format!("axis {name}: {e}")))?;
+            table.declare(name, axis);
         }
-        for name in derived.keys() {
-            if cyclic(name, &derived, &mut Vec::new()) {
-                return Err(fail(format!("axis {name} is derived from itself")));
-            }
-        }
-        check_derived(&derived).map_err(fail)?;
         // A shard map names the factor as it stands in the shapes; what is divided is its stored extent.
         let stored = |map: &ShardMap| -> ShardMap {
             map.iter().map(|(k, v)| (k.clone(), v.iter().map(|a| stored_axis(a)).collect())).collect()
         };
-        let mut shards = BTreeMap::from([(String::new(), stored(&raw.shard))]);
-        shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
+        table.shards.entry(String::new()).or_default().extend(stored(&raw.shard));
+        table.shards.extend(raw.class.iter().map(|(name, class)| (name.clone(), stored(&class.shard))));
 
-        for map in shards.values() {
+        let inherited = table.entries.len();
+        for entry in &raw.tensor {
+            table.entries.push(entry.parsed().map_err(|e| bad_rule(&raw.layout, &entry.name, e))?);
+        }
+        table.tied.retain(|base| raw.tied.iter().all(|own| own.tensor != base.tensor));
+        for t in &raw.tied {
+            let when = condition(t.when.as_deref()).map_err(fail)?;
+            table.tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
+        }
+        table.check_axes().map_err(fail)?;
+        table.entries.iter_mut().for_each(|entry| alias::put(&table.aliases, entry));
+        table.entries.iter().try_for_each(|entry| table.check(entry))?;
+        table.check_redeclared(inherited)?;
+        Ok(table)
+    }
+
+    /// Declares an axis, in the place of an inherited one of that name.
+    fn declare(&mut self, name: &str, axis: Axis) {
+        self.fixed.remove(name);
+        self.derived.remove(name);
+        self.aliases.remove(name);
+        match axis {
+            Axis::Extent(extent) => _ = self.fixed.insert(name.into(), extent),
+            Axis::Derived(factors) => _ = self.derived.insert(name.into(), factors),
+            Axis::Alias(of) => _ = self.aliases.insert(name.into(), of),
+        }
+    }
+
+    /// Checks the axes and what divides them.
+    fn check_axes(&self) -> std::result::Result<(), String> {
+        for name in self.derived.keys() {
+            if cyclic(name, &self.derived, &mut Vec::new()) {
+                return Err(format!("axis {name} is derived from itself"));
+            }
+        }
+        check_derived(&self.derived)?;
+        alias::check(self)?;
+        for map in self.shards.values() {
             let divided =
                 || map.iter().flat_map(|(dimension, axes)| axes.iter().map(move |a| (dimension, a)));
             for (i, (dimension, axis)) in divided().enumerate() {
-                if derived.contains_key(axis) {
-                    return Err(fail(format!(
+                if self.derived.contains_key(axis) {
+                    return Err(format!(
                         "axis {axis} is derived: divide one of its factors over {dimension}"
-                    )));
+                    ));
                 }
                 if let Some((other, _)) = divided().take(i).find(|(_, a)| *a == axis) {
-                    return Err(fail(format!("axis {axis} is divided by {other} and by {dimension}")));
+                    return Err(format!("axis {axis} is divided by {other} and by {dimension}"));
                 }
             }
         }
-
-        let mut entries = Vec::with_capacity(raw.tensor.len());
-        for entry in &raw.tensor {
-            let fail = |message: String| bad_rule(&raw.layout, &entry.name, message);
-            let shape = entry.shape.as_deref().map(expr::parse_shape).transpose().map_err(fail)?;
-            entries.push(Entry {
-                name: Pattern::parse(&entry.name).map_err(fail)?,
-                shape,
-                canonical: entry.canonical.clone().unwrap_or_else(|| entry.name.clone()),
-                when: entry
-                    .when
-                    .as_deref()
-                    .map(Condition::parse)
-                    .transpose()
-                    .map_err(fail)?
-                    .unwrap_or_default(),
-                optional: entry.optional,
-                partial: entry.partial.clone(),
-                ignore: entry.ignore.clone(),
-                scale: entry.scale.as_deref().map(Scale::parse).transpose().map_err(fail)?,
-                add: entry.add,
-                keep_dtype: entry.keep_dtype,
-                class: entry.class.clone(),
-                generic: false,
-            });
-        }
-        let mut tied = Vec::new();
-        for t in &raw.tied {
-            let when = t.when.as_deref().map(Condition::parse).transpose().map_err(fail)?.unwrap_or_default();
-            tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
-        }
-        let table = Table {
-            name: raw.layout,
-            family: raw.family,
-            vocab: raw.vocab,
-            derived,
-            fixed,
-            shards,
-            divided: HashSet::new(),
-            entries,
-            tied,
-        };
-        table.entries.iter().try_for_each(|entry| table.check(entry))?;
-        Ok(table)
+        Ok(())
     }
 
     /// Checks a rule as far as that can be done without a checkpoint.
@@ -371,5 +418,80 @@ mod tests {
             let message = Table::parse(&text).unwrap_err().to_string();
             assert!(message.contains(wanted), "{wanted:?} not in {message}");
         }
+    }
+
+    const CHILD: &str = r#"
+        layout = "child"
+        family = "other"
+        extends = "toy"
+        drop = ["attn.*"]
+        [axes]
+        t = 4
+        J = "=H"
+        [shard]
+        tp = ["g"]
+        [[tensor]]
+        name = "layers.{L}.qkv"
+        shape = "[g*d, H]"
+        as = "attn.whole"
+        [[tensor]]
+        name = "layers.{L}.join"
+        shape = "[H, (embed:J|hidden:J)]"
+        as = "join.{}"
+    "#;
+
+    #[test]
+    fn a_table_extends_another() {
+        let base = Table::parse(GOOD).unwrap();
+        assert_eq!(Table::extends_of(CHILD).unwrap().as_deref(), Some("toy"));
+        assert_eq!(Table::extends_of(GOOD).unwrap(), None);
+        let child = Table::extending(CHILD, Some(&base)).unwrap();
+        assert_eq!((child.name.as_str(), child.family.as_str()), ("child", "other"));
+        assert_eq!((child.vocab.as_deref(), child.fixed["t"]), (Some("V"), 4));
+        assert_eq!(child.derived, base.derived);
+        assert_eq!((child.divided_by("", "P"), child.divided_by("", "g")), (None, Some("tp")));
+        let names: Vec<&str> = child.entries.iter().map(|entry| entry.name.text()).collect();
+        assert_eq!(names, ["embed.(weight|w)", "layers.{L}.inv_freq", "layers.{L}.qkv", "layers.{L}.join"]);
+        // And a table that extends that one.
+        let third = "layout = \"third\"\nfamily = \"toy\"\nextends = \"child\"\ndrop = [\"join.*\"]";
+        assert_eq!(Table::extending(third, Some(&child)).unwrap().entries.len(), 3);
+    }
+
+    #[test]
+    fn refuses_what_cannot_be_extended() {
+        let base = Table::parse(GOOD).unwrap();
+        for (find, replace, wanted) in [
+            ("drop = [\"attn.*\"]", "", "attn.whole"),
+            ("attn.whole", "embed", "embed is inherited (of \"embed.(weight|w)\"): drop it first"),
+            ("drop = [\"attn.*\"]", "drop = [\"attn.*\", \"mlp.*\"]", "drop \"mlp.*\": toy has no tensor"),
+            ("\"attn.*\"", "\"[\"", "drop \"[\""),
+            ("extends = \"toy\"", "extends = \"toys\"", "no registered layout"),
+            ("extends = \"toy\"", "", "does not extend toy"),
+            ("\"=H\"", "\"=d\"", "d is an alias or derived"),
+            ("\"=H\"", "\"=J\"", "J is an alias or derived"),
+            ("\"=H\"", "\"= 2\"", "write the name of the axis"),
+            ("tp = [\"g\"]", "tp = [\"J\"]", "divide that one"),
+            ("t = 4", "t = 4\nx = \"t*J\"", "only a shape may have it"),
+        ] {
+            let text = CHILD.replace(find, replace);
+            // Without the drop the inherited rule of the name is what is in the way.
+            let wanted = if wanted == "attn.whole" { "drop it first" } else { wanted };
+            let message = Table::extending(&text, Some(&base)).unwrap_err().to_string();
+            assert!(message.contains(wanted), "{wanted:?} not in {message}");
+        }
+        assert!(Table::parse(CHILD).unwrap_err().to_string().contains("no registered layout"));
+        let drops = GOOD.replace("family", "drop = [\"x\"]\nfamily");
+        assert!(Table::parse(&drops).unwrap_err().to_string().contains("`drop` is of"));
+    }
+
+    #[test]
+    fn an_alias_is_an_axis_of_its_own() {
+        let base = Table::parse(GOOD).unwrap();
+        let child = Table::extending(CHILD, Some(&base)).unwrap();
+        let join = child.entries.last().unwrap().shape.as_ref().unwrap();
+        let atoms = join.lower(&child.derived, &Extents::from([("H".into(), 8)])).unwrap();
+        assert_eq!(atoms[1].base, [0, 8]);
+        let axes: Vec<&str> = atoms[1].axes.iter().map(|(axis, _)| axis.as_str()).collect();
+        assert_eq!(axes, ["H", "J"]);
     }
 }
