@@ -120,6 +120,21 @@ class Table:
     @property
     def rules(self) -> list[Rule]:
         """The rules, in the order of the table."""
+    @property
+    def model_types(self) -> list[str]:
+        """The ``model_type`` of the configs that the table is for."""
+    @property
+    def has_config(self) -> bool:
+        """True if the table says what configs mean."""
+    def describe(
+        self, config: str | None, names: list[str], file: str | None = None
+    ) -> tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]:
+        """Axes, facts, and sets (axis and positions) of a model by its config, as JSON; without one, facts by names alone.
+
+        What is not among them is for the tensors to tell. ``names`` are those of the tensors stored, none on a
+        target's side; ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for values
+        that do not fit.
+        """
     def with_rules(self, rules: list[Rule]) -> Table:
         """The same table with other rules. Raises CoreError (``FS210``) naming the first that does not fit it."""
     def rule_of(self, name: str) -> Rule | None:

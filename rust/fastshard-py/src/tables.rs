@@ -22,6 +22,9 @@ pub(crate) struct Rule {
     inner: Entry,
 }
 
+/// Axes, facts, and sets by name: the axis and the positions.
+type Told = (BTreeMap<String, u64>, BTreeMap<String, bool>, BTreeMap<String, (String, Vec<u64>)>);
+
 fn bad(what: String) -> PyErr {
     raise(Error::from(Finding::new(codes::BAD_LAYOUT, what)))
 }
@@ -81,6 +84,29 @@ impl Table {
 
     fn rule_of(&self, name: &str) -> Option<Rule> {
         self.inner.rule_of(name).map(|i| Rule { inner: self.inner.entries[i].clone() })
+    }
+
+    #[getter]
+    fn model_types(&self) -> Vec<String> {
+        self.inner.config.model_types.clone()
+    }
+
+    #[getter]
+    fn has_config(&self) -> bool {
+        self.inner.config.stated
+    }
+
+    #[pyo3(signature = (config, names, file=None))]
+    fn describe(&self, config: Option<&str>, names: Vec<String>, file: Option<&str>) -> PyResult<Told> {
+        let config = config.map(serde_json::from_str).transpose();
+        let config: Option<serde_json::Value> = config.map_err(|e| {
+            let mut finding = Finding::new(codes::BAD_VALUE, format!("config: not valid JSON: {e}"));
+            finding.file = file.map(str::to_string);
+            raise(Error::from(finding))
+        })?;
+        let told = self.inner.describe(config.as_ref(), &names, file).map_err(raise)?;
+        let sets = told.sets.into_iter().map(|(name, set)| (name, (set.axis, set.positions))).collect();
+        Ok((told.extents, told.facts, sets))
     }
 
     fn shape(&self, name: &str, axes: BTreeMap<String, u64>) -> Option<Vec<Option<u64>>> {

@@ -5,8 +5,10 @@
 //! boxes of canonical tensors, [`derive`] makes tables of tables, and [`crate::compose`] meets two such sets.
 
 pub mod bind;
+pub mod config;
 pub mod derive;
 pub mod expr;
 pub mod names;
 pub mod resolve;
+pub mod sets;
 pub mod table;

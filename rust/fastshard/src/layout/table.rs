@@ -1,11 +1,13 @@
 //! Layout tables: TOML files, the same for built-in and for users' own layouts.
 
 mod alias;
+mod configure;
 mod inherit;
 mod parse;
 
 use std::collections::{BTreeMap, HashSet};
 
+use super::config::Config;
 use super::expr::{self, Derived, Extents, Factor, Shape};
 use super::names::Pattern;
 
@@ -44,6 +46,11 @@ impl Condition {
             terms.push((name.to_string(), value));
         }
         Ok(Condition { terms })
+    }
+
+    /// Facts that must hold.
+    pub fn needed(&self) -> impl Iterator<Item = &str> {
+        self.terms.iter().filter(|(_, value)| *value).map(|(name, _)| name.as_str())
     }
 
     /// Evaluates against the facts known.
@@ -189,6 +196,8 @@ pub struct Table {
     pub entries: Vec<Entry>,
     /// Canonical tensors that may be the same.
     pub tied: Vec<Tied>,
+    /// What it says of configs.
+    pub config: Config,
 }
 
 impl Table {
@@ -220,6 +229,7 @@ impl Table {
             divided: HashSet::new(),
             entries: Vec::new(),
             tied: Vec::new(),
+            config: Config::default(),
         }
     }
 

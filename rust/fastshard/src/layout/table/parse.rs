@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+use super::configure::{RawConfig, RawSet};
 use super::{alias, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -98,6 +99,9 @@ struct RawTable {
     tensor: Vec<RawEntry>,
     #[serde(default)]
     tied: Vec<RawTied>,
+    config: Option<RawConfig>,
+    #[serde(default)]
+    sets: BTreeMap<String, RawSet>,
 }
 
 pub(super) fn bad(table: &str, message: String) -> Error {
@@ -180,6 +184,7 @@ impl Table {
             table.tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
         }
         table.check_axes().map_err(fail)?;
+        table.configure(raw.config, &raw.sets).map_err(fail)?;
         table.entries.iter_mut().for_each(|entry| alias::put(&table.aliases, entry));
         table.entries.iter().try_for_each(|entry| table.check(entry))?;
         table.check_redeclared(inherited)?;

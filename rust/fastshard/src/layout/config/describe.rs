@@ -1,0 +1,144 @@
+//! What a table makes of a model's config, and of the names of its tensors where there is none.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value as Json;
+
+use super::eval::{Scope, Value, Wrong};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::layout::expr::Extents;
+use crate::layout::names::Pattern;
+use crate::layout::sets::{Positions, Sets};
+use crate::layout::table::{Facts, Table};
+
+/// Largest extent of an axis.
+const MAX_EXTENT: i64 = 1 << 40;
+/// Most positions of an axis that has sets.
+const MAX_POSITIONS: u64 = 1 << 18;
+
+/// What is known of a model; what is not among it is for the tensors to tell.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Described {
+    /// Extents of axes.
+    pub extents: Extents,
+    /// Facts.
+    pub facts: Facts,
+    /// Sets of positions.
+    pub sets: Sets,
+}
+
+/// Which names a pattern is of.
+fn any_of<'n>(names: &'n [String]) -> impl Fn(&Pattern) -> bool + 'n {
+    let none = BTreeMap::new();
+    move |pattern| names.iter().any(|name| pattern.matches(name, &none).is_some())
+}
+
+impl Table {
+    /// Axes, facts and sets of a model.
+    ///
+    /// `names` are those of the tensors stored: on a target's side there are none. `file` is the config's, for messages.
+    ///
+    /// # Errors
+    /// `FS211` naming the key for a config whose values do not fit.
+    pub fn describe(&self, config: Option<&Json>, names: &[String], file: Option<&str>) -> Result<Described> {
+        let Some(config) = config else {
+            return Ok(Described { facts: self.facts_of_names(names), ..Described::default() });
+        };
+        let stored = any_of(names);
+        let scope = Scope::new(&self.config, &self.fixed, config, &stored);
+        let mut described = Described::default();
+        for (name, expression) in &self.config.axes {
+            let told = |wrong| self.told("axis", name, expression.text(), file, wrong);
+            match scope.named(name, expression).map_err(told)? {
+                Value::Null => {}
+                Value::Int(n @ 0..=MAX_EXTENT) => _ = described.extents.insert(name.clone(), n as u64),
+                other => {
+                    return Err(told(unfit(expression.text(), "a whole number that is not negative", &other)))
+                }
+            }
+        }
+        for (name, expression) in &self.config.facts {
+            let told = |wrong| self.told("fact", name, expression.text(), file, wrong);
+            match scope.named(name, expression).map_err(told)? {
+                Value::Null => {}
+                Value::Bool(fact) => _ = described.facts.insert(name.clone(), fact),
+                other => return Err(told(unfit(expression.text(), "true or false", &other))),
+            }
+        }
+        for name in self.config.sets.keys() {
+            if let Some(set) = self.set(name, &scope, &described.extents, file)? {
+                described.sets.insert(name.clone(), set);
+            }
+        }
+        Ok(described)
+    }
+
+    /// The positions of a set; none if the config does not tell.
+    fn set<'a>(
+        &'a self,
+        name: &str,
+        scope: &Scope<'a>,
+        extents: &Extents,
+        file: Option<&str>,
+    ) -> Result<Option<Positions>> {
+        let set = &self.config.sets[name];
+        let text = set.holds.text();
+        let told = |wrong| self.told("set", name, text, file, wrong);
+        let extent = extents.get(&set.axis).or_else(|| self.fixed.get(&set.axis));
+        let Some(&extent) = extent else { return Ok(None) };
+        if extent > MAX_POSITIONS {
+            let most = format!("at most {MAX_POSITIONS} positions on axis {}", set.axis);
+            return Err(told(Wrong { at: text.into(), expected: most, got: extent.to_string() }));
+        }
+        let mut positions = Vec::new();
+        for position in 0..extent {
+            match scope.value(&set.holds, Some((&set.axis, position))).map_err(told)? {
+                Value::Bool(true) => positions.push(position),
+                Value::Bool(false) => {}
+                Value::Null => return Ok(None),
+                other => return Err(told(unfit(text, "true or false", &other))),
+            }
+        }
+        let found = Positions { axis: set.axis.clone(), positions };
+        // Absent as a whole, the axis ends before it.
+        let last = found.runs().last().is_none_or(|(place, _, end)| *place == 0 && *end == extent);
+        if set.optional && !last {
+            let got = crate::layout::sets::written(&found);
+            let expected = format!("the last positions below {extent}, as it is optional");
+            return Err(told(Wrong { at: text.into(), expected, got }));
+        }
+        Ok(Some(found))
+    }
+
+    fn told(&self, kind: &str, name: &str, text: &str, file: Option<&str>, wrong: Wrong) -> Error {
+        let within = if wrong.at == text { String::new() } else { format!(" in {text:?}") };
+        let message = format!("config: {}{within} ({kind} {name} of layout {})", wrong.at, self.name);
+        let mut finding = Finding::new(codes::BAD_VALUE, message).expected(wrong.expected, wrong.got);
+        finding.file = file.map(str::to_string);
+        finding.into()
+    }
+
+    /// Facts without a config: one holds if a tensor is stored that only rules which need it have.
+    fn facts_of_names(&self, names: &[String]) -> Facts {
+        let bases = BTreeMap::new();
+        let mut facts = Facts::new();
+        for entry in &self.entries {
+            facts.extend(entry.when.needed().map(|fact| (fact.to_string(), false)));
+        }
+        for name in names {
+            let rules = self.entries.iter().filter(|entry| entry.name.matches(name, &bases).is_some());
+            let rules: Vec<_> = rules.collect();
+            for fact in rules.iter().flat_map(|rule| rule.when.needed()) {
+                if rules.iter().all(|rule| rule.when.needed().any(|other| other == fact)) {
+                    facts.insert(fact.to_string(), true);
+                }
+            }
+        }
+        facts
+    }
+}
+
+fn unfit(at: &str, expected: &str, got: &Value) -> Wrong {
+    Wrong { at: at.into(), expected: expected.into(), got: got.shown() }
+}

@@ -1,0 +1,368 @@
+//! Expressions against values written by hand, an oracle, and whatever else a config may hold.
+
+use proptest::prelude::*;
+use serde_json::{json, Value as Json};
+
+use super::Expression;
+use crate::layout::sets::Positions;
+use crate::layout::table::{Facts, Table};
+
+fn table(config: &str, sets: &str) -> Table {
+    let text = format!(
+        r#"
+        layout = "toy"
+        family = "toy"
+        [axes]
+        t = 2
+        [config]
+        model_type = ["toy"]
+        within = ["text_config"]
+        {config}
+        [sets]
+        {sets}
+        [[tensor]]
+        name = "layers.{{L}}.q"
+        shape = "[h*d, H]"
+        when = "bias"
+        [[tensor]]
+        name = "layers.{{L}}.(q|k)"
+        shape = "[h*d, t, H]"
+        when = "bias & !wide"
+        "#
+    );
+    Table::parse(&text).unwrap()
+}
+
+fn axis(expression: &str, config: &Json) -> std::result::Result<Option<u64>, String> {
+    let table = table(&format!("axes.x = {expression:?}"), "");
+    let described = table.describe(Some(config), &[], Some("config.json"));
+    described.map(|d| d.extents.get("x").copied()).map_err(|e| e.to_string())
+}
+
+fn fact(expression: &str, config: &Json) -> std::result::Result<Option<bool>, String> {
+    let table = table(&format!("facts.x = {expression:?}"), "");
+    let described = table.describe(Some(config), &[], None);
+    described.map(|d| d.facts.get("x").copied()).map_err(|e| e.to_string())
+}
+
+#[test]
+fn sizes() {
+    let config = json!({"a": 12, "b": 5, "ratio": 2.6666, "zero": 0, "big": i64::MAX, "none": null, "list": [4, 3],
+        "text_config": {"a": 8, "none": 7, "deep": {"e": 9}}});
+    for (text, wanted) in [
+        ("a", Some(8)),
+        ("b", Some(5)),
+        ("none", Some(7)),
+        ("deep.e", Some(9)),
+        ("deep.f", None),
+        ("missing.e", None),
+        ("missing + 1", None),
+        ("missing ?? a / 4", Some(2)),
+        ("missing ?? missing", None),
+        ("b - 7 + a", Some(6)),
+        ("b // 2 * 2 + b % 2", Some(5)),
+        ("(0 - b) // 2 + a", Some(5)),
+        ("(0 - b) % 3", Some(1)),
+        ("int(a * ratio)", Some(21)),
+        ("int(b / 2)", Some(2)),
+        ("int(missing * ratio)", None),
+        ("list[1]", Some(3)),
+        ("[7, 6][0]", Some(7)),
+        ("t", Some(2)),
+    ] {
+        assert_eq!(axis(text, &config), Ok(wanted), "{text}");
+    }
+    for (text, wanted) in [
+        ("a / 3", "a / 3 (axis x of layout toy): expected a multiple of 3, got 8"),
+        ("b / zero", "not 0"),
+        ("b % zero", "not 0"),
+        ("big + 1", "64 bits"),
+        ("(0 - big - 1) / (0 - 1)", "64 bits"),
+        ("big", "not negative"),
+        ("0 - a", "not negative"),
+        ("ratio", "got 2.6666"),
+        ("a * ratio", "config: ratio in \"a * ratio\" (axis x of layout toy): expected a whole number"),
+        ("int(big + ratio)", "2^53"),
+        ("int(ratio / zero)", "2^53"),
+        ("list", "got a list of 2"),
+        ("list[2]", "a list of more than 2, got a list of 2"),
+        ("list[0 - 1]", "a list of more than -1"),
+        ("a.b", "expected an object, got 8"),
+        ("b[0]", "expected a list"),
+        ("has(a) + 1", "expected a whole number, got true"),
+    ] {
+        let message = axis(text, &config).unwrap_err();
+        assert!(message.contains(wanted) && message.starts_with("config.json: "), "{text}: {message}");
+    }
+}
+
+#[test]
+fn three_values() {
+    let config = json!({"yes": true, "no": false, "kind": "full", "kinds": ["full", "sliding"], "one": 1, "odd": [1, "x"],
+        "text_config": {"no": null}});
+    for (text, wanted) in [
+        ("yes and not no", Some(true)),
+        ("missing and no", Some(false)),
+        ("no and missing", Some(false)),
+        ("missing or yes", Some(true)),
+        ("missing and yes", None),
+        ("not missing", None),
+        ("missing == 1", None),
+        ("has(no) and not has(missing) and not has(kind.x)", Some(true)),
+        ("kind in kinds and kind == 'full'", Some(true)),
+        ("\"window\" in kinds", Some(false)),
+        ("missing in kinds", None),
+        ("kind in missing", None),
+        ("one in [3, null, 1]", Some(true)),
+        ("one != 2", Some(true)),
+        ("yes == no", Some(false)),
+        ("x2 ?? yes", Some(true)),
+    ] {
+        assert_eq!(fact(text, &config), Ok(wanted), "{text}");
+    }
+    assert_eq!(fact("no and 1 / 0 == 1", &config), Ok(Some(false)));
+    for (text, wanted) in [
+        ("one", "expected true or false, got 1"),
+        ("one and yes", "expected true or false"),
+        ("kind == 1", "two whole numbers, two texts"),
+        ("yes == 1", "two whole numbers, two texts"),
+        ("kind in kind", "expected a list"),
+        ("'x' in odd", "two texts"),
+        ("kinds == kinds", "two texts"),
+        ("kind < 'x'", "expected a whole number, got \"full\""),
+        ("1 / 0 == 1", "not 0"),
+    ] {
+        let message = fact(text, &config).unwrap_err();
+        assert!(message.contains(wanted), "{text}: {message}");
+    }
+}
+
+#[test]
+fn what_is_stored_decides_facts() {
+    let table = table(
+        "facts = {tied = \"tie ?? false\", head = \"not tied or stored('(model.)head')\", odd = \"none\"}",
+        "",
+    );
+    let facts = |names: &[&str], config: Json| {
+        let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+        table.describe(Some(&config), &names, None).unwrap().facts
+    };
+    assert!(facts(&[], json!({}))["head"]);
+    assert!(!facts(&["other"], json!({"tie": true}))["head"]);
+    assert!(facts(&["model.head"], json!({"tie": true}))["head"]);
+    assert!(!facts(&[], json!({})).contains_key("odd"));
+    // Without a config: by names that only rules which need it have.
+    let without = |names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
+        table.describe(None, &names, None).unwrap().facts
+    };
+    assert_eq!(without(&["layers.0.q"]), Facts::from([("bias".into(), true)]));
+    assert_eq!(without(&["layers.0.v"]), Facts::from([("bias".into(), false)]));
+}
+
+#[test]
+fn sets_of_positions() {
+    let table = table(
+        "axes = {L = \"n + (more ?? 0)\", E = \"experts\"}",
+        r#"
+        mtp = { where = "L >= n", optional = true }
+        dense = "L < first and L < n or L in (only ?? [])"
+        moe = "not dense"
+        even = { where = "E > 0 and E % 2 == 0", axis = "E" }
+        "#,
+    );
+    let sets = |config: Json| table.describe(Some(&config), &[], None).unwrap().sets;
+    let all = sets(json!({"n": 6, "more": 1, "first": 2, "only": [4, 40], "experts": 5}));
+    assert_eq!(all["dense"].positions, [0, 1, 4]);
+    assert_eq!(all["moe"].positions, [2, 3, 5, 6]);
+    assert_eq!(all["mtp"], Positions { axis: "L".into(), positions: vec![6] });
+    assert_eq!(all["even"], Positions { axis: "E".into(), positions: vec![2, 4] });
+    // What the config does not tell is what is seen.
+    let some = sets(json!({"n": 6}));
+    assert_eq!(some.keys().collect::<Vec<_>>(), ["mtp"]);
+    assert!(sets(json!({"first": 2})).is_empty());
+    let large = table.describe(Some(&json!({"n": 1 << 20, "first": 1})), &[], None).unwrap_err().to_string();
+    assert!(large.contains("positions on axis L"), "{large}");
+}
+
+#[test]
+fn optional_sets_are_the_last() {
+    let table = table("axes.L = \"n\"", "first = { where = \"L < 2\", optional = true }");
+    let error = table.describe(Some(&json!({"n": 5})), &[], Some("c.json")).unwrap_err().to_string();
+    assert!(
+        error.contains("c.json: config: L < 2 (set first of layout toy)") && error.contains("got 0-1"),
+        "{error}"
+    );
+    assert!(table.describe(Some(&json!({"n": 2})), &[], None).is_ok());
+}
+
+#[test]
+fn refuses_bad_tables() {
+    let good = r#"
+        layout = "toy"
+        family = "toy"
+        [axes]
+        J = "=H"
+        [config]
+        axes = { A = "n" }
+        facts = { f = "stored('x')", g = "f" }
+        [sets]
+        s = "L < n"
+        [[tensor]]
+        name = "layers.{L}.q.{E}"
+        shape = "[A, H]"
+    "#;
+    assert!(Table::parse(good).unwrap().config.stated);
+    let chain: String = (0..30).map(|i| format!("c{i} = \"c{}\"\n", i + 1)).collect();
+    let tall = |n: usize| format!("A = \"{}1\"", "1+".repeat(n));
+    for (find, replace, wanted) in [
+        ("\"n\"", "\"n +\"", "A: \"n +\": expected a value"),
+        ("\"n\"", "\"A ?? 1\"", "A is made of itself"),
+        ("\"n\"", "\"H\"", "no config states axis H"),
+        ("A = \"n\"", "J = \"n\"", "axis J has its extent from another"),
+        ("\"n\"", "\"s\"", "s is a set"),
+        ("\"n\"", "\"int(stored('x'))\"", "stored() is for facts"),
+        ("\"n\"", "\"int(g)\"", "stored() is for facts"),
+        ("\"L < n\"", "\"n > 2\"", "set s: it speaks of no axis"),
+        ("\"L < n\"", "\"L < E\"", "it speaks of the axes E, L"),
+        ("\"L < n\"", "{ where = \"L < E\", axis = \"L\" }", "no config states axis E"),
+        ("\"L < n\"", "{ where = \"L < n\", axes = \"L\" }", "`where`"),
+        (
+            "s = \"L < n\"",
+            "s = \"L < 2\"\nt = { where = \"s\", axis = \"E\" }",
+            "s is a set of positions on L",
+        ),
+        ("s = \"L < n\"", "s = \"not t\"\nt = \"not s and L > 1\"", "s is made of itself"),
+        ("s = \"L", "f = \"L", "f is two of"),
+        ("f = \"stored", "E = \"stored", "E is two of"),
+        ("model", "modell", ""),
+        (
+            "facts = {",
+            &format!("facts = {{ {} ", chain.trim_end().replace('\n', ", ") + ","),
+            "deeper than 16",
+        ),
+        ("A = \"n\"", &tall(250), ""),
+        (
+            "A = \"n\"",
+            &format!("A = \"B{0}\", B = \"C{0}\", C = \"1{0}\"", "+1".repeat(240)),
+            "deeper than 512",
+        ),
+    ] {
+        let text = good.replace(find, replace);
+        match Table::parse(&text) {
+            Ok(_) => assert!(wanted.is_empty(), "{wanted:?} was not refused"),
+            Err(error) => {
+                let message = error.to_string();
+                assert!(!wanted.is_empty() && message.contains(wanted), "{wanted:?} not in {message}");
+            }
+        }
+    }
+}
+
+#[test]
+fn evaluation_ends() {
+    let doubled: String = (0..14).map(|i| format!("s{i} = \"s{} and s{}\"\n", i + 1, i + 1)).collect();
+    let table = table("axes.L = \"n\"", &format!("{doubled} s14 = \"L in list\""));
+    let config = json!({"n": 1000, "list": (0..1000).collect::<Vec<u64>>()});
+    let error = table.describe(Some(&config), &[], None).unwrap_err().to_string();
+    assert!(error.contains("too large"), "{error}");
+}
+
+fn values() -> impl Strategy<Value = Json> {
+    let leaf = prop_oneof![
+        Just(Json::Null),
+        any::<bool>().prop_map(Json::from),
+        prop::sample::select(vec![0, 1, -1, 2, 3, i64::MAX, i64::MIN]).prop_map(Json::from),
+        prop::sample::select(vec![0.5, -1e300, 9e18]).prop_map(Json::from),
+        Just(json!("x")),
+    ];
+    leaf.prop_recursive(2, 8, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..3).prop_map(Json::from),
+            prop::collection::btree_map("[a-c]", inner, 0..3).prop_map(|map| json!(map)),
+        ]
+    })
+}
+
+fn expressions() -> impl Strategy<Value = String> {
+    let leaf = prop::sample::select(vec![
+        "0",
+        "1",
+        "2",
+        "9223372036854775807",
+        "true",
+        "false",
+        "null",
+        "'x'",
+        "a",
+        "b",
+        "c",
+        "has(a.b)",
+        "stored('x')",
+        "[]",
+    ]);
+    leaf.prop_map(str::to_string).prop_recursive(4, 24, 2, |inner| {
+        let ops = ["+", "-", "*", "/", "//", "%", "<", ">=", "==", "!=", "in", "and", "or", "??"];
+        prop_oneof![
+            (inner.clone(), prop::sample::select(ops.to_vec()), inner.clone())
+                .prop_map(|(a, op, b)| format!("({a}) {op} ({b})")),
+            inner.clone().prop_map(|a| format!("not ({a})")),
+            inner.clone().prop_map(|a| format!("int({a})")),
+            inner.clone().prop_map(|a| format!("({a}).b")),
+            (inner.clone(), inner.clone()).prop_map(|(a, b)| format!("({a})[{b}]")),
+            (inner.clone(), inner).prop_map(|(a, b)| format!("[{a}, {b}]")),
+        ]
+    })
+}
+
+/// The shortest evaluation that is right, over wide numbers; `None` for what is refused.
+fn oracle(text: &str, config: &Json) -> Option<Option<bool>> {
+    let (a, rest) = text.split_once(' ')?;
+    let (op, b) = rest.split_once(' ')?;
+    let number = |key: &str| match key.parse::<i128>() {
+        Ok(n) => Some(Some(n)),
+        Err(_) => match config.get(key) {
+            None | Some(Json::Null) => Some(None),
+            Some(value) => value.as_i64().map(|n| Some(i128::from(n))),
+        },
+    };
+    let (a, b) = (number(a)?, number(b)?);
+    let (Some(a), Some(b)) = (a, b) else { return Some(None) };
+    let fits = |n: i128| i64::try_from(n).is_ok().then_some(n);
+    let value = match op {
+        "+" => fits(a + b)?,
+        "-" => fits(a - b)?,
+        "*" => fits(a * b)?,
+        "/" => fits((b != 0 && a % b == 0).then(|| a / b)?)?,
+        "//" => fits((b != 0).then(|| (a - (a % b + b) % b) / b)?)?,
+        _ => (b != 0).then(|| (a % b + b) % b)?,
+    };
+    Some(Some(value > 1))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+    /// Whatever the config is, an expression has a value or is refused.
+    #[test]
+    fn no_config_breaks_evaluation(
+        text in expressions(),
+        config in prop::collection::btree_map("[a-c]", values(), 0..4).prop_map(|map| json!(map)),
+    ) {
+        if Expression::parse(&text).is_ok() {
+            let _ = fact(&text, &config);
+            let _ = fact(&format!("int({text}) > 1"), &config);
+        }
+    }
+
+    #[test]
+    fn arithmetic_is_exact(
+        a in prop::sample::select(vec!["a", "b", "c", "0", "3", "7"]),
+        op in prop::sample::select(vec!["+", "-", "*", "/", "//", "%"]),
+        b in prop::sample::select(vec!["a", "b", "c", "0", "3", "7"]),
+        values in prop::collection::vec(prop_oneof![any::<i64>(), -9i64..9, Just(i64::MIN)], 2),
+    ) {
+        let config = json!({"a": values[0], "b": values[1]});
+        let text = format!("{a} {op} {b}");
+        prop_assert_eq!(fact(&format!("{text} > 1"), &config).ok(), oracle(&text, &config));
+    }
+}
