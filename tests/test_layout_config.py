@@ -55,16 +55,17 @@ def test_a_config_is_described() -> None:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        ({"hidden_size": 10, "num_attention_heads": 3}, "hidden_size / num_attention_heads.*multiple of 3"),
-        ({"num_hidden_layers": "x"}, "num_hidden_layers"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"hidden_size": 10, "num_attention_heads": 3}, "a multiple of 3.*hidden_size / num_attention_heads"),
+        ({"num_hidden_layers": "x"}, "config: num_hidden_layers "),
+        ({"num_hidden_layers": -1}, "config: num_hidden_layers "),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"num_hidden_layers": 3, "first_dense": True}, "first_dense.*set dense of layout mine"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named(config: dict[str, Any], wanted: str) -> None:
     with pytest.raises(_core.CoreError, match=wanted) as caught:
-        _core.Table(TABLE).describe(json.dumps(config), [], "some/config.json")
+        nested = {"text_config": CONFIG["text_config"] | config}
+        _core.Table(TABLE).describe(json.dumps(nested), [], "some/config.json")
     (finding,) = json.loads(str(caught.value))
     assert (finding["code"], finding["file"]) == ("FS211", "some/config.json")
 

@@ -148,6 +148,8 @@ class Source:
     degrees: dict[str, int] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     facts: dict[str, bool] = field(default_factory=dict)
+    #: Sets of positions by name: the axis and the positions, ascending.
+    sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     vocab_size: int | None = None
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
@@ -313,6 +315,7 @@ class Source:
             "degrees": self.degrees,
             "axes": self.axes,
             "facts": self.facts,
+            "sets": {name: {"axis": axis, "positions": at} for name, (axis, at) in self.sets.items()},
             "vocab_size": self.vocab_size,
             "pass_unknown": self.pass_unknown,
         }

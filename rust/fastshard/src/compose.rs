@@ -14,8 +14,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::codes;
 use crate::error::{Finding, Severity};
 use crate::layout::bind::{Known, Local};
-use crate::layout::expr::Extents;
+use crate::layout::expr::{extent_in, in_set, Extents};
 use crate::layout::resolve::{AtomBox, Lowering, Outside, Registry, Resolved, Stored, Unit};
+use crate::layout::sets::{Positions, Sets};
 use crate::layout::table::Table;
 use crate::plan::{Output, PadRegion};
 use crate::tensor::Dtype;
@@ -83,6 +84,27 @@ pub struct Source<'a> {
     pub absent: &'a BTreeSet<String>,
 }
 
+/// The sets of the target: the source's of its names, and those that it states; put to the extents.
+fn target_sets(source: &Source, target: &Target, table: &Table, extents: &mut Extents) -> Sets {
+    let of = |sets: &Sets| -> Sets {
+        let fits = |(name, set): &(&String, &Positions)| {
+            table.config.sets.get(*name).is_some_and(|s| s.axis == set.axis)
+        };
+        sets.iter().filter(fits).map(|(name, set)| (name.clone(), set.clone())).collect()
+    };
+    let mut sets = of(&source.resolved.sets);
+    sets.extend(of(&target.outside.sets));
+    extents.retain(|extent, _| in_set(extent).is_none());
+    for (name, set) in &mut sets {
+        // An optional set that the source lacks has ended the axis.
+        if let Some(&extent) = extents.get(&set.axis) {
+            set.positions.retain(|at| *at < extent);
+        }
+        extents.insert(extent_in(&set.axis, name), set.positions.len() as u64);
+    }
+    sets
+}
+
 /// Composes source and target.
 pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Composed {
     let table = target.table.unwrap_or(source.table);
@@ -112,6 +134,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             }
         }
     }
+    let sets = target_sets(source, target, table, &mut extents);
     let merging = target.table.is_none();
     let absurd = too_many_positions(table, &extents);
     if !absurd.is_empty() {
@@ -122,13 +145,16 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
 
-    let wanted =
-        if merging { own_names(source) } else { table_names(target, table, &extents, &known, &mut findings) };
+    let wanted = if merging {
+        own_names(source)
+    } else {
+        table_names(target, table, (&extents, &sets), &known, &mut findings)
+    };
 
     // Where something is wrong or missing already, what is left over or lacking is only its echo.
     let judge = findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
 
-    let mut lowering = Lowering::new(table, &local);
+    let mut lowering = Lowering::new(table, &local, &sets);
     // Registers the target's keys before ties are looked up.
     let mut lowered: Vec<(Wanted, Vec<AtomBox>)> = Vec::with_capacity(wanted.len());
     for want in wanted {
@@ -157,7 +183,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     for (want, boxes) in &lowered {
         let entry = &table.entries[want.entry];
         let Some(shape) = &entry.shape else { continue };
-        let Some(name) = entry.name.format(&want.index, &extents, &want.choices) else { continue };
+        let Some(name) = entry.name.format(&want.index, &extents, &sets, &want.choices) else { continue };
         let present = boxes.iter().any(|b| !builder.index.candidates(b).is_empty());
         if !present && (entry.optional || merging) {
             continue;

@@ -17,6 +17,7 @@ use crate::files::{self, FileSide};
 use crate::layout::bind::Known;
 use crate::layout::expr::{names_in, Extents};
 use crate::layout::resolve::{self, generic_entry, Instance, Outside, Placement, Registry, Unknown};
+use crate::layout::sets::Sets;
 use crate::layout::table::Table;
 use crate::plan::{Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
@@ -96,6 +97,9 @@ pub struct SourceSide {
     /// Facts known from outside.
     #[serde(default)]
     pub facts: BTreeMap<String, bool>,
+    /// Sets of positions known from outside.
+    #[serde(default)]
+    pub sets: Sets,
     /// True vocabulary.
     #[serde(default)]
     pub vocab_size: Option<u64>,
@@ -151,6 +155,9 @@ pub struct TargetSide {
     /// Facts of the target.
     #[serde(default)]
     pub facts: BTreeMap<String, bool>,
+    /// Sets of positions of the target, where they differ from the source's of that name.
+    #[serde(default)]
+    pub sets: Sets,
     /// Integer types of counters, where the target holds them in another one.
     #[serde(default)]
     pub dtypes: BTreeMap<String, Dtype>,
@@ -212,6 +219,16 @@ fn believable(request: &Request) -> Result<()> {
     for axes in std::iter::once(&request.source.axes).chain(target.map(|t| &t.axes)) {
         if let Some((axis, &extent)) = axes.iter().find(|(_, n)| **n > MAX_EXTENT) {
             return refuse(format!("extent of axis {axis}"), MAX_EXTENT, extent);
+        }
+    }
+    for (name, set) in request.source.sets.iter().chain(target.iter().flat_map(|t| &t.sets)) {
+        let ascending = set.positions.windows(2).all(|pair| pair[0] < pair[1]);
+        let last = set.positions.last().copied().unwrap_or(0);
+        if !ascending || last >= MAX_EXTENT {
+            let got = if ascending { last.to_string() } else { "others".into() };
+            return Err(Finding::new(codes::BAD_VALUE, format!("positions of the set {name}"))
+                .expected(format!("ascending ones below {MAX_EXTENT}"), got)
+                .into());
         }
     }
     let others = [request.source.vocab_size, target.and_then(|t| t.pad_multiple)];
@@ -281,11 +298,13 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     let outside = Outside {
         known: Known { extents: request.source.axes.clone(), degrees: request.source.degrees.clone() },
         facts: request.source.facts.clone(),
+        sets: request.source.sets.clone(),
         vocab_size: request.source.vocab_size,
     };
     let target_outside = request.target.as_ref().map_or_else(Outside::default, |t| Outside {
         known: Known { extents: t.axes.clone(), degrees: t.degrees.clone() },
         facts: t.facts.clone(),
+        sets: t.sets.clone(),
         vocab_size: None,
     });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
@@ -439,7 +458,7 @@ impl Made {
         self.outputs.extend(outputs);
         self.rules.extend(table.entries.iter().map(|e| e.name.text().to_string()));
         if pass.slot.is_none() {
-            let extents = resolved.extents.iter().filter(|(k, _)| !k.contains('#'));
+            let extents = resolved.extents.iter().filter(|(k, _)| !k.contains(['#', ' ']));
             self.axes = extents.map(|(k, v)| (k.clone(), *v)).collect();
         }
         Ok(())

@@ -7,8 +7,8 @@ use super::wanted::{positions, MAX_MISSING};
 use super::Source;
 use crate::codes;
 use crate::error::Finding;
-use crate::layout::expr::Extents;
-use crate::layout::names::Pattern;
+use crate::layout::names::{Membership, Pattern};
+use crate::layout::resolve::{partitions, Resolved};
 use crate::layout::table::Truth;
 
 /// Rank per parallel dimension.
@@ -47,7 +47,8 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         if truth == Truth::Fails {
             continue;
         }
-        let Some(positions) = positions(entry, &source.resolved.extents) else { continue };
+        let resolved = source.resolved;
+        let Some(positions) = positions(entry, &resolved.extents, &resolved.sets) else { continue };
         let anywhere = positions.iter().any(|p| present.contains_key(&(e, p.values().copied().collect())));
         let alternative = !anywhere && covered_by_other(source, e);
         if !anywhere && (entry.optional || alternative || truth != Truth::Holds) {
@@ -75,7 +76,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         }
         let spared = LazyCell::new(|| {
             let names = excused.iter().copied().chain(source.absent);
-            named_by(&entry.name, names, &source.resolved.extents)
+            named_by(&entry.name, names, resolved)
         });
         for position in positions {
             let key = (e, position.values().copied().collect::<Vec<u64>>());
@@ -85,7 +86,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
                     all.iter().any(|c| coords.iter().all(|(d, r)| c.get(d).copied().unwrap_or(0) == *r))
                 });
                 if !found && !spared.contains(&key.1) {
-                    if let Some(name) = entry.name.format(&position, &source.resolved.extents, &[]) {
+                    if let Some(name) = entry.name.format(&position, &resolved.extents, &resolved.sets, &[]) {
                         missing.push((name, position.clone(), coords.clone()));
                     }
                 }
@@ -130,6 +131,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
         finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
         findings.push(finding);
     }
+    findings.extend(in_no_half(source, gone));
     let more = layers.len().saturating_sub(MAX_MISSING) + single.len().saturating_sub(MAX_MISSING);
     if more > 0 {
         findings.push(Finding::new(
@@ -140,15 +142,44 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
     findings
 }
 
+/// Positions that are in no half of what a set and its rest are all of: nothing tells which tensors they lack.
+fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding> {
+    let (table, resolved) = (source.table, source.resolved);
+    let mut findings = Vec::new();
+    for (name, other) in partitions(table) {
+        let halves = [&resolved.sets[name], &resolved.sets[other]];
+        let axis = &halves[0].axis;
+        let Some(&extent) = resolved.extents.get(axis) else { continue };
+        // A model whose tensors are all of other kinds has none of the two.
+        if halves.iter().all(|half| half.positions.is_empty()) {
+            continue;
+        }
+        let absent = (0..extent).filter(|at| halves.iter().all(|half| !half.contains(*at)));
+        let lacking = |at: &u64| !gone(&BTreeMap::from([(axis.clone(), *at)]));
+        findings.extend(absent.filter(lacking).take(MAX_MISSING).map(|at| {
+            let message = format!("position {at} on axis {axis} has tensors neither of {name} nor of {other}");
+            Finding::new(codes::MISSING_TENSOR, message)
+                .expected("those of one of the two", "none")
+                .help("copy the files of this layer from where they were written, or give the model's config with --config")
+        }));
+    }
+    findings
+}
+
 /// Positions that names stand for, whichever of its spellings they have.
 fn named_by<'a>(
     pattern: &Pattern,
     names: impl Iterator<Item = &'a String>,
-    extents: &Extents,
+    resolved: &Resolved,
 ) -> HashSet<Vec<u64>> {
+    let bases = BTreeMap::new();
+    let placed = |name: &String| {
+        let mut found = pattern.matches(name, &bases)?;
+        (pattern.place(&mut found, &bases, &resolved.sets) == Membership::Inside).then_some(found)
+    };
     names
-        .filter_map(|name| pattern.matches(name, &BTreeMap::new()))
-        .filter(|found| found.extents.iter().all(|(axis, n)| extents.get(axis) == Some(n)))
+        .filter_map(placed)
+        .filter(|found| found.extents.iter().all(|(axis, n)| resolved.extents.get(axis) == Some(n)))
         .map(|found| found.index.into_values().collect())
         .collect()
 }

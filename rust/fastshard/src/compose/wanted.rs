@@ -8,6 +8,7 @@ use crate::error::Finding;
 use crate::layout::bind::Known;
 use crate::layout::expr::Extents;
 use crate::layout::resolve::unknown_fact;
+use crate::layout::sets::Sets;
 use crate::layout::table::{Entry, Table, Truth};
 
 /// A target tensor to be made.
@@ -43,17 +44,20 @@ pub(super) fn too_many_positions(table: &Table, extents: &Extents) -> Vec<Findin
         .collect()
 }
 
-/// All positions on the name-bound axes of an entry.
-pub(super) fn positions(entry: &Entry, extents: &Extents) -> Option<Vec<BTreeMap<String, u64>>> {
+/// All positions on the name-bound axes of an entry; none where an extent or a set is not known.
+pub(super) fn positions(entry: &Entry, extents: &Extents, sets: &Sets) -> Option<Vec<BTreeMap<String, u64>>> {
     let mut all = vec![BTreeMap::new()];
     for variable in entry.name.variables().filter(|v| !v.extent) {
-        let n = *extents.get(&variable.axis)?;
+        let each = variable.positions(*extents.get(&variable.axis)?, sets)?;
         all = all
             .into_iter()
-            .flat_map(|index| {
-                (0..n).map(move |at| {
+            .flat_map(|index: BTreeMap<String, u64>| {
+                // An axis that stands in a name twice is at one position.
+                let known = index.get(&variable.axis).copied();
+                let each = each.iter().filter(move |at| known.is_none_or(|known| known == **at));
+                each.map(move |at| {
                     let mut index = index.clone();
-                    index.insert(variable.axis.clone(), at);
+                    index.insert(variable.axis.clone(), *at);
                     index
                 })
             })
@@ -115,7 +119,7 @@ fn dividing<'a>(table: &'a Table, entry: &'a Entry) -> BTreeSet<&'a str> {
 pub(super) fn table_names(
     target: &Target,
     table: &Table,
-    extents: &Extents,
+    (extents, sets): (&Extents, &Sets),
     known: &Known,
     findings: &mut Vec<Finding>,
 ) -> Vec<Wanted> {
@@ -135,8 +139,12 @@ pub(super) fn table_names(
                 continue;
             }
         }
-        let Some(positions) = positions(entry, extents) else {
-            if !entry.optional {
+        let Some(positions) = positions(entry, extents, sets) else {
+            let unknown =
+                entry.name.variables().filter_map(|v| v.set.as_ref()).find(|s| !sets.contains_key(*s));
+            if let Some(set) = unknown.filter(|_| !entry.optional) {
+                findings.push(unknown_fact(set).tensor(entry.name.text()));
+            } else if !entry.optional {
                 findings.push(
                     Finding::new(
                         codes::UNBOUND_AXIS,

@@ -3,10 +3,11 @@
 //! ```text
 //! shape   := '[' (dim (',' dim)*)? ']'
 //! dim     := factor ('*' factor)*
-//! factor  := NAME | NAME '~' NAME | '1' | '(' alt ('|' alt)* ')'
+//! factor  := NAME | NAME '~' NAME | NAME 'in' NAME | '1' | '(' alt ('|' alt)* ')'
 //! alt     := NAME ':' dim
 //! ```
-//! `V~P` is an axis of real extent `V` stored with extent `P`. `(q:r|k:1|v:1)` is a concatenation.
+//! `V~P` is an axis of real extent `V` stored with extent `P`. `(q:r|k:1|v:1)` is a concatenation. `L in moe`
+//! are the positions of a set, one after another: their number is an extent of that name.
 //! A lowered expression is a list of [`Atom`]s: one per choice of alternatives, each an affine map
 //! from named axes to the tensor's dimensions.
 
@@ -31,7 +32,7 @@ pub enum Factor {
     Axis {
         /// Name of the axis (its real extent).
         name: String,
-        /// Name of the stored extent, for `V~P`.
+        /// Name of the stored extent, for `V~P`; for `L in moe` that itself.
         padded: Option<String>,
     },
     /// Tagged alternatives, laid one after another.
@@ -92,6 +93,13 @@ impl<'a> Parser<'a> {
         hit
     }
 
+    fn eat_in(&mut self) -> bool {
+        self.skip_space();
+        let hit = self.rest().strip_prefix("in").is_some_and(|rest| rest.starts_with(char::is_whitespace));
+        self.at += if hit { 2 } else { 0 };
+        hit
+    }
+
     fn fail<T>(&self, wanted: &str) -> Parsed<T> {
         let rest: String = self.rest().chars().take(12).collect();
         Err(format!("{:?}: expected {wanted} at character {} ({rest:?})", self.text, self.at))
@@ -146,6 +154,9 @@ impl<'a> Parser<'a> {
                 } else if self.eat('~') {
                     let padded = self.word()?.to_string();
                     factors.push(Factor::Axis { name: name.to_string(), padded: Some(padded) });
+                } else if self.eat_in() {
+                    let padded = Some(extent_in(name, self.word()?));
+                    factors.push(Factor::Axis { name: name.to_string(), padded });
                 } else {
                     factors.push(Factor::Axis { name: name.to_string(), padded: None });
                 }
@@ -194,6 +205,16 @@ pub fn parse_shape(text: &str) -> Parsed<Shape> {
     Ok(Shape { dims })
 }
 
+/// What the number of an axis's positions in a set is called among the extents.
+pub fn extent_in(axis: &str, set: &str) -> String {
+    format!("{axis} in {set}")
+}
+
+/// The axis and the set of such an extent.
+pub fn in_set(extent: &str) -> Option<(&str, &str)> {
+    extent.split_once(" in ")
+}
+
 /// The stored extent of an axis factor.
 fn stored<'a>(name: &'a str, padded: &'a Option<String>) -> &'a str {
     padded.as_deref().unwrap_or(name)
@@ -203,6 +224,7 @@ fn stored<'a>(name: &'a str, padded: &'a Option<String>) -> &'a str {
 pub fn written(factors: &[Factor]) -> String {
     let factor = |factor: &Factor| match factor {
         Factor::Axis { name, padded: None } => name.clone(),
+        Factor::Axis { padded: Some(of), .. } if in_set(of).is_some() => of.clone(),
         Factor::Axis { name, padded: Some(padded) } => format!("{name}~{padded}"),
         Factor::Alternatives(all) => {
             let all: Vec<String> =
@@ -391,29 +413,6 @@ impl Shape {
     }
 }
 
-fn write_dim(f: &mut fmt::Formatter<'_>, dim: &[Factor]) -> fmt::Result {
-    if dim.is_empty() {
-        return f.write_str("1");
-    }
-    for (i, factor) in dim.iter().enumerate() {
-        if i > 0 {
-            f.write_str("*")?;
-        }
-        match factor {
-            Factor::Axis { name, padded: None } => f.write_str(name)?,
-            Factor::Axis { name, padded: Some(p) } => write!(f, "{name}~{p}")?,
-            Factor::Alternatives(alternatives) => {
-                for (j, (tag, inner)) in alternatives.iter().enumerate() {
-                    write!(f, "{}{tag}:", if j == 0 { "(" } else { "|" })?;
-                    write_dim(f, inner)?;
-                }
-                f.write_str(")")?;
-            }
-        }
-    }
-    Ok(())
-}
-
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
@@ -421,7 +420,7 @@ impl fmt::Display for Shape {
             if i > 0 {
                 f.write_str(", ")?;
             }
-            write_dim(f, dim)?;
+            f.write_str(&written(dim))?;
         }
         f.write_str("]")
     }
@@ -437,11 +436,19 @@ mod tests {
 
     #[test]
     fn parses_and_prints() {
-        for text in ["[]", "[V~P, H]", "[g*(q:r|k:1|v:1)*d, H]", "[(q:g*r|k:g|v:g)*d]", "[(a:(x:b|y:c)|z:1)]"]
-        {
+        for text in [
+            "[]",
+            "[V~P, H]",
+            "[g*(q:r|k:1|v:1)*d, H]",
+            "[(q:g*r|k:g|v:g)*d]",
+            "[(a:(x:b|y:c)|z:1)]",
+            "[L in moe, (a:L in b|c:1)]",
+        ] {
             assert_eq!(parse_shape(text).unwrap().to_string(), text);
         }
-        for bad in ["", "[", "[H", "[2*H]", "[(q:r|q:k)]", "[H]]", "[H,]", "[(q r)]", "[H*]"] {
+        for bad in
+            ["", "[", "[H", "[2*H]", "[(q:r|q:k)]", "[H]]", "[H,]", "[(q r)]", "[H*]", "[L in]", "[L inn]"]
+        {
             assert!(parse_shape(bad).is_err(), "{bad}");
         }
     }

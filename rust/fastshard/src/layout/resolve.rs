@@ -3,16 +3,21 @@
 //! Every stored tensor that a rule names becomes an [`Instance`]: for each atom of the rule, the
 //! box of the canonical tensor that it holds and the affine map into its own dimensions.
 
+mod present;
+
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
 use super::bind::{self, Group, Known, Local};
-use super::expr::{Extents, Factor, Place, Shape};
-use super::names::{Match, Pattern};
+use super::expr::{self, Extents, Factor, Place, Shape};
+use super::names::{Match, Membership, Pattern};
+use super::sets::{self, Positions, Sets};
 use super::table::{stored_name, Entry, Facts, Table, Truth};
 use crate::codes;
 use crate::error::Finding;
 use crate::tensor::Dtype;
+pub(crate) use present::partitions;
+use present::Seen;
 
 /// Where a group of stored tensors lies in the parallel topology.
 #[derive(Debug, Clone, Default)]
@@ -91,6 +96,8 @@ pub struct Lowered {
     pub base: Vec<u64>,
     /// Place of each canonical axis; `None` for axes bound by the name.
     pub places: Vec<Option<Place>>,
+    /// First and one past the last position on a canonical axis of which the atom holds a run; empty for none.
+    pub runs: BTreeMap<usize, (u64, u64)>,
 }
 
 /// The part of a canonical tensor that a stored tensor holds.
@@ -141,6 +148,8 @@ pub struct Instance {
 pub struct Resolved {
     /// Stored extents of all axes, and the real extent of the vocabulary axis.
     pub extents: Extents,
+    /// Positions of all sets.
+    pub sets: Sets,
     /// Matched tensors.
     pub instances: Vec<Instance>,
     /// All that was found wrong or worth noting.
@@ -163,6 +172,8 @@ pub struct Outside {
     pub known: Known,
     /// Facts.
     pub facts: Facts,
+    /// Sets of positions.
+    pub sets: Sets,
     /// Real vocabulary, where given.
     pub vocab_size: Option<u64>,
 }
@@ -174,12 +185,13 @@ type Atoms = Rc<Vec<Rc<Lowered>>>;
 pub(crate) struct Lowering<'t> {
     table: &'t Table,
     local: &'t Local,
+    sets: &'t Sets,
     cache: HashMap<usize, Result<Atoms, String>>,
 }
 
 impl<'t> Lowering<'t> {
-    pub(crate) fn new(table: &'t Table, local: &'t Local) -> Self {
-        Lowering { table, local, cache: HashMap::new() }
+    pub(crate) fn new(table: &'t Table, local: &'t Local, sets: &'t Sets) -> Self {
+        Lowering { table, local, sets, cache: HashMap::new() }
     }
 
     fn atoms(&mut self, registry: &mut Registry, entry: usize) -> Result<Atoms, String> {
@@ -204,8 +216,14 @@ impl<'t> Lowering<'t> {
             axes.dedup();
             let places =
                 axes.iter().map(|axis| atom.axes.iter().find(|(a, _)| a == axis).map(|(_, p)| *p)).collect();
+            let of_sets: Vec<(usize, &Positions)> = axes
+                .iter()
+                .enumerate()
+                .filter_map(|(i, axis)| Some((i, self.sets.get(expr::in_set(&stored_name(shape, axis))?.1)?)))
+                .collect();
             let key = registry.key(&entry.canonical_key(&atom.tags, &atom.derived_tags), axes)?;
-            out.push(Rc::new(Lowered { key, base: atom.base, places }));
+            let whole = Lowered { key, base: atom.base, places, runs: BTreeMap::new() };
+            out.extend(in_runs(whole, &of_sets)?.into_iter().map(Rc::new));
         }
         Ok(out)
     }
@@ -235,6 +253,11 @@ impl<'t> Lowering<'t> {
                     hi.push(at + 1);
                     continue;
                 }
+                if let Some(&(first, end)) = atom.runs.get(&i) {
+                    lo.push(first);
+                    hi.push(end);
+                    continue;
+                }
                 let stored = stored_name(shape, axis);
                 let size = local[&stored];
                 let rank = match self.table.divided_by(&rule.class, &stored) {
@@ -254,6 +277,38 @@ impl<'t> Lowering<'t> {
         }
         Ok(boxes)
     }
+}
+
+/// Most runs of positions that one atom is cut into.
+const MAX_RUNS: usize = 1 << 16;
+
+/// An atom cut where the positions of a set do not follow each other: one for each run.
+fn in_runs(whole: Lowered, of_sets: &[(usize, &Positions)]) -> Result<Vec<Lowered>, String> {
+    let mut all = vec![whole];
+    for (axis, set) in of_sets {
+        let runs = set.runs();
+        if all.len().saturating_mul(runs.len()) > MAX_RUNS {
+            return Err(format!("more than {MAX_RUNS} runs of positions"));
+        }
+        let cut = |atom: Lowered| {
+            let run = |&(place, first, end): &(u64, u64, u64)| {
+                let mut run = Lowered {
+                    runs: atom.runs.clone(),
+                    base: atom.base.clone(),
+                    places: atom.places.clone(),
+                    ..atom
+                };
+                if let Some(at) = atom.places[*axis] {
+                    run.base[at.dim] += place * at.stride;
+                }
+                run.runs.insert(*axis, (first, end));
+                run
+            };
+            runs.iter().map(run).collect::<Vec<_>>()
+        };
+        all = all.into_iter().flat_map(cut).collect();
+    }
+    Ok(all)
 }
 
 /// A rule for a tensor that no rule names: every dimension an axis of its own.
@@ -281,10 +336,21 @@ fn generic_axis(entry: usize, d: usize) -> String {
 }
 
 enum Matched {
-    Rule { entry: usize, found: Match, placement: Placement },
+    Rule {
+        entry: usize,
+        found: Match,
+        placement: Placement,
+    },
     Ignored(String),
     Nothing,
     Undecided(String),
+    /// A rule names it, but not at this position.
+    Outside {
+        entry: usize,
+        set: String,
+        axis: String,
+        at: u64,
+    },
 }
 
 /// The rules of a table by what their names are.
@@ -333,15 +399,34 @@ fn match_name(
         return Matched::Rule { entry, found: Match::default(), placement: Placement::Parts };
     }
     let mut candidates: Vec<(usize, Match, Option<String>)> = Vec::new();
+    let (mut beyond, mut unknown_set) = (Matched::Nothing, None);
     for (i, entry) in names.candidates(name).into_iter().map(|i| (i, &table.entries[i])) {
-        let Some(found) = entry.name.matches(name, bases) else { continue };
-        match entry.when.holds(&outside.facts) {
-            Truth::Holds => candidates.push((i, found, None)),
+        let Some(mut found) = entry.name.matches(name, bases) else { continue };
+        let truth = entry.when.holds(&outside.facts);
+        if truth == Truth::Fails {
+            continue;
+        }
+        match entry.name.place(&mut found, bases, &outside.sets) {
+            Membership::Inside => {}
+            Membership::Outside(set, axis, at) => {
+                beyond = Matched::Outside { entry: i, set: set.into(), axis: axis.into(), at };
+                continue;
+            }
+            // A place within a set that is not known is no position.
+            Membership::Unknown(set) if entry.name.variables().any(|v| v.ordinal) => {
+                return Matched::Undecided(set.into())
+            }
+            Membership::Unknown(set) => unknown_set = Some(set.to_string()),
+        }
+        match truth {
             Truth::Unknown(fact) => candidates.push((i, found, Some(fact))),
-            Truth::Fails => {}
+            _ => candidates.push((i, found, None)),
         }
     }
-    let Some((entry, found, _)) = candidates.first().cloned() else { return Matched::Nothing };
+    let Some((entry, found, _)) = candidates.first().cloned() else { return beyond };
+    if let Some(set) = unknown_set.filter(|_| candidates.len() > 1) {
+        return Matched::Undecided(set);
+    }
     let first = &table.entries[entry];
     if candidates.len() > 1 {
         let fact = candidates.iter().find_map(|(_, _, fact)| fact.clone());
@@ -439,6 +524,10 @@ pub fn resolve(
                 findings.push(place(unknown_fact(&fact), tensor));
                 None
             }
+            Matched::Outside { entry, set, axis, at } => {
+                findings.push(place(outside_of_set(table, entry, &outside.sets, &set, &axis, at), tensor));
+                None
+            }
             Matched::Nothing if unknown == Unknown::Pass => {
                 generic_entry(table, &tensor.name, &tensor.shape, None);
                 names.generic.insert(tensor.name.clone(), table.entries.len() - 1);
@@ -503,6 +592,11 @@ pub fn resolve(
     for (axis, n) in counted {
         known.extents.entry(axis).or_insert(n);
     }
+    let positions = || matched.iter().enumerate().filter_map(|(t, rule)| Some((t, rule.as_ref()?)));
+    let seen =
+        positions().map(|(t, (entry, found, _))| Seen { tensor: t, entry: *entry, index: &found.index });
+    let (sets, excluded) = present::sets_of(table, outside, &mut known, &groups, &seen.collect::<Vec<_>>());
+    findings.extend(excluded.into_iter().map(|(finding, t)| place(finding, &stored[t])));
     let (mut extents, bound) = bind::bind(table, &groups, &known);
     findings.extend(bound);
     extents.extend(generic);
@@ -534,7 +628,7 @@ pub fn resolve(
     let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
     let table: &Table = table;
-    let mut lowering = Lowering::new(table, &local);
+    let mut lowering = Lowering::new(table, &local, &sets);
     let mut instances = Vec::with_capacity(stored.len());
     let mut unbound: BTreeMap<String, usize> = BTreeMap::new();
     for (t, (tensor, rule)) in stored.iter().zip(matched).enumerate() {
@@ -575,7 +669,16 @@ pub fn resolve(
             .help("give the model's config with --config");
         findings.push(place(finding, &stored[t]));
     }
-    Resolved { extents, instances, findings }
+    Resolved { extents, sets, instances, findings }
+}
+
+/// The finding for a tensor whose name a rule has, but not at its position.
+fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &str, at: u64) -> Finding {
+    let rule = table.entries[entry].name.text();
+    let held = sets.get(set).map(sets::written).unwrap_or_default();
+    Finding::new(codes::UNKNOWN_TENSOR, format!("{rule} of layout {} is not for this one: {set}", table.name))
+        .expected(format!("one of {axis} {held}"), at)
+        .help("the config describes another model (--config), or the file is a leftover of another run")
 }
 
 /// The finding for a fact that decides values and is stated nowhere.

@@ -12,8 +12,6 @@ use crate::layout::names::Pattern;
 use crate::layout::sets::{Positions, Sets};
 use crate::layout::table::{Facts, Table};
 
-/// Largest extent of an axis.
-const MAX_EXTENT: i64 = 1 << 40;
 /// Most positions of an axis that has sets.
 const MAX_POSITIONS: u64 = 1 << 18;
 
@@ -50,20 +48,14 @@ impl Table {
         let mut described = Described::default();
         for (name, expression) in &self.config.axes {
             let told = |wrong| self.told("axis", name, expression.text(), file, wrong);
-            match scope.named(name, expression).map_err(told)? {
-                Value::Null => {}
-                Value::Int(n @ 0..=MAX_EXTENT) => _ = described.extents.insert(name.clone(), n as u64),
-                other => {
-                    return Err(told(unfit(expression.text(), "a whole number that is not negative", &other)))
-                }
+            if let Value::Int(n) = scope.named(name, expression).map_err(told)? {
+                described.extents.insert(name.clone(), n as u64);
             }
         }
         for (name, expression) in &self.config.facts {
             let told = |wrong| self.told("fact", name, expression.text(), file, wrong);
-            match scope.named(name, expression).map_err(told)? {
-                Value::Null => {}
-                Value::Bool(fact) => _ = described.facts.insert(name.clone(), fact),
-                other => return Err(told(unfit(expression.text(), "true or false", &other))),
+            if let Value::Bool(fact) = scope.named(name, expression).map_err(told)? {
+                described.facts.insert(name.clone(), fact);
             }
         }
         for name in self.config.sets.keys() {
@@ -97,7 +89,10 @@ impl Table {
                 Value::Bool(true) => positions.push(position),
                 Value::Bool(false) => {}
                 Value::Null => return Ok(None),
-                other => return Err(told(unfit(text, "true or false", &other))),
+                other => {
+                    let (expected, got) = ("true or false".into(), other.shown());
+                    return Err(told(Wrong { at: text.into(), expected, got }));
+                }
             }
         }
         let found = Positions { axis: set.axis.clone(), positions };
@@ -137,8 +132,4 @@ impl Table {
         }
         facts
     }
-}
-
-fn unfit(at: &str, expected: &str, got: &Value) -> Wrong {
-    Wrong { at: at.into(), expected: expected.into(), got: got.shown() }
 }

@@ -11,6 +11,8 @@ use super::Config;
 use crate::layout::expr::Extents;
 use crate::layout::names::Pattern;
 
+/// Largest extent of an axis.
+const MAX_EXTENT: i64 = 1 << 40;
 /// Steps of one description of a model: far more than any table needs, few enough to be over at once.
 const MAX_STEPS: u32 = 1 << 24;
 /// Whole numbers below it are exact as floats.
@@ -121,12 +123,19 @@ impl<'a> Scope<'a> {
         Evaluation { scope: self, expression, at, floats: false }.of(&expression.root)
     }
 
-    /// The value of an axis or a fact, evaluated once.
+    /// The extent of an axis, or a fact; evaluated once.
     pub(super) fn named(&self, name: &'a str, expression: &'a Expression) -> Evaluated<'a> {
         if let Some(known) = self.memo.borrow().get(name) {
             return known.clone();
         }
-        let value = self.value(expression, None);
+        let is_axis = self.rules.axes.contains_key(name);
+        let value = self.value(expression, None).and_then(|value| match value {
+            Value::Null => Ok(value),
+            Value::Int(0..=MAX_EXTENT) if is_axis => Ok(value),
+            Value::Bool(_) if !is_axis => Ok(value),
+            _ if is_axis => wrong(expression.text(), "a whole number that is not negative", value.shown()),
+            _ => wrong(expression.text(), "true or false", value.shown()),
+        });
         self.memo.borrow_mut().insert(name, value.clone());
         value
     }

@@ -395,6 +395,17 @@ impl Expression {
         self.visit(&mut |node| asks |= matches!(node.kind, Kind::Stored(_)));
         asks
     }
+
+    /// The set that this is the rest of: `moe` in `not moe`.
+    pub fn rest_of(&self) -> Option<&str> {
+        match &self.root.kind {
+            Kind::Not(inner) => match &inner.kind {
+                Kind::Name(name) => Some(name),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
-use super::Table;
+use super::{Entry, ShardMap, Table};
 use crate::layout::config::{Expression, SetRule};
-use crate::layout::expr::Factor;
+use crate::layout::expr::{self, Factor};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -87,12 +87,38 @@ impl Table {
         self.config.check(&axes, &self.fixed)
     }
 
+    /// Checks the sets that a rule is of.
+    pub(super) fn check_sets(&self, entry: &Entry, shards: &ShardMap) -> Result<(), String> {
+        let named = entry.name.variables().filter_map(|v| Some((v.axis.as_str(), v.set.as_deref()?)));
+        let mut used: Vec<(&str, &str, bool)> = named.map(|(axis, set)| (axis, set, false)).collect();
+        let mut extents = Vec::new();
+        let dims = entry.shape.iter().flat_map(|shape| &shape.dims);
+        dims.for_each(|dim| expr::names_in(dim, &self.derived, &mut extents));
+        used.extend(extents.iter().filter_map(|e| expr::in_set(e)).map(|(axis, set)| (axis, set, true)));
+        for (axis, set, in_shape) in used {
+            match self.config.sets.get(set) {
+                None => return Err(format!("there is no set {set}")),
+                Some(known) if known.axis != axis => {
+                    return Err(format!("{set} is a set of positions on {}, not on {axis}", known.axis))
+                }
+                Some(_) => {}
+            }
+            if in_shape && shards.values().flatten().any(|divided| divided == axis) {
+                return Err(format!("axis {axis} is divided, so that a rank has no set of its positions"));
+            }
+        }
+        Ok(())
+    }
+
     /// All axes of the rules, real and stored ones.
     fn axes(&self) -> BTreeSet<String> {
         fn into(factors: &[Factor], found: &mut BTreeSet<String>) {
             for factor in factors {
                 match factor {
-                    Factor::Axis { name, padded } => found.extend([name].into_iter().chain(padded).cloned()),
+                    Factor::Axis { name, padded } => {
+                        let padded = padded.iter().filter(|stored| expr::in_set(stored).is_none());
+                        found.extend([name].into_iter().chain(padded).cloned());
+                    }
                     Factor::Alternatives(all) => all.iter().for_each(|(_, inner)| into(inner, found)),
                 }
             }

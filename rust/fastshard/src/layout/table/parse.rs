@@ -256,6 +256,7 @@ impl Table {
             }
             check_shape(shape, &entry.name, &entry.canonical, derived, shards).map_err(fail)?;
         }
+        self.check_sets(entry, shards).map_err(fail)?;
         if let Some(dimension) = &entry.partial {
             if !shards.contains_key(dimension) {
                 return Err(fail(format!("partial = {dimension:?} is not a parallel dimension in [shard]")));
