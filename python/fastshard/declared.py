@@ -150,6 +150,8 @@ class Source:
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    #: Extents of a block of elements that share a scale, by storage form of the layout.
+    stored: dict[str, list[int]] = field(default_factory=dict)
     vocab_size: int | None = None
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
@@ -316,6 +318,7 @@ class Source:
             "axes": self.axes,
             "facts": self.facts,
             "sets": {name: {"axis": axis, "positions": at} for name, (axis, at) in self.sets.items()},
+            "stored": self.stored,
             "vocab_size": self.vocab_size,
             "pass_unknown": self.pass_unknown,
         }

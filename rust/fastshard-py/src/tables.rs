@@ -29,6 +29,14 @@ fn bad(what: String) -> PyErr {
     raise(Error::from(Finding::new(codes::BAD_LAYOUT, what)))
 }
 
+fn parsed(config: &str, file: Option<&str>) -> PyResult<serde_json::Value> {
+    serde_json::from_str(config).map_err(|e| {
+        let mut finding = Finding::new(codes::BAD_VALUE, format!("config: not valid JSON: {e}"));
+        finding.file = file.map(str::to_string);
+        raise(Error::from(finding))
+    })
+}
+
 fn entries(rules: &[PyRef<'_, Rule>]) -> Vec<Entry> {
     rules.iter().map(|rule| rule.inner.clone()).collect()
 }
@@ -98,15 +106,15 @@ impl Table {
 
     #[pyo3(signature = (config, names, file=None))]
     fn describe(&self, config: Option<&str>, names: Vec<String>, file: Option<&str>) -> PyResult<Told> {
-        let config = config.map(serde_json::from_str).transpose();
-        let config: Option<serde_json::Value> = config.map_err(|e| {
-            let mut finding = Finding::new(codes::BAD_VALUE, format!("config: not valid JSON: {e}"));
-            finding.file = file.map(str::to_string);
-            raise(Error::from(finding))
-        })?;
+        let config = config.map(|config| parsed(config, file)).transpose()?;
         let told = self.inner.describe(config.as_ref(), &names, file).map_err(raise)?;
         let sets = told.sets.into_iter().map(|(name, set)| (name, (set.axis, set.positions))).collect();
         Ok((told.extents, told.facts, sets))
+    }
+
+    #[pyo3(signature = (config, file=None))]
+    fn blocks(&self, config: &str, file: Option<&str>) -> PyResult<BTreeMap<String, Vec<u64>>> {
+        self.inner.blocks(&parsed(config, file)?, file).map_err(raise)
     }
 
     fn shape(&self, name: &str, axes: BTreeMap<String, u64>) -> Option<Vec<Option<u64>>> {

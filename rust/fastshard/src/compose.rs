@@ -107,7 +107,8 @@ fn target_sets(source: &Source, target: &Target, table: &Table, extents: &mut Ex
 
 /// Composes source and target.
 pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Composed {
-    let table = target.table.unwrap_or(source.table);
+    let kept = target.table.and_then(|table| table.keeping(source.table.entries.iter()));
+    let table = kept.as_ref().or(target.table).unwrap_or(source.table);
     let refused = |findings| Composed { outputs: Vec::new(), pads: Vec::new(), copies: Vec::new(), findings };
     let mut findings = too_many_positions(source.table, &source.resolved.extents);
     if !findings.is_empty() {

@@ -1,6 +1,6 @@
 //! From a declaration to a plan: what an adapter says of a checkpoint, put to the layout engine.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer};
@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer};
 mod assembled;
 mod lookalikes;
 mod plain;
+mod scales;
 
 use crate::catalog::Catalog;
 use crate::codes;
@@ -100,6 +101,9 @@ pub struct SourceSide {
     /// Sets of positions known from outside.
     #[serde(default)]
     pub sets: Sets,
+    /// Extents of a block by storage form of the layout table.
+    #[serde(default)]
+    pub stored: BTreeMap<String, Vec<u64>>,
     /// True vocabulary.
     #[serde(default)]
     pub vocab_size: Option<u64>,
@@ -279,7 +283,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             && !exclude.iter().any(|p| p.matches(name))
     };
 
-    let Gathered { sources, blobs, mut stored, units, passes, mut findings, .. } =
+    let Gathered { sources, blobs, mut stored, units, passes, mut findings, beside, .. } =
         Gathered::new(catalog, &request.source);
     catalog.look()?;
     let known_names: std::collections::HashMap<&str, &[u64]> =
@@ -299,12 +303,14 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
         known: Known { extents: request.source.axes.clone(), degrees: request.source.degrees.clone() },
         facts: request.source.facts.clone(),
         sets: request.source.sets.clone(),
+        beside,
         vocab_size: request.source.vocab_size,
     };
     let target_outside = request.target.as_ref().map_or_else(Outside::default, |t| Outside {
         known: Known { extents: t.axes.clone(), degrees: t.degrees.clone() },
         facts: t.facts.clone(),
         sets: t.sets.clone(),
+        beside: HashSet::new(),
         vocab_size: None,
     });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };

@@ -54,14 +54,15 @@ enum Place {
 }
 
 impl Config {
-    /// The axis that a set's expression is about, where that is not stated.
+    /// The axis that a set's expression is about, where that is not stated. `others` are declared with it: their
+    /// axes where these are stated, and their expressions.
     ///
     /// # Errors
     /// Says what is wrong if it is about none or about several.
     pub(super) fn axis_of(
         &self,
         holds: &Expression,
-        others: &BTreeMap<String, Expression>,
+        others: &BTreeMap<String, (Option<String>, Expression)>,
         axes: &BTreeSet<String>,
     ) -> Result<String, String> {
         let mut found = BTreeSet::new();
@@ -73,8 +74,11 @@ impl Config {
                     found.insert(name.to_string());
                 } else if let Some(set) = self.sets.get(name) {
                     found.insert(set.axis.clone());
-                } else if let Some(other) = others.get(name).filter(|_| looked.insert(name)) {
-                    open.push(other);
+                } else if let Some((axis, other)) = others.get(name).filter(|_| looked.insert(name)) {
+                    match axis {
+                        Some(axis) => _ = found.insert(axis.clone()),
+                        None => open.push(other),
+                    }
                 }
             }
         }
@@ -104,10 +108,11 @@ impl Config {
         for (place, name, expression, position) in all {
             let (kind, text) = (place.word(), expression.text());
             let fail = |e: String| format!("{kind} {name} = {text:?}: {e}");
-            if place != Place::Fact && self.asks_stored(expression, &mut BTreeSet::new()) {
+            if place != Place::Fact && self.asks_stored(expression, &mut BTreeSet::from([name.as_str()])) {
                 return Err(fail("stored() is for facts: what is stored decides no size".into()));
             }
-            for used in expression.names().into_iter().filter(|used| Some(*used) != position) {
+            let others = |used: &&str| Some(*used) != position && used != name;
+            for used in expression.names().into_iter().filter(others) {
                 let known = self.axes.contains_key(used) || fixed.contains_key(used);
                 if axes.contains(used) && !known {
                     return Err(fail(format!("no config states axis {used}")));
@@ -125,6 +130,17 @@ impl Config {
             self.height(name, &mut Vec::new(), &mut heights).map_err(fail)?;
         }
         Ok(())
+    }
+
+    /// Says what is wrong with the expression of a storage form's block.
+    pub(super) fn check_block(&self, block: &Expression) -> Result<(), String> {
+        if self.asks_stored(block, &mut BTreeSet::new()) {
+            return Err("stored() is for facts: what is stored decides no size".into());
+        }
+        match block.names().into_iter().find(|name| self.sets.contains_key(*name)) {
+            Some(set) => Err(format!("{set} is a set, which only sets are made of")),
+            None => Ok(()),
+        }
     }
 
     fn named(&self, name: &str) -> Option<&Expression> {
@@ -159,7 +175,8 @@ impl Config {
             return Err(format!("made of what is made of what ... deeper than {MAX_DEPTH}"));
         }
         let mut inner = 0;
-        for used in expression.names().into_iter().filter(|used| Some(*used) != position) {
+        // A name in its own expression is a key.
+        for used in expression.names().into_iter().filter(|used| Some(*used) != position && *used != name) {
             inner = inner.max(self.height(used, way, known)?);
         }
         way.pop();

@@ -5,7 +5,7 @@
 
 mod present;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
 
 use super::bind::{self, Group, Known, Local};
@@ -174,6 +174,8 @@ pub struct Outside {
     pub facts: Facts,
     /// Sets of positions.
     pub sets: Sets,
+    /// Names of tensors that lie beside those that rules name and pass with them: scales.
+    pub beside: HashSet<String>,
     /// Real vocabulary, where given.
     pub vocab_size: Option<u64>,
 }
@@ -528,7 +530,11 @@ pub fn resolve(
                 findings.push(place(outside_of_set(table, entry, &outside.sets, &set, &axis, at), tensor));
                 None
             }
-            Matched::Nothing if unknown == Unknown::Pass => {
+            Matched::Nothing
+                if unknown == Unknown::Pass
+                    || outside.beside.contains(&tensor.name)
+                    || table.keeps(&tensor.name) =>
+            {
                 generic_entry(table, &tensor.name, &tensor.shape, None);
                 names.generic.insert(tensor.name.clone(), table.entries.len() - 1);
                 let entry = table.entries.len() - 1;

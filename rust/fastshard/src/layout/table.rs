@@ -2,10 +2,13 @@
 
 mod alias;
 mod configure;
+mod forms;
 mod inherit;
 mod parse;
 
 use std::collections::{BTreeMap, HashSet};
+
+pub use forms::StoredForm;
 
 use super::config::Config;
 use super::expr::{self, Derived, Extents, Factor, Shape};
@@ -198,6 +201,12 @@ pub struct Table {
     pub tied: Vec<Tied>,
     /// What it says of configs.
     pub config: Config,
+    /// What precedes the model's own names: one spelling, or several as `(a|b)`.
+    pub prefix: Option<String>,
+    /// Names that pass as they are.
+    pub keep: Vec<glob::Pattern>,
+    /// Forms in which elements are stored.
+    pub stored: BTreeMap<String, StoredForm>,
 }
 
 impl Table {
@@ -230,6 +239,9 @@ impl Table {
             entries: Vec::new(),
             tied: Vec::new(),
             config: Config::default(),
+            prefix: None,
+            keep: Vec::new(),
+            stored: BTreeMap::new(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The tensors that a request speaks of: those of the files, and those put together from ranges.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde::Deserialize;
 
@@ -10,7 +10,7 @@ use crate::compose::first_overlap;
 use crate::error::Finding;
 use crate::format::FileTensor;
 use crate::layout::resolve::{Stored, Unit};
-use crate::plan::{BlockScale, BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use crate::plan::{BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 use super::{SourceSide, UnitSide};
@@ -70,6 +70,8 @@ pub(crate) struct Gathered {
     pub(super) units: Vec<Unit>,
     pub(super) passes: Vec<Pass>,
     pub(crate) findings: Vec<Finding>,
+    /// Names of scales that lie beside the tensors that they are of.
+    pub(super) beside: HashSet<String>,
     source_index: HashMap<u32, u32>,
     blob_index: HashMap<(u32, u32), u32>,
 }
@@ -100,7 +102,7 @@ impl Gathered {
                 by_name.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
             }
         }
-        let mut replaced = std::collections::HashSet::new();
+        let mut replaced = HashSet::new();
         for group in &side.assembled {
             let Some(file) = file_of(catalog, group.file) else { continue };
             all.units.push(Unit {
@@ -166,53 +168,6 @@ impl Gathered {
         let mut kept = keep.iter();
         tensors.retain(|_| *kept.next().expect("as long as itself"));
         all
-    }
-
-    /// Gives quantised tensors their scales, where their values are wanted: `NAME_scale_inv` or
-    /// `NAME_scale` of the same rank. Returns the scales, which are no outputs then.
-    fn scales(&mut self, side: &SourceSide) -> Vec<u32> {
-        let Some(blocks) = &side.dequantise else { return Vec::new() };
-        let pass = &mut self.passes[0];
-        let units = &self.units;
-        let mut by_name: HashMap<(&str, &BTreeMap<String, u64>), u32> = HashMap::new();
-        for (seen, &index) in pass.seen.iter().zip(&pass.tensors) {
-            by_name.insert((&seen.name, &units[seen.unit as usize].coords), index);
-        }
-        let mut found = Vec::new();
-        for (at, (seen, &index)) in pass.seen.iter().zip(&pass.tensors).enumerate() {
-            if !seen.dtype.is_f8() {
-                continue;
-            }
-            let coords = &units[seen.unit as usize].coords;
-            let named = |end: &str| by_name.get(&(format!("{}{end}", seen.name).as_str(), coords)).copied();
-            if let Some(scales) = named("_scale_inv").or_else(|| named("_scale")) {
-                found.push((at, index, scales));
-            }
-        }
-        let mut taken = Vec::new();
-        for (at, index, scales) in found {
-            let (tensor, values) = (&self.stored[index as usize], &self.stored[scales as usize]);
-            let readable = values.dtype.is_float() || values.dtype == Dtype::F8E8m0;
-            let stated = (!blocks.is_empty()).then_some(&blocks[..]);
-            match BlockScale::of(scales, &tensor.shape, &values.shape, stated).filter(|_| readable) {
-                Some(scale) => {
-                    self.stored[index as usize].scale = Some(scale);
-                    // To the layout it is the tensor of floats that it stands for.
-                    pass.seen[at].dtype = Dtype::F32;
-                    taken.push(scales);
-                }
-                None => self.findings.push(
-                    Finding::new(codes::UNSUPPORTED, "scales that fit no blocks of the quantised tensor")
-                        .tensor(&tensor.name)
-                        .expected(
-                            format!("one, one per row, or one per block of {:?}", tensor.shape),
-                            format!("{} {:?} in {}", values.dtype, values.shape, values.name),
-                        )
-                        .help("give the config.json that names weight_block_size, or leave out --dtype"),
-                ),
-            }
-        }
-        taken
     }
 
     fn unit(&mut self, catalog: &Catalog, unit: &UnitSide) {

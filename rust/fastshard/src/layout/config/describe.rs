@@ -66,6 +66,29 @@ impl Table {
         Ok(described)
     }
 
+    /// Extents of blocks by storage form, where the config tells of them.
+    ///
+    /// # Errors
+    /// `FS211` naming the key for a value that is no list of positive numbers.
+    pub fn blocks(&self, config: &Json, file: Option<&str>) -> Result<BTreeMap<String, Vec<u64>>> {
+        let scope = Scope::new(&self.config, &self.fixed, config, &|_| false);
+        let mut blocks = BTreeMap::new();
+        for (name, form) in &self.stored {
+            let Some(block) = &form.block else { continue };
+            let told = |wrong| self.told("form", name, block.text(), file, wrong);
+            let value = scope.value("", block, None).map_err(told)?;
+            if value == Value::Null {
+                continue;
+            }
+            let Some(extents) = value.sizes() else {
+                let expected = "a list of positive whole numbers".into();
+                return Err(told(Wrong { at: block.text().into(), expected, got: value.shown() }));
+            };
+            blocks.insert(name.clone(), extents);
+        }
+        Ok(blocks)
+    }
+
     /// The positions of a set; none if the config does not tell.
     fn set<'a>(
         &'a self,
@@ -74,7 +97,7 @@ impl Table {
         extents: &Extents,
         file: Option<&str>,
     ) -> Result<Option<Positions>> {
-        let set = &self.config.sets[name];
+        let Some((name, set)) = self.config.sets.get_key_value(name) else { return Ok(None) };
         let text = set.holds.text();
         let told = |wrong| self.told("set", name, text, file, wrong);
         let extent = extents.get(&set.axis).or_else(|| self.fixed.get(&set.axis));
@@ -85,7 +108,7 @@ impl Table {
         }
         let mut positions = Vec::new();
         for position in 0..extent {
-            match scope.value(&set.holds, Some((&set.axis, position))).map_err(told)? {
+            match scope.value(name, &set.holds, Some((&set.axis, position))).map_err(told)? {
                 Value::Bool(true) => positions.push(position),
                 Value::Bool(false) => {}
                 Value::Null => return Ok(None),

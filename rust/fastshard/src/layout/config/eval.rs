@@ -58,6 +58,19 @@ impl<'a> From<&'a Json> for Value<'a> {
 }
 
 impl Value<'_> {
+    /// The numbers of a list of positive ones.
+    pub(super) fn sizes(&self) -> Option<Vec<u64>> {
+        let size = |value: Value| match value {
+            Value::Int(n @ 1..=MAX_EXTENT) => Some(n as u64),
+            _ => None,
+        };
+        match self {
+            Value::List(items) => items.iter().cloned().map(size).collect(),
+            Value::Json(Json::Array(items)) => items.iter().map(Value::from).map(size).collect(),
+            _ => None,
+        }
+    }
+
     /// The value as messages show it.
     pub(super) fn shown(&self) -> String {
         let text = match self {
@@ -118,9 +131,9 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// The value of an expression.
-    pub(super) fn value(&self, expression: &'a Expression, at: At<'a>) -> Evaluated<'a> {
-        Evaluation { scope: self, expression, at, floats: false }.of(&expression.root)
+    /// The value of the expression of an axis, a fact or a set.
+    pub(super) fn value(&self, own: &'a str, expression: &'a Expression, at: At<'a>) -> Evaluated<'a> {
+        Evaluation { scope: self, own, expression, at, floats: false }.of(&expression.root)
     }
 
     /// The extent of an axis, or a fact; evaluated once.
@@ -129,7 +142,7 @@ impl<'a> Scope<'a> {
             return known.clone();
         }
         let is_axis = self.rules.axes.contains_key(name);
-        let value = self.value(expression, None).and_then(|value| match value {
+        let value = self.value(name, expression, None).and_then(|value| match value {
             Value::Null => Ok(value),
             Value::Int(0..=MAX_EXTENT) if is_axis => Ok(value),
             Value::Bool(_) if !is_axis => Ok(value),
@@ -156,6 +169,8 @@ impl<'a> Scope<'a> {
 /// One expression at one position.
 struct Evaluation<'s, 'a> {
     scope: &'s Scope<'a>,
+    /// What it is the expression of: in it, that name is a key of the config.
+    own: &'a str,
     expression: &'a Expression,
     at: At<'a>,
     /// True inside `int()`.
@@ -218,6 +233,9 @@ impl<'a> Evaluation<'_, 'a> {
         if let Some((_, position)) = self.at.filter(|(axis, _)| *axis == name) {
             return Ok(Value::Int(position as i64));
         }
+        if name == self.own {
+            return Ok(self.scope.key(name));
+        }
         if let Some((name, expression)) = rules.axes.get_key_value(name) {
             return self.scope.named(name, expression);
         }
@@ -227,8 +245,8 @@ impl<'a> Evaluation<'_, 'a> {
         if let Some((name, expression)) = rules.facts.get_key_value(name) {
             return self.scope.named(name, expression);
         }
-        match rules.sets.get(name) {
-            Some(set) => self.scope.value(&set.holds, self.at),
+        match rules.sets.get_key_value(name) {
+            Some((name, set)) => self.scope.value(name, &set.holds, self.at),
             None => Ok(self.scope.key(name)),
         }
     }

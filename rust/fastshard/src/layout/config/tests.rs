@@ -69,6 +69,7 @@ fn sizes() {
         ("list[1]", Some(3)),
         ("[7, 6][0]", Some(7)),
         ("t", Some(2)),
+        ("x ?? b", Some(5)),
     ] {
         assert_eq!(axis(text, &config), Ok(wanted), "{text}");
     }
@@ -168,7 +169,8 @@ fn sets_of_positions() {
         mtp = { where = "L >= n", optional = true }
         dense = "L < first and L < n or L in (only ?? [])"
         moe = "not dense"
-        even = { where = "E > 0 and E % 2 == 0", axis = "E" }
+        even = { where = "E > 0 and E % 2 == 0 and L > 0", axis = "E" }
+        odd = "not even"
         "#,
     );
     let sets = |config: Json| table.describe(Some(&config), &[], None).unwrap().sets;
@@ -177,6 +179,7 @@ fn sets_of_positions() {
     assert_eq!(all["moe"].positions, [2, 3, 5, 6]);
     assert_eq!(all["mtp"], Positions { axis: "L".into(), positions: vec![6] });
     assert_eq!(all["even"], Positions { axis: "E".into(), positions: vec![2, 4] });
+    assert_eq!(all["odd"], Positions { axis: "E".into(), positions: vec![0, 1, 3] });
     // What the config does not tell is what is seen.
     let some = sets(json!({"n": 6}));
     assert_eq!(some.keys().collect::<Vec<_>>(), ["mtp"]);
@@ -217,7 +220,7 @@ fn refuses_bad_tables() {
     let tall = |n: usize| format!("A = \"{}1\"", "1+".repeat(n));
     for (find, replace, wanted) in [
         ("\"n\"", "\"n +\"", "A: \"n +\": expected a value"),
-        ("\"n\"", "\"A ?? 1\"", "A is made of itself"),
+        ("\"n\"", "\"B\", B = \"A + 1\"", "A is made of itself"),
         ("\"n\"", "\"H\"", "no config states axis H"),
         ("A = \"n\"", "J = \"n\"", "axis J has its extent from another"),
         ("\"n\"", "\"s\"", "s is a set"),

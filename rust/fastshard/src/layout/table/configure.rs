@@ -62,26 +62,25 @@ impl Table {
             }
             config.facts.extend(raw.facts.iter().map(read).collect::<Result<Vec<_>, _>>()?);
         }
-        let text = |set: &RawSet| match set {
-            RawSet::Where(text) => text.clone(),
-            RawSet::Stated(set) => set.holds.clone(),
+        let parsed = |(name, set): (&String, &RawSet)| {
+            let (text, axis, optional) = match set {
+                RawSet::Where(text) => (text, None, false),
+                RawSet::Stated(set) => (&set.holds, set.axis.clone(), set.optional),
+            };
+            let (name, holds) = read((name, text))?;
+            Ok(((name.clone(), (axis, holds)), (name, optional)))
         };
-        let texts: BTreeMap<String, String> =
-            sets.iter().map(|(name, set)| (name.clone(), text(set))).collect();
-        let holds: BTreeMap<String, Expression> = texts.iter().map(read).collect::<Result<_, _>>()?;
+        let all: Vec<_> = sets.iter().map(parsed).collect::<Result<_, String>>()?;
+        let (holds, optional): (BTreeMap<_, _>, BTreeMap<_, _>) = all.into_iter().unzip();
         let known: BTreeSet<String> =
             axes.iter().chain(config.axes.keys()).chain(self.fixed.keys()).cloned().collect();
         // Those of its own have no axis yet that others of them could be told by.
         holds.keys().for_each(|name| _ = config.sets.remove(name));
         let mut own = Vec::new();
-        for (name, set) in sets {
-            let (axis, optional) = match set {
-                RawSet::Where(_) => (None, false),
-                RawSet::Stated(set) => (set.axis.clone(), set.optional),
-            };
-            let found = axis.map_or_else(|| config.axis_of(&holds[name], &holds, &known), Ok);
+        for (name, (axis, expression)) in &holds {
+            let found = axis.clone().map_or_else(|| config.axis_of(expression, &holds, &known), Ok);
             let axis = found.map_err(|e| format!("set {name}: {e}"))?;
-            own.push((name.clone(), SetRule { axis, holds: holds[name].clone(), optional }));
+            own.push((name.clone(), SetRule { axis, holds: expression.clone(), optional: optional[name] }));
         }
         config.sets.extend(own);
         self.config.check(&axes, &self.fixed)

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::configure::{RawConfig, RawSet};
+use super::forms::RawForm;
 use super::{alias, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -102,6 +103,11 @@ struct RawTable {
     config: Option<RawConfig>,
     #[serde(default)]
     sets: BTreeMap<String, RawSet>,
+    prefix: Option<String>,
+    #[serde(default)]
+    keep: Vec<String>,
+    #[serde(default)]
+    stored: BTreeMap<String, RawForm>,
 }
 
 pub(super) fn bad(table: &str, message: String) -> Error {
@@ -184,7 +190,9 @@ impl Table {
             table.tied.push(Tied { tensor: t.tensor.clone(), to: t.to.clone(), when });
         }
         table.check_axes().map_err(fail)?;
+        table.put_prefix(raw.prefix).map_err(fail)?;
         table.configure(raw.config, &raw.sets).map_err(fail)?;
+        table.put_forms(&raw.keep, &raw.stored).map_err(fail)?;
         table.entries.iter_mut().for_each(|entry| alias::put(&table.aliases, entry));
         table.entries.iter().try_for_each(|entry| table.check(entry))?;
         table.check_redeclared(inherited)?;
