@@ -26,7 +26,7 @@ CONFIGS = {
     "t5": transformers.T5Config(
         vocab_size=200, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
     ),
-    "gemma2": transformers.Gemma2Config(**SMALL, sliding_window=8),
+    "olmo2": transformers.Olmo2Config(**{key: n for key, n in SMALL.items() if key != "head_dim"}),
     "gpt2": transformers.GPT2Config(vocab_size=200, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "gpt2_untied": transformers.GPT2Config(
         vocab_size=200, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False
@@ -301,7 +301,7 @@ def test_a_quantised_model_is_kept(method: str, tmp_path: Path) -> None:
     "begins", ["_orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "pretrained_model.", "module."]
 )
 def test_names_that_a_wrapper_changed_are_not_passed_off(begins: str, tmp_path: Path) -> None:
-    of = made("gemma2")
+    of = made("olmo2")
     state = {f"{begins}{name}": tensor for name, tensor in of.state_dict().items()}
     (tmp_path / "hf").mkdir()
     save_file({n: t.clone() for n, t in state.items()}, tmp_path / "hf/model.safetensors")
@@ -436,7 +436,7 @@ def test_the_config_of_a_folder_above_is_not_a_models_own(tmp_path: Path) -> Non
 
 
 def test_code_of_its_own_goes_along(tmp_path: Path) -> None:
-    of = made("gemma2")
+    of = made("olmo2")
     of.save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}

@@ -100,13 +100,18 @@ def test_qwen_has_other_names_for_the_same(version: int, tmp_path: Path) -> None
     assert torch.equal(moe_maker.logits(load(tmp_path / "back")), moe_maker.logits(model))
 
 
-def test_dense_layers_among_experts_are_refused_by_name(tmp_path: Path) -> None:
-    moe_maker.qwen(3, mlp_only_layers=[1]).save_pretrained(tmp_path / "hf")
-    assert_refused(
-        tmp_path / "hf", tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "dcp", "--tp", "2"), message="dense layers"
-    )  # fmt: skip
-    # A merge copies whole tensors as they are.
+def test_dense_layers_among_experts_are_divided_as_well(tmp_path: Path) -> None:
+    model = moe_maker.qwen(3, mlp_only_layers=[1])
+    model.save_pretrained(tmp_path / "hf")
+    want = read_result(tmp_path / "hf")
+    assert cli("convert", tmp_path / "hf", tmp_path / "ranks", "--to", "tp-safetensors", "--tp", 2).code == 0
+    dense = load_file(tmp_path / "ranks/tp_rank_01.safetensors")["model.layers.1.mlp.gate_proj.weight"]
+    assert torch.equal(dense, want["model.layers.1.mlp.gate_proj.weight"].chunk(2)[1])
+    assert cli("convert", tmp_path / "ranks", tmp_path / "back", "--to", "hf").code == 0
+    same(tmp_path / "back", want)
+    assert cli("convert", tmp_path / "hf", tmp_path / "dcp", "--to", "dcp", "--tp", 2).code == 0
     assert cli("merge", tmp_path / "hf", tmp_path / "merged").code == 0
+    same(tmp_path / "merged", want)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from importlib import resources
 from .. import _core, regular
 from ..errors import FastshardError, from_core
 
-__all__ = ["family", "get", "names", "register", "table"]
+__all__ = ["family", "get", "is_registered", "names", "of_model_type", "register", "table"]
 
 _registered: dict[str, str] = {}
 #: Those that were parsed, by name.
@@ -61,6 +61,11 @@ def get(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
+def is_registered(name: str) -> bool:
+    """True for a user's own table."""
+    return name in _registered
+
+
 def family(name: str) -> str:
     """The model family that a table belongs to.
 
@@ -103,6 +108,12 @@ def _read(text: str, above: tuple[str, ...]) -> _core.Table:
         return _core.Table(text, base)
     except _core.CoreError as error:
         raise from_core(error) from None
+
+
+def of_model_type(model_type: str) -> str | None:
+    """Name of the table that is for a ``model_type``, as its ``[config]`` says: the user's own before a built-in one."""
+    found = [name for name in names() if model_type in table(name).model_types]
+    return min(found, key=lambda name: name not in _registered, default=None)
 
 
 def names() -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _core, layouts
 from ..configs import shown
-from ..errors import FastshardError
+from ..errors import FastshardError, from_core
 
 #: model_type -> layout table. source: transformers models/*/modeling_*.py
 LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
@@ -51,10 +54,64 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
 
 def layout_of(config: dict[str, Any]) -> str | None:
     """Name of the layout table for a config; None for a model type without one."""
-    # Layers with experts and layers without: a position on L would have tensors of two kinds.
+    stated, known = (
+        layouts.of_model_type(model_type := str(config.get("model_type"))),
+        LAYOUTS.get(model_type),
+    )
+    # Layers with experts and layers without: a position on L has tensors of two kinds.
     mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    layout = LAYOUTS.get(str(config.get("model_type")))
-    return None if layout == "hf.qwen_moe" and mixed else layout
+    if stated is not None and layouts.is_registered(stated):
+        return stated
+    return stated if known is None or (known == "hf.qwen_moe" and mixed) else known
+
+
+#: Extents of axes, facts, and sets by name: the axis and the positions.
+Described = tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]
+
+
+def described(
+    config: dict[str, Any], file: str | None = None, names: Iterable[str] = (), layout: str | None = None
+) -> Described:
+    """What a config says of a layout's axes (as stored by one unsharded file), facts and sets.
+
+    Args:
+        config: content of ``config.json``.
+        file: its path, for messages.
+        names: of the tensors stored, for what no config says: whether experts are stacked, and whether
+            a tied head is stored too.
+        layout: the table, if it is not that of the model type.
+
+    Raises:
+        FastshardError: ``FS211`` for a value that does not fit.
+    """
+    layout = layout or layout_of(config)
+    if layout is None or not layouts.table(layout).has_config:
+        return (*_axes_and_facts(config, file, names), {})
+    try:
+        return layouts.table(layout).describe(json.dumps(_finite(config)), list(names), file)
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def blocks(config: dict[str, Any], layout: str, file: str | None = None) -> dict[str, list[int]]:
+    """Extents of a block of elements that share a scale, by storage form of a layout.
+
+    Raises:
+        FastshardError: ``FS211`` for a value that does not fit.
+    """
+    try:
+        return layouts.table(layout).blocks(json.dumps(_finite(config)), file)
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON has none of: transformers writes some limits as Infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
@@ -68,16 +125,15 @@ def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
     return value
 
 
-def axes_and_facts(
-    config: dict[str, Any], file: str | None = None, names: Iterable[str] = ()
-) -> tuple[dict[str, int], dict[str, bool]]:
-    """Extents of the layout's axes (as stored by one unsharded file) and facts of a config.
+def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
+    """Axes and facts of :func:`described`, whatever is stored."""
+    return described(config)[:2]
 
-    Args:
-        config: content of ``config.json``.
-        file: its path, for messages.
-        names: of the tensors stored, for what no config says: whether experts are stacked, and whether
-            a tied head is stored too.
+
+def _axes_and_facts(
+    config: dict[str, Any], file: str | None, names: Iterable[str]
+) -> tuple[dict[str, int], dict[str, bool]]:
+    """The same for tables that say nothing of configs.
 
     Raises:
         FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.

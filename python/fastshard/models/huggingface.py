@@ -13,6 +13,7 @@ from ..configs import shown
 from ..declared import Evidence
 from ..errors import Finding
 from . import lacks
+from .config_json import LAYOUTS
 from .fields import positive_number, refused, whole_number
 from .lacks import Says
 from .model import Experts, Lack, Model, Rope
@@ -244,10 +245,16 @@ class HuggingFace:
             experts=_experts(values, kind),
             max_positions=whole_number(values, "max_position_embeddings", 2048),
             kin=kind,
-            others=(*some, *several),
+            others=(*some, *several, *_strange(kind)),
             words=_WORDS | {"eps": "layer_norm_eps" if neox else "rms_norm_eps"},
             config=values,
         )  # fmt: skip
+
+
+def _strange(kind: str) -> list[Lack]:
+    """A model type of which only the tensors are known: no other framework is told what it computes."""
+    known = kind in LAYOUTS
+    return [] if known else [Lack("model_type", f"one of {', '.join(sorted(LAYOUTS))}", shown(kind))]
 
 
 def _experts(config: Mapping[str, Any], kind: str) -> Experts | None:

@@ -124,8 +124,8 @@ def describe(
     source.no_table = _why_not(config, layout)
     if layout is None or source.no_table is not None:
         return
-    base = config_json.BASES[layout]
-    begins = _beginning(names)
+    base = config_json.BASES.get(layout, "model.")
+    begins = None if _names_most(layout, stored) else _beginning(names)
     if not _is_of(layout, names):
         source.no_table = (
             f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
@@ -134,7 +134,11 @@ def describe(
     prefix = f"{outer}{base}" if begins is None else begins
     kind = config_json.architecture_of(config)
     source.layout, source.family = layout, layout.removeprefix("hf.")
-    source.axes, source.facts = config_json.axes_and_facts(config, label, stored)
+    # The table's own names, too, where the model's begin otherwise.
+    bare = prefix.removeprefix(outer)
+    own = {base + name.removeprefix(bare) for name in stored if bare != base and name.startswith(bare)}
+    source.axes, source.facts, source.sets = config_json.described(config, label, stored | own)
+    source.stored = config_json.blocks(config, layout, label)
     source.provable = True
     if prefix != base:
         source.table = _prefixed(layout, base, prefix)
@@ -150,10 +154,12 @@ def by_own_table(source: Source, names: Collection[str]) -> None:
     """Takes back that no table fits: the caller's own says what the tensors are, and the config still gives axes and facts."""
     source.no_table = source.headless = None
     config = source.config
-    if config is None or source.axes or config_json.layout_of(config) is None:
+    own = source.layout if source.layout and layouts.table(source.layout).has_config else None
+    if config is None or (own is None and (source.axes or config_json.layout_of(config) is None)):
         return
     label = None if source.config_file is None else str(source.config_file)
-    source.axes, source.facts = config_json.axes_and_facts(config, label, names)
+    source.axes, source.facts, source.sets = config_json.described(config, label, names, own)
+    source.stored = config_json.blocks(config, source.layout, label) if source.layout else {}
     source.dialect, source.provable = huggingface.DIALECT, True
     if source.vocab_size:
         source.axes.pop("V", None)
@@ -180,7 +186,7 @@ def _beginning(names: Iterable[str]) -> str | None:
 
 def _of_layers(table: Table) -> Table:
     """The rules of a layer's tensors, their names from ``layers.`` on."""
-    named = ((rule, rule.name.find("layers.{L}.")) for rule in table.rules)
+    named = ((rule, rule.name.find("layers.{L")) for rule in table.rules)
     return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
 
 
@@ -190,6 +196,13 @@ def _is_of(layout: str, names: Iterable[str]) -> bool:
     layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
     fitting = sum(rules.rule_of(name) is not None for name in layered)
     return 2 * fitting >= len(layered)
+
+
+def _names_most(layout: str, names: Iterable[str]) -> bool:
+    """True if the table names most of the tensors of layers as they are."""
+    table = layouts.table(layout)
+    layered = [name for name in names if _LAYER.match(name)]
+    return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
 
 
 def _prefixed(layout: str, base: str, prefix: str) -> Table:

@@ -1,0 +1,210 @@
+"""Families that are one table each, against the tensors that transformers makes of tiny models of them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+import transformers
+from fastshard import layouts
+from helpers import assert_refused
+from safetensors.torch import load_file, save_file
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = SMALL | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 10, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 5, "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2, "v_head_dim": 7,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = SMALL | {
+    "moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
+    "deepseek": ("hf.deepseek_v3", transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=6)),
+    "deepseek_biases": (
+        "hf.deepseek_v3",
+        transformers.DeepseekV3Config(**DEEPSEEK | {"first_k_dense_replace": 2}, q_lora_rank=6, attention_bias=True),
+    ),
+    "deepseek_no_lora": ("hf.deepseek_v3", transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=None)),
+    "gemma2": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6)),
+    "gemma2_biases": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6, attention_bias=True)),
+    "phi3": ("hf.phi3", transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=1)),
+    "qwen2_moe": (
+        "hf.qwen2_moe",
+        transformers.Qwen2MoeConfig(**EXPERTS, mlp_only_layers=[1], shared_expert_intermediate_size=14),
+    ),
+    "qwen2_moe_step": (
+        "hf.qwen2_moe",
+        transformers.Qwen2MoeConfig(**EXPERTS, decoder_sparse_step=2, shared_expert_intermediate_size=14, qkv_bias=False),
+    ),
+    "qwen3_moe": ("hf.qwen2_moe", transformers.Qwen3MoeConfig(**EXPERTS, head_dim=6, mlp_only_layers=[0, 3])),
+}  # fmt: skip
+#: A layer of each set that a model has, and a tensor of the other set there.
+STRAY = {
+    "deepseek": [("dense", 0, "mlp.experts.0.up_proj.weight", (10, 16)), ("moe", 1, "mlp.up_proj.weight", (24, 16))],
+    "qwen2_moe": [("dense", 1, "mlp.gate.weight", (4, 16)), ("moe", 0, "mlp.down_proj.weight", (16, 24))],
+}  # fmt: skip
+
+
+@cache
+def tensors(name: str) -> dict[str, torch.Tensor]:
+    """What transformers saves of a model."""
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name][1])
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def saved(name: str, folder: Path, of: dict[str, torch.Tensor] | None = None) -> Path:
+    folder.mkdir()
+    config = MODELS[name][1].to_dict() | {"architectures": [_architecture(name)]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors(name) if of is None else of, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _architecture(name: str) -> str:
+    return type(transformers.AutoModelForCausalLM.from_config(MODELS[name][1])).__name__
+
+
+def further(name: str) -> dict[str, torch.Tensor]:
+    """The layer of a DeepSeek model that predicts one more token, as it is published."""
+    have = tensors(name)
+    layer = {n.replace("layers.3.", "layers.4."): t + 1 for n, t in have.items() if ".layers.3." in n}
+    sizes = {
+        "enorm": (16,), "hnorm": (16,), "eh_proj": (16, 32), "embed_tokens": (40, 16), "shared_head.norm": (16,),
+        "shared_head.head": (40, 16),
+    }  # fmt: skip
+    return layer | {f"model.layers.4.{n}.weight": torch.randn(size) for n, size in sizes.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_table_names_what_transformers_saves(name: str) -> None:
+    layout, config = MODELS[name]
+    table, have = layouts.table(layout), tensors(name)
+    axes, facts, _ = table.describe(config.to_json_string(use_diff=False), list(have))
+    assert all(facts[fact] in (True, False) for fact in ("tied", "head"))
+    for tensor, values in have.items():
+        assert table.rule_of(tensor) is not None, tensor
+        assert table.shape(tensor, axes) == list(values.shape), tensor
+    assert table.misfits({tensor: tuple(values.shape) for tensor, values in have.items()}, axes) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path / "in")
+    planned = fastshard.plan(fastshard.open(source))
+    assert planned.findings == [] and planned.source.layout == MODELS[name][0]
+    for verb, out in ((fastshard.merge, "merged"), (fastshard.convert, "converted")):
+        verb(source, tmp_path / out, **({"to": "hf"} if out == "converted" else {}))
+        made = {t: v for f in (tmp_path / out).glob("*.safetensors") for t, v in load_file(f).items()}
+        assert sorted(made) == sorted(tensors(name))
+        assert all(torch.equal(made[t], v) for t, v in tensors(name).items())
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gemma2", "phi3", "qwen2_moe", "qwen3_moe"])
+def test_every_lost_tensor_is_named(name: str, tmp_path: Path) -> None:
+    """One of each rule, so one of each set."""
+    table, have = layouts.table(MODELS[name][0]), tensors(name)
+    of_rule = {rule.name: tensor for tensor in have if (rule := table.rule_of(tensor)) is not None}
+    assert len(of_rule) >= (9 if name == "phi3" else 10)
+    for i, lost in enumerate(of_rule.values()):
+        source = saved(name, tmp_path / str(i), {t: v for t, v in have.items() if t != lost})
+        errors = [f for f in fastshard.plan(fastshard.open(source)).findings if f.severity == "error"]
+        assert [(f.code, f.tensor) for f in errors] == [("FS102", lost)]
+
+
+@pytest.mark.parametrize(("name", "stray"), [(name, stray) for name, all_ in STRAY.items() for stray in all_])
+def test_a_tensor_of_the_other_kind_of_layer_is_refused(
+    name: str, stray: tuple[str, int, str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    _, layer, tensor, shape = stray
+    full = f"model.layers.{layer}.{tensor}"
+    source = saved(name, tmp_path / "in", tensors(name) | {full: torch.zeros(shape)})
+    assert_refused(source, tmp_path / "out", "FS207", tensor=full)
+
+
+def test_layers_that_predict_further_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
+    more = tensors("deepseek") | further("deepseek")
+    source = saved("deepseek", tmp_path / "in", more)
+    assert fastshard.plan(fastshard.open(source)).findings == []
+    fastshard.merge(source, tmp_path / "out")
+    merged = fastshard.open(tmp_path / "out")
+    assert all(torch.equal(merged[t].torch(), v) for t, v in more.items()) and len(merged) == len(more)
+    for i, lost in enumerate(further("deepseek")):
+        part = saved("deepseek", tmp_path / str(i), {t: v for t, v in more.items() if t != lost})
+        errors = [f for f in fastshard.plan(fastshard.open(part)).findings if f.severity == "error"]
+        assert [(f.code, f.tensor) for f in errors] == [("FS102", lost)]
+
+
+def quantised(folder: Path, of: dict[str, torch.Tensor]) -> Path:
+    """The DeepSeek model with projections in FP8, as it is published, in blocks of 4 by 4."""
+    made = {}
+    for name, values in of.items():
+        if not name.endswith("_proj.weight") or "layers.3." in name:
+            made[name] = values.to(torch.bfloat16)
+            continue
+        rows, columns = (-(-n // 4) for n in values.shape)
+        made[name] = values.to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = 1 + torch.arange(rows * columns, dtype=torch.float32).reshape(
+            rows, columns
+        )
+    source = saved("deepseek", folder, made)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    (source / "config.json").write_text(json.dumps(config))
+    return source
+
+
+def test_every_tensor_in_fp8_has_its_scales(tmp_path: Path) -> None:
+    source = quantised(tmp_path / "in", tensors("deepseek"))
+    have = load_file(source / "model.safetensors")
+    assert [f for f in fastshard.plan(fastshard.open(source)).findings if f.severity == "error"] == []
+    fastshard.merge(source, tmp_path / "merged")
+    merged = fastshard.open(tmp_path / "merged")
+    assert len(merged) == len(have) and all(torch.equal(merged[t].torch(), v) for t, v in have.items())
+    # By value there are none, and the values are those of the blocks.
+    fastshard.merge(source, tmp_path / "values", dtype="f32")
+    values = fastshard.open(tmp_path / "values")
+    assert sorted(values) == sorted(tensors("deepseek"))
+    name = "model.layers.1.self_attn.q_b_proj.weight"
+    scales = have[f"{name}_scale_inv"].repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert torch.equal(values[name].torch(), have[name].float() * scales[:20, :6])
+    edited = load_file(source / "model.safetensors")
+    lost = edited.pop(f"{name}_scale_inv")
+    save_file(edited, source / "model.safetensors")
+    for dtype, code in (("keep", 3), ("f32", 2)):
+        options = ("--dtype", dtype)
+        assert_refused(
+            source, tmp_path / "out", "FS102", tensor=f"{name}_scale_inv", exit=code, options=options
+        )
+    plain = "model.layers.3.self_attn.q_b_proj.weight"
+    save_file(edited | {f"{name}_scale_inv": lost, f"{plain}_scale_inv": lost.clone()}, source / "model.safetensors")
+    assert_refused(source, tmp_path / "out", "FS207", tensor=f"{plain}_scale_inv")
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gemma2", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("to", ["megatron", "maxtext", "gpt_neox"])
+def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_path: Path) -> None:
+    """A table says where tensors lie, not what is computed of them."""
+    source = saved(name, tmp_path / "in")
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.convert(source, tmp_path / "out", to=to)
+    assert {f.code for f in caught.value.findings} == {"FS514"}
+
+
+def test_norms_of_gemma_are_stored_less_one() -> None:
+    norm = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(4)
+    torch.nn.init.zeros_(norm.weight)
+    x = torch.tensor([3.0, -3.0, 3.0, 3.0])
+    assert torch.allclose(norm(x), x / 3, atol=1e-5)
