@@ -189,7 +189,9 @@ def test_every_tensor_in_fp8_has_its_scales(tmp_path: Path) -> None:
             source, tmp_path / "out", "FS102", tensor=f"{name}_scale_inv", exit=code, options=options
         )
     plain = "model.layers.3.self_attn.q_b_proj.weight"
-    save_file(edited | {f"{name}_scale_inv": lost, f"{plain}_scale_inv": lost.clone()}, source / "model.safetensors")
+    save_file(
+        edited | {f"{name}_scale_inv": lost, f"{plain}_scale_inv": lost.clone()}, source / "model.safetensors"
+    )
     assert_refused(source, tmp_path / "out", "FS207", tensor=f"{plain}_scale_inv")
 
 
