@@ -229,12 +229,15 @@ def test_without_a_config_sets_are_what_is_seen(tmp_path: Path) -> None:
     both = tensors | {"h.1.mlp": np.zeros((2, 3), np.float32)}
     found, _ = plan(tmp_path / "both", {"a.safetensors": both}, config=None)
     refused(found, "FS207", "position 1 on axis L has tensors of dense and of moe")
-    # Which positions a stack holds is told by no shape.
-    found, _ = plan(tmp_path / "stack", {"a.safetensors": stacked(tensors)}, STACKED, APART, config=None)
-    assert {f["code"] for f in found} & {"FS209", "FS213"} and not {f["code"] for f in found} - {
-        "FS209",
-        "FS213",
-    }
+    # Which positions a stack holds is told by no shape: it is not left out for that.
+    for target in (None, APART):
+        stack = {"a.safetensors": stacked(model(5), 5)}
+        found, _ = plan(tmp_path / "stack", stack, STACKED, target, config=None)
+        assert {"FS213"} == {f["code"] for f in found if "which positions on axis L the set" in f["message"]}
+        assert {f["tensor"] for f in found if f["code"] == "FS213"} >= {"experts", "mlps"}
+    # Nor is a place within a set a position, where the set is not known.
+    found, _ = plan(tmp_path / "place", {"a.safetensors": stacked(tensors)}, STACKED, APART, config=None)
+    assert [f["tensor"] for f in found if f["code"] == "FS209"] == ["mtp.0.join"]
 
 
 def test_pipeline_ranks_number_their_own_layers(tmp_path: Path) -> None:
