@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -210,3 +211,41 @@ def test_norms_of_gemma_are_stored_less_one() -> None:
     torch.nn.init.zeros_(norm.weight)
     x = torch.tensor([3.0, -3.0, 3.0, 3.0])
     assert torch.allclose(norm(x), x / 3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_same_after_it_was_merged_and_cast(name: str, tmp_path: Path) -> None:
+    """Of a save in several files: bit for bit, and as transformers' own rounding of the values."""
+    torch.manual_seed(5)
+    config = deepcopy(MODELS[name][1])
+    if hasattr(config, "moe_intermediate_size"):
+        # torch multiplies experts on a CPU only where their rows take multiples of 16 bytes.
+        config.moe_intermediate_size = 12
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "in", max_shard_size="8KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+    ids = torch.arange(2, 14)[None]
+
+    def logits(folder: Path) -> torch.Tensor:
+        found, told = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+        with torch.no_grad():
+            return found.eval()(input_ids=ids).logits
+
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+    fastshard.merge(tmp_path / "in", tmp_path / "merged")
+    assert torch.equal(logits(tmp_path / "merged"), want)
+    fastshard.merge(tmp_path / "in", tmp_path / "bf16", dtype="bf16")
+    fastshard.merge(tmp_path / "bf16", tmp_path / "back", dtype="f32")
+    # What stays in float32 whatever the model's dtype is, its table says.
+    kept = {n for n in model.state_dict() if n.endswith("e_score_correction_bias")}
+    with torch.no_grad():
+        for tensor_name, values in model.state_dict().items():
+            if tensor_name not in kept:
+                values.copy_(values.bfloat16().float())
+        rounded = model(input_ids=ids).logits
+    assert torch.equal(logits(tmp_path / "back"), rounded) and not torch.equal(rounded, want)
