@@ -9,9 +9,13 @@ use fastshard::tensor::Dtype;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
-    // The table, a line of dashes, the degree, the vocabulary, and a tensor with its shape per line.
+    // The table, a line of dashes, the degree, the vocabulary, and a tensor with its shape per line; a line of dashes,
+    // and a config.
     let (text, tensors) = text.split_once("\n---\n").unwrap_or((text, ""));
+    let (tensors, config) = tensors.split_once("\n---\n").unwrap_or((tensors, ""));
     let Ok(mut table) = Table::parse(text) else { return };
+    let config = serde_json::from_str(config).ok();
+    let Ok(told) = table.describe(config.as_ref(), &[], None) else { return };
     let mut lines = tensors.lines();
     let mut number = || lines.next().and_then(|l| l.parse::<u64>().ok()).unwrap_or(0);
     let (degree, vocabulary) = (number() % 5 + 1, number());
@@ -30,7 +34,9 @@ fuzz_target!(|text: &str| {
         .filter(|s| s.shape.iter().try_fold(2u64, |n, d| n.checked_mul(*d)).is_some())
         .collect();
     let outside = Outside {
-        known: Known { degrees: [("tp".to_string(), degree)].into(), ..Known::default() },
+        known: Known { degrees: [("tp".to_string(), degree)].into(), extents: told.extents },
+        facts: told.facts,
+        sets: told.sets,
         vocab_size: (vocabulary > 0).then_some(u64::from(vocabulary)),
         ..Outside::default()
     };

@@ -176,3 +176,47 @@ fn in_runs(whole: Lowered, of_sets: &[(usize, &Positions)]) -> Result<Vec<Lowere
     }
     Ok(all)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::bind::Known;
+
+    proptest! {
+        /// Each position of a set lies at its place within it, in one box, whatever its runs are.
+        #[test]
+        fn positions_lie_at_their_places(positions in prop::collection::btree_set(0u64..24, 0..24), first in 0usize..3) {
+            let dims = ["L in s", "a", "b"];
+            let shape = format!("{}, {}, {}", dims[first], dims[(first + 1) % 3], dims[(first + 2) % 3]);
+            let text = format!(
+                "layout = 't'\nfamily = 't'\n[sets]\ns = 'L > 0'\n[[tensor]]\nname = 'x'\nshape = '[{shape}]'\n"
+            );
+            let table = Table::parse(&text).unwrap();
+            let positions: Vec<u64> = positions.into_iter().collect();
+            let n = positions.len() as u64;
+            let extents: Extents = [("a".into(), 3), ("b".into(), 2), ("L in s".into(), n), ("L".into(), 24)].into();
+            let local = Local::new(&table, &extents, &Known::default());
+            let sets = Sets::from([("s".to_string(), Positions { axis: "L".into(), positions: positions.clone() })]);
+            let mut registry = Registry::default();
+            let mut lowering = Lowering::new(&table, &local, &sets);
+            let boxes = lowering.boxes(&mut registry, 0, &BTreeMap::new(), &Unit::default(), &extents).unwrap();
+            let mut found = Vec::new();
+            for held in &boxes {
+                let axis = registry.axes(held.atom.key).iter().position(|axis| axis == "L").unwrap();
+                let place = held.atom.places[axis].unwrap();
+                prop_assert_eq!(place.dim, (3 - first) % 3);
+                let at = held.atom.base[place.dim];
+                found.extend((held.lo[axis]..held.hi[axis]).map(|p| (p, at + (p - held.lo[axis]) * place.stride)));
+            }
+            let wanted: Vec<(u64, u64)> = positions.into_iter().zip(0..n).collect();
+            prop_assert_eq!(found, wanted);
+            // Of a set that is another one than the shape counts nothing is held.
+            let other = Sets::from([("s".to_string(), Positions { axis: "L".into(), positions: vec![0; n as usize + 1] })]);
+            let mut lowering = Lowering::new(&table, &local, &other);
+            let refused = lowering.boxes(&mut Registry::default(), 0, &BTreeMap::new(), &Unit::default(), &extents);
+            prop_assert!(refused.unwrap_err().contains("the set s"));
+        }
+    }
+}
