@@ -183,16 +183,12 @@ def test_dtypes_and_names_are_those_that_were_saved(tmp_path: Path) -> None:
         assert {k: v.dtype for k, v in again.items()} == {k: v.dtype for k, v in tree.items()}
 
 
-def test_what_cannot_be_kept_is_left_out_when_asked(tmp_path: Path) -> None:
-    tree = {"w": np.arange(6.0), "q": jax.numpy.asarray([1, 2, 3], "int4")}
+def test_integers_of_four_bits_are_kept_as_int8(tmp_path: Path) -> None:
+    tree = {"w": np.arange(6.0), "q": jax.numpy.asarray([1, -2, 7, -8], "int4")}
     ocp.PyTreeCheckpointer().save(tmp_path / "3" / "items", tree)
-    with pytest.raises(fastshard.FastshardError) as refused:
-        fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax")
-    assert refused.value.code == "FS514" and refused.value.tensor == "q"
-    fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax", exclude=["q"])
-    assert hashes(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")) == hashes(
-        {"w": tree["w"]}
-    )
+    fastshard.convert(tmp_path / "3" / "items", tmp_path / "out", to="orbax")
+    wide = {"w": tree["w"], "q": np.array([1, -2, 7, -8], np.int8)}
+    assert hashes(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "3" / "items")) == hashes(wide)
 
 
 def test_two_leaves_that_orbax_stores_as_one_are_refused(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ class Adapter(Protocol):
         """The declaration, from what the files' headers say."""
 
 
+def as_dict(value: Any) -> dict[str, Any]:
+    """A part of a file's values where a dict belongs; empty where something else is."""
+    return value if isinstance(value, dict) else {}
+
+
 def counted(text: str, file: File) -> int:
     """A rank, stage or layer as a file's name counts it.
 

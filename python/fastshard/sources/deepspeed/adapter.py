@@ -15,7 +15,7 @@ from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from .. import hf_names, zero
-from ..base import Contents, Found, Options, lacking, missing
+from ..base import Contents, Found, Options, as_dict, lacking, missing
 from ..steps import Step, choose
 from ..zero import stage3
 from ..zero.model import tensor_index
@@ -139,7 +139,7 @@ class DeepSpeed:
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
-        states = [_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
+        states = [as_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
         _refuse(found, states)
         declared = next(
             (
@@ -163,10 +163,6 @@ class DeepSpeed:
         return source
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
     """Digits of the layer and rank numbers in the file names; 0 if there is no rank."""
     for _, _, file in layers:
@@ -178,9 +174,9 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
 def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
     """Layouts that are not read, by name."""
     for i, state in enumerate(states):
-        config = _dict(state.get("ds_config"))
-        zero_config = _dict(config.get("zero_optimization"))
-        size = _dict(config.get("tensor_parallel")).get("autotp_size")
+        config = as_dict(state.get("ds_config"))
+        zero_config = as_dict(config.get("zero_optimization"))
+        size = as_dict(config.get("tensor_parallel")).get("autotp_size")
         mics = zero_config.get("mics_shard_size")
         what = None
         if isinstance(size, int) and size > 1:
@@ -202,7 +198,7 @@ def _plain(
     source.provable = any(state.get("param_shapes") for state in states)
     keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
     source.values = {k: states[0][k] for k in keys if states and k in states[0]}
-    degrees = _dict(states[0].get("checkpoint_parallel_dimensions")) if states else {}
+    degrees = as_dict(states[0].get("checkpoint_parallel_dimensions")) if states else {}
     tp = degrees.get("tp_degree") if isinstance(degrees.get("tp_degree"), int) else None
     if tp is None:
         tp = (
@@ -239,7 +235,7 @@ def _plain(
         source.units.append(
             Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
-        held = _dict(states[i].get("module")).values()
+        held = as_dict(states[i].get("module")).values()
         if (
             not notes["sliced"]
             and contents.readable(i)
@@ -257,7 +253,7 @@ def _plain(
             )
     _all_ranks(found, states, source.findings)
     config, path = hf_names.config_of(listing, notes["folder"], options)
-    names = {str(name) for state in states for name in _dict(state.get("module"))}
+    names = {str(name) for state in states for name in as_dict(state.get("module"))}
     hf_names.describe(source, listing, config, path, names)
     return source, str
 

@@ -14,7 +14,7 @@ from ...declared import MAX_DEGREE, Source, Unit
 from ...discover import Listing
 from ...errors import FastshardError, Finding
 from .. import zero
-from ..base import Contents, Found, Options, missing
+from ..base import Contents, Found, Options, as_dict, missing
 from ..zero.pipelines import pipeline_names
 from . import config as neox_config
 from . import features
@@ -333,22 +333,18 @@ def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding
                 )
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
     """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
     for state in states:
-        args = _dict(state.get("args"))
-        args = _dict(args.get("state")) if "__class__" in args else args
+        args = as_dict(state.get("args"))
+        args = as_dict(args.get("state")) if "__class__" in args else args
         if "padded_vocab_size" in args or "model_parallel_size" in args:
             return True
-        if any(str(name).startswith("sequential.") for name in _dict(state.get("module"))):
+        if any(str(name).startswith("sequential.") for name in as_dict(state.get("module"))):
             return True
     first = len(found.notes["ranks"])
     layers = range(first, first + len(found.notes["layers"]))
-    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in _dict(contents(i)))
+    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in as_dict(contents(i)))
 
 
 def _sequential_name(name: str) -> str:

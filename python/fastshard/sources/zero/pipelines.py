@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..base import Contents, Found
+from ..base import Contents, Found, as_dict
 from . import Naming
 
 
@@ -13,7 +11,7 @@ def pipeline_names(found: Found, contents: Contents) -> Naming:
     first = len(found.notes["ranks"])
     holders: dict[str, int] = {}
     for i, (layer, _) in enumerate(found.notes["layers"]):
-        for name in _dict(contents(first + i)):
+        for name in as_dict(contents(first + i)):
             holders.setdefault(str(name), layer)
 
     def name_of(name: str) -> str:
@@ -23,7 +21,3 @@ def pipeline_names(found: Found, contents: Contents) -> Naming:
         return f"{holders[rest]}.{rest}" if rest in holders else name
 
     return name_of
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
