@@ -311,3 +311,16 @@ def test_a_model_computes_the_same_after_it_was_merged_and_cast(name: str, tmp_p
                 values.copy_(values.bfloat16().float())
         rounded = model(input_ids=ids).logits
     assert torch.equal(logits(tmp_path / "back"), rounded) and not torch.equal(rounded, want)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "qwen2_moe"])
+def test_names_below_a_trainers_key_are_not_the_models(name: str, tmp_path: Path) -> None:
+    source = saved(name, tmp_path / "in", {f"zoo.{n}": values for n, values in tensors(name).items()})
+    assert_refused(
+        source,
+        tmp_path / "out",
+        "FS514",
+        exit=2,
+        command=("convert", "--to", "hf"),
+        message="trainer's own key",
+    )

@@ -65,6 +65,13 @@ def layout_of(config: dict[str, Any]) -> str | None:
     return stated if known is None or (known == "hf.qwen_moe" and mixed) else known
 
 
+def is_of_transformers(layout: str | None) -> bool:
+    """True for a table that comes with fastshard and is for a model type of transformers."""
+    if layout is None or layouts.is_registered(layout) or layout not in layouts.names():
+        return False
+    return layout in BASES or bool(layouts.table(layout).model_types)
+
+
 #: Extents of axes, facts, and sets by name: the axis and the positions.
 Described = tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]
 

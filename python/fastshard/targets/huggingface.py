@@ -196,7 +196,9 @@ def _held(source: Source, names: Iterable[str]) -> str | None:
     if kept is None:
         # Only a whole model has these, and none calls itself so.
         kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
-    known = source.layout in config_json.BASES and source.table is not None and source.headless is None
+    known = (
+        config_json.is_of_transformers(source.layout) and source.table is not None and source.headless is None
+    )
     if kept is None and known and "auto_map" not in (source.config or {}):
         # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
         kept = next(iter(weights), None)
