@@ -215,7 +215,7 @@ def test_choices_that_are_none(key: str, value: Any, tmp_path: Path) -> None:
     "more",
     [
         {"mlp_activations": ["gelu", "linear"]}, {"rope_min_timescale": 2},
-        {"use_qk_norm": True}, {"num_experts": 8}, {"final_logits_soft_cap": 30.0}, {"rope_linear_scaling_factor": 8},
+        {"decoder_block": "default"}, {"decoder_block": ["llama2"]}, {"use_qk_norm": True}, {"num_experts": 8}, {"final_logits_soft_cap": 30.0}, {"rope_linear_scaling_factor": 8},
     ],
     ids=lambda more: next(iter(more)),
 )  # fmt: skip

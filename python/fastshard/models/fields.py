@@ -56,6 +56,18 @@ def count(
     return value
 
 
+def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int | None:
+    """A whole number, negative ones too; None where nothing is stated.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31):
+        raise refused(f"{label}{key}", "a whole number", value)
+    return value
+
+
 def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool | None:
     """A choice; None where nothing is stated.
 

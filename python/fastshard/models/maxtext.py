@@ -27,6 +27,8 @@ _DEFAULTS = {"rope_max_timescale": 10_000, "normalization_layer_epsilon": 1e-5}
 LLAMA3_SCALING = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+#: Blocks that compute what Llama does. source: MaxText layers/decoders.py
+_BLOCKS = ("llama2", "mistral")
 _MERGE = "`fastshard merge` writes the tensors under MaxText's own names"
 _WORDS = {
     "eps": "normalization_layer_epsilon", "rope.base": "rope_max_timescale", "activation": "mlp_activations", "rope.scaling": "rope_type",
@@ -252,7 +254,14 @@ def _besides(config: Mapping[str, Any], tied: bool) -> list[Lack]:
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)
     caps = [(key, config.get(key)) for key in ("attn_logits_soft_cap", "final_logits_soft_cap")]
+    block = config.get("decoder_block")
     checks = [
+        (
+            "decoder_block",
+            " | ".join(_BLOCKS),
+            block,
+            block is None or (isinstance(block, str) and block in _BLOCKS),
+        ),
         ("mlp_activations", "['silu', 'linear']", activations, activations == ["silu", "linear"]),
         ("rope_min_timescale", "1", least, least == 1),
         ("rope_linear_scaling_factor", "1.0", linear, linear == 1),

@@ -1,5 +1,4 @@
-"""MaxText's yml: what it says about axes and facts, what Hugging Face's ``config.json`` takes of it, and how one
-is written.
+"""Sizes in MaxText's yml, and the extents of the tables' axes by them.
 
 source: MaxText configs/base.yml and configs/models, configs/types.py, layers/attentions.py, models/{llama2,gpt3}.py
 """
@@ -8,26 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..configs import shown
 from ..errors import FastshardError
 from . import config_json
-from .fields import whole_number
+from .fields import integer, whole_number
 from .maxtext import is_maxtext
-
-#: MaxText's decoder blocks that the tables hold, and what they compute. source: MaxText layers/decoders.py
-BLOCKS = {"llama2": "llama", "mistral": "llama", "gpt3": "gpt3"}
-
-
-def integer(config: dict[str, Any], key: str) -> int | None:
-    """A whole number of the config, negative ones too; None where it says nothing.
-
-    Raises:
-        FastshardError: ``FS211`` if it is something else.
-    """
-    value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31):
-        raise FastshardError.of("FS211", f"config: {key}", expected="a whole number", got=shown(value))
-    return value
 
 
 def _scales(config: dict[str, Any]) -> dict[str, int]:

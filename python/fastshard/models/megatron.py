@@ -173,6 +173,40 @@ class Megatron:
         return out, model.told("eps", "max_positions", "rope.base", "rope.scaling", file=file)
 
 
+def size(args: Mapping[str, Any], key: str) -> int | None:
+    """A size or degree among the arguments; None where it is not stated.
+
+    Raises:
+        FastshardError: ``FS211`` if it is no positive whole number.
+    """
+    return fields.count(args, key, _LABEL)
+
+
+def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
+    """Extents of the tables' axes that the arguments state; to be held against the tensors.
+
+    Raises:
+        FastshardError: ``FS211`` for a size that is none.
+    """
+    heads, groups = size(args, "num_attention_heads"), size(args, "num_query_groups")
+    groups = groups if args.get("group_query_attention") and groups else heads
+    axes = {
+        "L": size(args, "num_layers"),
+        "H": size(args, "hidden_size"),
+        "g": groups,
+        "r": heads // groups if heads and groups and heads % groups == 0 else None,
+        "d": size(args, "kv_channels"),
+        "P": size(args, "padded_vocab_size"),
+        "F": size(args, "ffn_hidden_size"),
+    }
+    if moe:
+        axes["E"] = size(args, "num_experts")
+        axes["F"] = size(args, "moe_ffn_hidden_size") or axes["F"]
+    if axes["d"] is None and axes["H"] and heads and axes["H"] % heads == 0:
+        axes["d"] = axes["H"] // heads
+    return {axis: extent for axis, extent in axes.items() if extent is not None}
+
+
 def refuse(model: Model) -> None:
     """What a model of Megatron-LM's tables does not compute.
 

@@ -16,7 +16,7 @@ from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..layouts.train_states import Rules, place, scanned
 from ..models import config_json, maxtext, maxtext_sizes
-from ..models.fields import flag
+from ..models.fields import flag, integer
 from ..naming.maxtext import DECLARED, MOMENT, Arrays, names_of
 
 #: Families in the order in which they are asked.
@@ -176,7 +176,7 @@ def _scan_axis(
     table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
     """The axis of the layers: as the config says, else the one that all shapes fit."""
-    stated = maxtext_sizes.integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
+    stated = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
     if stated is not None:
         return stated, None
     ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]

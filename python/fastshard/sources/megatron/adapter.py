@@ -16,6 +16,7 @@ from typing import Any
 from ...declared import Assembled, Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
+from ...models import megatron
 from ..base import Contents, Found, Options, counted, missing
 from ..steps import Step, choose
 from . import arguments
@@ -51,8 +52,8 @@ class _Grid:
             FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
         """
         suffixes: list[tuple[int, ...]] = found.notes["suffixes"]
-        pp = arguments.number(args, "pipeline_model_parallel_size")
-        ep = arguments.number(args, "expert_model_parallel_size")
+        pp = megatron.size(args, "pipeline_model_parallel_size")
+        ep = megatron.size(args, "expert_model_parallel_size")
         longest = max(len(s) for s in suffixes)
         if longest == 2 and mixture and pp is None and ep is None:
             raise FastshardError.of(
@@ -70,7 +71,7 @@ class _Grid:
             )
             for s in suffixes
         ]
-        tp = arguments.number(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
+        tp = megatron.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
         pp = pp or max(p[1] for p in places) + 1
         ep = ep or max(p[2] for p in places) + 1
         if max(tp, pp, ep) > _MAX_DEGREE or tp * pp * ep > _MAX_RANKS:
@@ -305,7 +306,7 @@ def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
         FastshardError: ``FS514`` for another one, ``FS211`` where experts do not divide.
     """
     arguments.refuse_mixtures(args, file)
-    expert_tp = arguments.number(args, "expert_tensor_parallel_size")
+    expert_tp = megatron.size(args, "expert_tensor_parallel_size")
     if expert_tp not in (None, grid.tp):
         raise FastshardError.of(
             "FS514",
@@ -315,7 +316,7 @@ def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
             got=str(expert_tp),
             help="save it in the torch_dist format, which says where each part belongs",
         )
-    experts = arguments.number(args, "num_experts")
+    experts = megatron.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
             "FS211", "args.num_experts", file=file, expected=f"a multiple of {grid.ep}", got=str(experts)
@@ -323,7 +324,7 @@ def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
 
 
 def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:
-    experts = arguments.number(args, "num_experts")
+    experts = megatron.size(args, "num_experts")
     if experts is not None:
         return experts // grid.ep
     numbers = (m[1] or m[2] for name in names if (m := _EXPERT.search(name)))

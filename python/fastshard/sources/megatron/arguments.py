@@ -1,4 +1,4 @@
-"""What the arguments in a Megatron-LM checkpoint say of its model, and the Hugging Face config of the same.
+"""What the arguments in a Megatron-LM checkpoint and the names of its tensors say of its table.
 
 source: Megatron-LM megatron/training/arguments.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py;
 transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...configs import shown
 from ...declared import Source
 from ...errors import FastshardError
 from ...models import megatron
@@ -21,20 +20,6 @@ def arguments(state: Any) -> dict[str, Any]:
     if isinstance(args, dict) and "__class__" in args:
         args = args.get("state")
     return args if isinstance(args, dict) else {}
-
-
-def number(args: dict[str, Any], key: str) -> int | None:
-    """A positive whole number among the arguments.
-
-    Raises:
-        FastshardError: ``FS211`` if it is something else.
-    """
-    value = args.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 48:
-        raise FastshardError.of("FS211", f"args.{key}", expected="a positive whole number", got=shown(value))
-    return value
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
@@ -70,24 +55,8 @@ def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
 
 def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
-    heads, groups = number(args, "num_attention_heads"), number(args, "num_query_groups")
-    groups = groups if args.get("group_query_attention") and groups else heads
-    axes = {
-        "L": number(args, "num_layers"),
-        "H": number(args, "hidden_size"),
-        "g": groups,
-        "r": heads // groups if heads and groups and heads % groups == 0 else None,
-        "d": number(args, "kv_channels"),
-        "P": number(args, "padded_vocab_size"),
-        "F": number(args, "ffn_hidden_size"),
-    }
     moe = mixture(args, names)
-    if moe:
-        axes["E"] = number(args, "num_experts")
-        axes["F"] = number(args, "moe_ffn_hidden_size") or axes["F"]
-    if axes["d"] is None and axes["H"] and heads and axes["H"] % heads == 0:
-        axes["d"] = axes["H"] // heads
-    source.axes = {k: v for k, v in axes.items() if v is not None}
+    source.axes = megatron.axes_of(args, moe)
     source.family, source.dialect = "mixtral" if moe else "llama", megatron.DIALECT
 
     def has(end: str) -> bool:
