@@ -45,8 +45,6 @@ RULES = [
 ]  # fmt: skip
 #: (part, name, why): names that nothing of a part imports.
 NAMES = [("models", "Contents", "models see names and shapes, never what files hold")]
-#: Circles that there are: groups of modules that reach each other. The list may only shrink.
-CIRCLES: list[set[str]] = []
 
 
 class Import(NamedTuple):
@@ -65,28 +63,28 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
-def _running(node: ast.AST) -> Iterator[ast.stmt]:
-    """Statements that run, those of functions too; what stands under TYPE_CHECKING does not."""
+def _running(node: ast.AST, typed: bool) -> Iterator[ast.stmt]:
+    """Statements that run, those of functions too; what stands under TYPE_CHECKING does not, unless types are asked for."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if not typed and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
                 yield other
-                yield from _running(other)
+                yield from _running(other, typed)
             continue
         if isinstance(child, ast.stmt):
             yield child
-        yield from _running(child)
+        yield from _running(child, typed)
 
 
-def imports(package: Path) -> dict[str, set[Import]]:
-    """Imports within the package, by module."""
+def imports(package: Path, typed: bool = False) -> dict[str, set[Import]]:
+    """Imports within the package, by module; with those for types alone, if asked for."""
     files = modules(package)
     known = {*files, "_core"}
     found: dict[str, set[Import]] = {name: set() for name in files}
     for name, file in files.items():
         here = name.split(".") if name else []
         folder = here if file.name == "__init__.py" else here[:-1]
-        for node in _running(ast.parse(file.read_text())):
+        for node in _running(ast.parse(file.read_text()), typed):
             targets: list[tuple[list[str], str]] = []
             if isinstance(node, ast.ImportFrom):
                 below = node.module.split(".") if node.module else []
@@ -167,12 +165,10 @@ def found() -> dict[str, set[Import]]:
     return imports(PACKAGE)
 
 
-def test_there_are_no_other_circles_than_those_known(found: dict[str, set[Import]]) -> None:
-    have = circles({name: {other.module for other in others} for name, others in found.items()})
-    assert [sorted(group) for group in have if group not in CIRCLES] == [], "a new circle"
-    assert [sorted(group) for group in CIRCLES if group not in have] == [], (
-        "no circle any more: take it off the list"
-    )
+@pytest.mark.parametrize("typed", [False, True], ids=["run", "types"])
+def test_there_are_no_circles(typed: bool) -> None:
+    found = imports(PACKAGE, typed)
+    assert circles({name: {other.module for other in others} for name, others in found.items()}) == []
 
 
 def test_no_part_imports_what_it_must_not(found: dict[str, set[Import]]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from . import _core, arguments, budget, companions, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
-from .discover import Listing, StrPath, list_roots, refuse_unprintable
+from .discover import Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
-from .options import meant
+from .options import StrPath, meant
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names
 from .sources.base import Contents, Options, checked_accept

@@ -12,11 +12,10 @@ from . import _core, budget, companions
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
-from .discover import StrPath
 from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
-from .options import PLANNING, Merging, Planned, Writing
+from .options import PLANNING, Merging, Planned, StrPath, Writing
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .targets import options as target_options

@@ -6,14 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import layouts
 from ._core import Table
 from .errors import FastshardError, Finding
-
-if TYPE_CHECKING:
-    from .models.model import Dialect, Model
 
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
@@ -133,6 +130,21 @@ class Evidence:
     features: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Dialect(Protocol):
+    """One framework's words for models; :mod:`fastshard.models` has them."""
+
+    @property
+    def name(self) -> str:
+        """The framework, as messages call it."""
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Any:
+        """The :class:`~fastshard.models.model.Model` that values and tensors tell of.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+
+
 @dataclass
 class Source:
     """Declaration of a source: everything the layout engine must know besides the tensors."""
@@ -224,20 +236,6 @@ class Source:
     def hf_names(self) -> bool:
         """True if names in the files are those of Hugging Face."""
         return self.dialect is not None and self.dialect.name == "transformers"
-
-    def model(self) -> Model:
-        """What the model computes, by the values and the tensors.
-
-        Raises:
-            FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
-        """
-        if self.dialect is None:
-            what = f"the family {self.family!r}" if self.family else f"this model of {self.framework}"
-            raise FastshardError.of(
-                "FS514", f"no words are known for {what}: its tensors can be merged, not converted"
-            )
-        evidence = Evidence(self.family or "", self.facts, self.axes, self.features)
-        return self.dialect.read(self.config or {}, evidence)
 
     def weights_only(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""

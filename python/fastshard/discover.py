@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import regular
 from .errors import FastshardError, Finding, error_for
+from .options import StrPath
 
 #: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
 _RELEVANT = (
@@ -56,8 +57,6 @@ MAX_FILES = 2_000_000
 
 #: `s3://bucket/folder` and the like.
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
-
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core, published, regular
-from .discover import StrPath
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
+from .options import StrPath
 from .planning import thread_count
 from .sizes import parse_size
 

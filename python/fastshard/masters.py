@@ -11,10 +11,10 @@ from . import _core, budget
 from .checkpoint import Checkpoint
 from .convert import Source, _opened, carrying
 from .declared import Source as Declaration
-from .discover import File, StrPath, is_utf8
+from .discover import File, is_utf8
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .manifests import MANIFEST_NAME, Manifest, run_options
-from .options import Opening
+from .options import Opening, StrPath
 from .progress import Progress, Report
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-if TYPE_CHECKING:
-    from .discover import StrPath
-
+#: A path as callers give it.
+StrPath = str | os.PathLike[str]
 #: Types of floating tensors in a result.
 Dtype = Literal["keep", "bf16", "f16", "f32"]
 

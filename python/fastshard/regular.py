@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import budget
 from .errors import FastshardError, Finding, error_for
+from .options import StrPath
 
 #: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
 MAX_TEXT = 64 << 20
@@ -34,8 +35,6 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-
-StrPath = str | os.PathLike[str]
 
 
 def special(mode: int) -> str | None:

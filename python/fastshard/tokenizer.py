@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from . import regular, vocabularies
-from .discover import StrPath, is_utf8, refuse_unprintable
+from .discover import is_utf8, refuse_unprintable
 from .errors import FastshardError
+from .options import StrPath
 
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
 #: source: transformers tokenization_utils_base.py and the tokenizers of its models

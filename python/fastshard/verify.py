@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from . import _core, budget, published, regular
 from .checkpoint import Checkpoint
 from .convert import Source, _opened
-from .discover import StrPath
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
@@ -27,7 +26,7 @@ from .manifests import (
     run_options,
     tensor_files,
 )
-from .options import Opening
+from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .stats import TensorStats, gather

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from . import _core, arguments
-from .discover import StrPath
+from .dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
 from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
 from .maps import Bytes
+from .options import StrPath
 from .sizes import parse_size
-from .tensor import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
 
 __all__ = ["Writer"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..tensor import ML_DTYPES_NAMES, NUMPY_NAMES, numpy_dtype
+from ..dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, numpy_dtype
 
 __all__ = ["HELD", "WIDER", "ZARR2", "ZARR3", "fill", "item_size", "numpy_dtype"]
 

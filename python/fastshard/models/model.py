@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from ..declared import Evidence
-from ..errors import Finding, error_for
+from ..declared import Evidence, Source
+from ..errors import FastshardError, Finding, error_for
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,21 @@ class Model:
         return getattr(value, rest) if rest else value
 
 
-class Dialect(Protocol):
-    """One framework's words for models."""
+def read_model(source: Source) -> Model:
+    """What the model of a source computes, by its values and its tensors.
 
-    @property
-    def name(self) -> str:
-        """The framework, as messages call it."""
-
-    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model that values and tensors tell of.
-
-        Raises:
-            FastshardError: ``FS211`` for a value of another kind.
-        """
+    Raises:
+        FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
+    """
+    if source.dialect is None:
+        what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
+        raise FastshardError.of(
+            "FS514", f"no words are known for {what}: its tensors can be merged, not converted"
+        )
+    evidence = Evidence(source.family or "", source.facts, source.axes, source.features)
+    read = source.dialect.read(source.config or {}, evidence)
+    assert isinstance(read, Model)
+    return read
 
 
 def unstated(key: str, values: str, why: str = "which nothing here states") -> Finding:

@@ -23,7 +23,7 @@ from ..errors import FastshardError, Finding
 from ..models import gpt_neox
 from ..models.fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
-from ..models.model import Model
+from ..models.model import Model, read_model
 from ..trees import TensorOf, tree
 from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .huggingface import model_of
@@ -120,7 +120,7 @@ class NeoxTarget(Target):
             )
         if model is None:
             features = source.features
-            source.model().settled("activation")
+            read_model(source).settled("activation")
             for kind, first, last in (
                 ("attention", "attention_bias", "dense_bias"),
                 ("MLP", "mlp_bias", "mlp_out_bias"),

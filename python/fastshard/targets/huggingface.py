@@ -12,7 +12,7 @@ from .._core import Table
 from ..declared import Source, is_state
 from ..errors import FastshardError, Finding
 from ..models import config_json, huggingface
-from ..models.model import Model
+from ..models.model import Model, read_model
 from ..naming.wrappers import wrapped
 from ..tokenizer import Tokenizer
 from .base import Bound, Completed, Target
@@ -57,7 +57,7 @@ class HfTarget(Target):
                 return cls(source, _kept(source), {})
             return cls(source, layout, config_json.axes_and_facts(config)[1])
         if source.dialect is not None:
-            model = source.model()
+            model = read_model(source)
             kind = huggingface.class_of(
                 model, f"`fastshard merge` writes the whole tensors under {source.framework}'s own names"
             )
@@ -128,7 +128,7 @@ def model_of(source: Source, what: str) -> Model:
     """
     if source.dialect is None or source.hf_names:
         HfTarget.known(source, what)
-    return source.model()
+    return read_model(source)
 
 
 def _kept(source: Source) -> str:

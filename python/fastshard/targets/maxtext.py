@@ -1,6 +1,6 @@
 """The MaxText target: names, shapes and what a train state needs besides, for Llama and GPT-3 models.
 
-source: MaxText checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
+source: MaxText configs/base.yml, configs/models/{llama2-7b,llama3.1-8b,mistral-7b,gpt3-175b}.yml, checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
 common/checkpointing.py
 """
 
@@ -17,8 +17,7 @@ from ..layouts import train_states
 from ..layouts.train_states import Names, Rules
 from ..models import maxtext
 from ..models.model import Model
-from ..naming.maxtext import default_names
-from . import maxtext_yml
+from ..naming.maxtext import FILE, default_names
 from .base import Bound, Completed, positive
 from .huggingface import model_of
 from .options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, Wanted
@@ -137,10 +136,10 @@ class MaxTextTarget:
 
     def complete(self, bound: Bound) -> Completed:
         """A yml that says what the model is, and what had to be assumed; the files are Orbax's to prescribe."""
-        config, findings = maxtext_yml.of(self, bound.axes)
+        config, findings = _yml(self, bound.axes)
         return (
             [],
-            {"maxtext_model.yml": maxtext_yml.dump(config)},
+            {FILE: _dump(config)},
             findings + self.rounded(bound.axes) + self._ordered(),
         )
 
@@ -152,7 +151,7 @@ class MaxTextTarget:
             Finding.of(
                 "FS109",
                 "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter writes them",
-                file="maxtext_model.yml",
+                file=FILE,
                 help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with --rope-type default",
             )
         ]
@@ -235,3 +234,63 @@ def _fits(scaled: bool, wanted: bool | None) -> None:
             expected="--rope-type llama3.1",
             got="default",
         )
+
+
+def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
+    """What MaxText is to be told of the model, and what had to be assumed.
+
+    Raises:
+        FastshardError: ``FS514`` for what MaxText's block does not compute, ``FS211`` for values of
+            another kind.
+    """
+    source = target.source
+    gpt3 = "fused_qkv" in target.facts
+    heads = axes["h"] if gpt3 else axes["g"] * axes["r"]
+    out: dict[str, Any] = {
+        "base_emb_dim": axes["H"],
+        "base_num_query_heads": heads,
+        "base_num_kv_heads": heads if gpt3 else axes["g"],
+        "base_mlp_dim": axes["F"],
+        "base_num_decoder_layers": axes["L"],
+        "head_dim": axes["d"],
+        "vocab_size": target.vocabulary(axes),
+        "scan_layers": target.scan is not None,
+        **({} if target.scan is None else {"param_scan_axis": target.scan}),
+    }
+    if target.optimizer and target.names.count == "opt_state.count":
+        # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText optimizers
+        out["opt_type"] = "adam_pax"
+    findings: list[Finding] = []
+    given = source.config or {}
+    if target.model is None and maxtext.is_maxtext(given):
+        kept = ("decoder_block", "mlp_activations", "normalization_layer_epsilon", "rope_max_timescale",
+                "normalize_embedding_logits")  # fmt: skip
+        out |= {key: given[key] for key in kept if given.get(key) is not None}
+    if gpt3:
+        out |= {
+            "decoder_block": "gpt3",
+            "mlp_activations": ["gelu"],
+            "trainable_position_size": axes["S"],
+            "fused_qkv": target.facts["fused_qkv"],
+            "logits_via_embedding": True,
+            "normalize_embedding_logits": False,
+        }
+        return out, findings
+    tied = target.facts["tied"]
+    out["logits_via_embedding"] = tied
+    if target.model is None:
+        rope = maxtext.pairs_of(given)
+        if rope is not None:
+            out |= maxtext.order(target.facts["interleaved"], rope.scaled)
+    else:
+        told, findings = maxtext.DIALECT.write(target.model, target.facts["interleaved"], tied, FILE)
+        out |= told
+    return out, findings
+
+
+def _dump(config: dict[str, Any]) -> str:
+    """The text of a yml."""
+    import yaml
+
+    head = "# Made of the checkpoint that was converted; overrides MaxText's configs/base.yml.\n"
+    return head + str(yaml.safe_dump(config, sort_keys=False, default_flow_style=None))

@@ -1,0 +1,76 @@
+"""Element types by the names of safetensors, numpy, ml_dtypes and torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+#: safetensors name -> numpy dtype, or the name of its ml_dtypes type.
+NUMPY_NAMES: dict[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "C128": "complex128",
+}
+#: safetensors name -> ml_dtypes type.
+ML_DTYPES_NAMES = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+#: safetensors name -> torch dtype.
+TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "C128": "complex128",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a safetensors name, e.g. ``BF16``.
+
+    Raises:
+        ImportError: for bfloat16 and fp8 without ml_dtypes.
+    """
+    if name in NUMPY_NAMES:
+        return np.dtype(NUMPY_NAMES[name])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(
+            f"{name} in numpy needs ml_dtypes: pip install 'fastshard[bf16]', or use .torch()"
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES_NAMES[name]))
+    return dtype
