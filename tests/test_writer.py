@@ -268,3 +268,9 @@ def test_what_cannot_be_removed_does_not_hide_why_it_should_be(tmp_path: Path) -
         writer._core = Failing()  # type: ignore[assignment]
         raise mine
     assert user.value is mine and [f.message for f in mine.findings] == ["cannot remove"]  # type: ignore[attr-defined]
+
+
+def test_a_disk_without_room_for_what_is_expected_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as caught:
+        fastshard.Writer(tmp_path / "out", expected={"w": ("F32", (1 << 40, 1 << 10)), "any": None})
+    assert caught.value.code == "FS503" and list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         ) from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES_NAMES[name]))
     return dtype
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of an element, by any of safetensors' names."""
+    return 1 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0]) // 8

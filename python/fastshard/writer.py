@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import _core, arguments
-from .dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES
+from .dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
 from .maps import Bytes
@@ -75,7 +76,11 @@ class Writer:
         self.manifest: Manifest | None = None
         try:
             self._core = _core.ResultWriter(
-                os.fspath(out), 0, parse_size(max_shard_size, "max_shard_size"), overwrite, fsync
+                os.fspath(out),
+                _bytes_of(self._expected or {}),
+                parse_size(max_shard_size, "max_shard_size"),
+                overwrite,
+                fsync,
             )
         except _core.CoreError as error:
             raise from_core(error) from None
@@ -159,6 +164,14 @@ def _expected(given: Any) -> dict[str, Wanted]:
     if not all(isinstance(name, str) for name in names):
         raise arguments.refused("expected", "names, or a dict", given)
     return {name: _wanted(name, given[name] if isinstance(given, Mapping) else None) for name in names}
+
+
+def _bytes_of(expected: Mapping[str, Wanted]) -> int:
+    """Bytes that are known to come, for the disk to have room for them; of an unknown dtype one for each element."""
+    known = (
+        math.prod(shape) * (item_size(dtype) if dtype else 1) for dtype, shape in expected.values() if shape
+    )
+    return min(sum(known), (1 << 63) - 1)
 
 
 def _wanted(name: str, value: Any) -> Wanted:

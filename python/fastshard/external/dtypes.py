@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from ..dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, numpy_dtype
+from ..dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, item_size, numpy_dtype
 
 __all__ = ["HELD", "WIDER", "ZARR2", "ZARR3", "fill", "item_size", "numpy_dtype"]
 
@@ -23,11 +21,6 @@ HELD = tuple(ZARR3)
 WIDER = {
     "int2": "I8", "int4": "I8", "float4_e2m1fn": "BF16", "float8_e3m4": "BF16", "float8_e4m3b11fnuz": "BF16",
 }  # fmt: skip
-
-
-def item_size(dtype: str) -> int:
-    """Bytes of an element, by any of safetensors' names."""
-    return 1 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0]) // 8
 
 
 def fill(dtype: str) -> object:
