@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 RULES = [
     *(Rule(leaf, (*WINGS, "cli"), "a leaf imports no wing") for leaf in (
-        "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared"
+        "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared", "placing", "arguments", "options", "dtypes"
     )),
     *(Rule(wing, ("cli", "planning", "convert", "verify", "checkpoint"), "what is used does not know who uses it")
       for wing in WINGS),

@@ -14,8 +14,8 @@ from fastshard import FastshardError, _core, convert, layouts, plan
 from fastshard import open as fastshard_open
 from fastshard.layouts import train_states
 from fastshard.naming.maxtext import default_names
+from fastshard.placing import NOTHING, Wanted
 from fastshard.targets.maxtext import MaxTextTarget
-from fastshard.targets.options import NOTHING, Wanted
 from helpers import read_result
 from jax_maker import (
     LLAMA31,

@@ -9,7 +9,7 @@ import fastshard
 import pytest
 from fastshard import options
 from fastshard.cli import parser
-from fastshard.targets.options import OPTIONS, Option
+from fastshard.placing import OPTIONS, Option
 from fastshard.targets.registry import TARGETS
 from helpers import HF, cli
 

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from . import options as _options
 from .errors import FastshardError
 from .options import ALL, meant
-from .targets.options import OPTIONS
+from .placing import OPTIONS
 
 #: Options by the kind of their values.
 _LISTS = ("include", "exclude", "accept")

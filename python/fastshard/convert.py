@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions
+from . import _core, budget, companions, placing
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -16,10 +16,9 @@ from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_e
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
 from .options import PLANNING, Merging, Planned, StrPath, Writing
+from .placing import Wanted
 from .planning import Plan, make_plan
 from .progress import Progress, Report
-from .targets import options as target_options
-from .targets.options import Wanted
 from .tokenizer import Tokenizer
 from .tokenizer import find as find_tokenizer
 
@@ -80,14 +79,14 @@ def plan(
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
         optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
         tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
-        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.targets.options` lists them.
+        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.placing` lists them.
 
     Raises:
         FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
             as :attr:`Plan.findings`.
     """
     opening = dict(more)
-    placing = target_options.of(opening)
+    placed = placing.of(opening)
     checkpoint = _opened(source, **opening)
     return make_plan(
         checkpoint.opened,
@@ -99,7 +98,7 @@ def plan(
         exclude=exclude,
         max_shard_size=max_shard_size,
         weights=weights,
-        wanted=Wanted(placing, optimizer),
+        wanted=Wanted(placed, optimizer),
         tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
     )
 
@@ -157,7 +156,7 @@ def convert(
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
-    wanted = Wanted(target_options.of(planning), planning.pop("optimizer", False))
+    wanted = Wanted(placing.of(planning), planning.pop("optimizer", False))
     made = make_plan(checkpoint.opened, to, wanted=wanted, tokenizer=words, **planning)
     raise_errors(made.findings)
     # The default grows with what the plan takes.

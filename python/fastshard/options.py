@@ -36,7 +36,7 @@ class Threaded(Source, total=False):
 
 
 class Placing(TypedDict, total=False):
-    """Options of targets, as :mod:`fastshard.targets.options` declares them."""
+    """Options of targets, as :mod:`fastshard.placing` declares them."""
 
     tp: int
     pp: int

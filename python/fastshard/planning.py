@@ -16,9 +16,9 @@ from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
+from .placing import NOTHING, Wanted
 from .sizes import parse_size
 from .targets.base import Bound
-from .targets.options import NOTHING, Wanted
 from .targets.registry import check, keeps_all, target_of
 from .tokenizer import Tokenizer
 

@@ -20,10 +20,10 @@ from ..errors import CODES, FastshardError, Finding
 from ..manifests import MANIFEST_NAME, run_options
 from ..masters import masters as compare_masters
 from ..masters import repair_masters
+from ..placing import OPTIONS
 from ..planning import Plan, make_plan, thread_count
 from ..stats import HISTOGRAM_EDGES
 from ..stats import with_findings as stats_of
-from ..targets.options import OPTIONS
 from ..verify import diff as diff_checkpoints
 from ..verify import manifest as make_manifest
 from ..verify import verify as verify_checkpoint

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import _core
 from ..options import meant
+from ..placing import OPTIONS
 from ..sources.base import ACCEPTABLE
-from ..targets.options import OPTIONS
 from ..targets.registry import TARGETS
 
 if TYPE_CHECKING:

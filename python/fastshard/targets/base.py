@@ -11,8 +11,8 @@ from .._core import Table
 from ..configs import shown
 from ..declared import MAX_DEGREE, Source
 from ..errors import FastshardError, Finding
+from ..placing import Option, Wanted
 from ..tokenizer import Tokenizer
-from .options import Option, Wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,10 +8,10 @@ from typing import Any
 from .._core import Table
 from ..declared import Source
 from ..naming.dcp import chunk_name
+from ..placing import TP, Wanted
 from ..trees import TensorOf, tree
 from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
-from .options import TP, Wanted
 
 #: A file of a whole model grows to about this many bytes: a reader opens few, a loss of one is small.
 _FILE_BYTES = 5 << 30

@@ -24,10 +24,10 @@ from ..models import gpt_neox
 from ..models.fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
 from ..models.model import Model, read_model
+from ..placing import MULTIPLE, PP, TP, Wanted
 from ..trees import TensorOf, tree
 from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .huggingface import model_of
-from .options import MULTIPLE, PP, TP, Wanted
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128

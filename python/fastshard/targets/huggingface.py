@@ -14,9 +14,9 @@ from ..errors import FastshardError, Finding
 from ..models import config_json, huggingface
 from ..models.model import Model, read_model
 from ..naming.wrappers import wrapped
+from ..placing import Wanted
 from ..tokenizer import Tokenizer
 from .base import Bound, Completed, Target
-from .options import Wanted
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
 _HOLDERS = {

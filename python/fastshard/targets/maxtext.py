@@ -18,9 +18,9 @@ from ..layouts.train_states import Names, Rules
 from ..models import maxtext
 from ..models.model import Model
 from ..naming.maxtext import FILE, default_names
+from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, Wanted
 from .base import Bound, Completed, positive
 from .huggingface import model_of
-from .options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, Wanted
 
 NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
 #: source: MaxText configs/base.yml

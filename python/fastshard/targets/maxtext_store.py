@@ -7,9 +7,9 @@ from typing import Any
 
 from .._core import Table
 from ..declared import Source
+from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2, Wanted
 from .base import Bound, Completed, Target
 from .maxtext import NAMES, MaxTextTarget
-from .options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2, Wanted
 from .orbax import DICT_KEY, OrbaxTarget
 
 #: The item that MaxText keeps its state in. source: MaxText common/checkpointing.py

@@ -18,12 +18,12 @@ from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..models import megatron
 from ..models.model import Model
+from ..placing import MULTIPLE, PP, TP, Wanted
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .dcp import Records
 from .huggingface import model_of
-from .options import MULTIPLE, PP, TP, Wanted
 
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128

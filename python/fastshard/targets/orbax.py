@@ -11,8 +11,8 @@ from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..external.dtypes import HELD
+from ..placing import ZARR2, Wanted
 from .base import Bound, Completed, Target
-from .options import ZARR2, Wanted
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
 BLOCK_BYTES = 8 << 20

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..declared import Source
 from ..errors import FastshardError
 from ..options import meant
+from ..placing import Wanted
 from .base import Target
 from .dcp import DcpTarget
 from .gpt_neox import NeoxTarget
 from .huggingface import HfTarget
 from .maxtext_store import MaxTextStore
 from .megatron import MegatronTarget
-from .options import Wanted
 from .orbax import OrbaxTarget
 from .tp_ranks import TpTarget
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from .._core import Table
 from ..declared import Source
+from ..placing import MULTIPLE, TP, Wanted
 from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
-from .options import MULTIPLE, TP, Wanted
 
 #: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
 _VOCAB_MULTIPLE = 64
