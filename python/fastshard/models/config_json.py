@@ -11,6 +11,7 @@ from typing import Any
 from .. import _core, layouts
 from ..configs import shown
 from ..errors import FastshardError, from_core
+from .fields import count
 
 #: model_type -> layout table. source: transformers models/*/modeling_*.py
 LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
@@ -54,10 +55,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
 
 def layout_of(config: dict[str, Any]) -> str | None:
     """Name of the layout table for a config; None for a model type without one."""
-    stated, known = (
-        layouts.of_model_type(model_type := str(config.get("model_type"))),
-        LAYOUTS.get(model_type),
-    )
+    model_type = str(config.get("model_type"))
+    stated, known = layouts.of_model_type(model_type), LAYOUTS.get(model_type)
     # Layers with experts and layers without: a position on L has tensors of two kinds.
     mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     if stated is not None and layouts.is_registered(stated):
@@ -121,17 +120,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _int(config: dict[str, Any], key: str, file: str | None) -> int | None:
-    value = config.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 48:
-        raise FastshardError.of(
-            "FS211", f"config: {key}", file=file, expected="a positive whole number", got=shown(value)
-        )
-    return value
-
-
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Axes and facts of :func:`described`, whatever is stored."""
     return described(config)[:2]
@@ -145,16 +133,16 @@ def _axes_and_facts(
     Raises:
         FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.
     """
-    hidden = _int(config, "hidden_size", file)
-    heads = _int(config, "num_attention_heads", file)
-    vocab = _int(config, "vocab_size", file)
+    hidden = count(config, "hidden_size", file=file)
+    heads = count(config, "num_attention_heads", file=file)
+    vocab = count(config, "vocab_size", file=file)
     axes = {
         "H": hidden,
-        "L": _int(config, "num_hidden_layers", file),
-        "F": _int(config, "intermediate_size", file),
+        "L": count(config, "num_hidden_layers", file=file),
+        "F": count(config, "intermediate_size", file=file),
     }
     axes |= {"V": vocab, "P": vocab}
-    head_dim = _int(config, "head_dim", file)
+    head_dim = count(config, "head_dim", file=file)
     if head_dim is None and hidden and heads:
         if hidden % heads:
             raise FastshardError.of(
@@ -174,7 +162,7 @@ def _axes_and_facts(
         # transformers: configuration_gpt_neox.py, attention_bias = True
         facts["attention_bias"] = bool(config.get("attention_bias", True))
     else:
-        groups = _int(config, "num_key_value_heads", file) or heads
+        groups = count(config, "num_key_value_heads", file=file) or heads
         if heads and groups and heads % groups:
             raise FastshardError.of(
                 "FS211",
@@ -202,13 +190,13 @@ def _experts(
 ) -> None:
     """What a mixture of experts has besides. source: transformers models/{mixtral,qwen2_moe,qwen3_moe}"""
     kind = config.get("model_type")
-    axes["E"] = _int(config, "num_local_experts", file) or _int(config, "num_experts", file)
+    axes["E"] = count(config, "num_local_experts", file=file) or count(config, "num_experts", file=file)
     if kind == "mixtral":
         return
-    axes["F"] = _int(config, "moe_intermediate_size", file)
+    axes["F"] = count(config, "moe_intermediate_size", file=file)
     facts["shared_expert"] = kind == "qwen2_moe"
     if kind == "qwen2_moe":
-        axes["S"] = _int(config, "shared_expert_intermediate_size", file)
+        axes["S"] = count(config, "shared_expert_intermediate_size", file=file)
         # Biases on q, k and v, and its config can do without them.
         facts |= {"attention_bias": bool(config.get("qkv_bias", True)), "out_bias": False}
     facts["qk_norm"] = kind == "qwen3_moe"
