@@ -14,6 +14,7 @@ import pytest
 import torch
 from fastshard.arguments import taken
 from fastshard.sizes import parse_size
+from fastshard.targets.registry import TARGETS
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,9 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def schema(name: str) -> dict[str, object]:
-    file = resources.files("fastshard").joinpath(f"schemas/{name}.v1.schema.json")
+    (file,) = (
+        f for f in resources.files("fastshard").joinpath("schemas").iterdir() if f.name.startswith(f"{name}.")
+    )
     return json.loads(file.read_text())
 
 
@@ -70,6 +73,22 @@ def test_documents_follow_their_schemas(source: Path, to: str | None, tmp_path: 
     jsonschema.validate(
         fastshard.manifest(source, tmp_path / "m.json", memory=MEMORY).document, schema("manifest")
     )
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", [NEOX, HF], ids=["gpt_neox", "hf"])
+def test_the_plan_of_every_target_follows_its_schema(source: Path, to: str) -> None:
+    try:
+        plan = fastshard.plan(source, to)
+    except fastshard.CannotRunError as error:
+        assert error.findings[0].code == "FS514"
+        return
+    jsonschema.validate(plan.to_dict(), schema("plan"))
+    # Readers start from what is there last, at the top of the result.
+    document = plan.to_dict()
+    names = {f["name"] for f in document["files"]} | set(document["texts"]) | {document.get("index")}
+    assert document["pointers"]
+    assert set(document["pointers"]) <= {name.split("/")[0] for name in names if name}
 
 
 def test_findings_follow_their_schema(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from fastshard import _core
 def gather():
     table = 'layout = "t"\\nfamily = "t"\\n[shard]\\ntp = ["F"]\\n[[tensor]]\\nname = "w"\\nshape = "[K, F]"\\n'
     catalog = _core.Catalog([sys.argv[1]], [(0, "w.safetensors")], 1)
-    plan = catalog.plan(json.dumps({
+    draft = catalog.draft(json.dumps({
         "source": {"layout": table, "units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
         "target": {"name": "to", "layout": table, "degrees": {"tp": 4}},
-        "max_shard_size": 1 << 40,
     }))
+    plan = draft.place(json.dumps({"max_shard_size": 1 << 40}))
     found = json.loads(plan.check(json.dumps({"threads": 2, "memory": 1 << 30})))
     assert not [f for f in found["findings"] if f["severity"] == "error"], found
 def fault():

@@ -44,13 +44,13 @@ def plan(
 ) -> tuple[list[Any], dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "a.safetensors")
-    request: dict[str, Any] = {"source": {"units": [{"file": 0}]}, "max_shard_size": 1 << 40}
+    request: dict[str, Any] = {"source": {"units": [{"file": 0}]}}
     if target is not None:
         request["target"] = {"name": "toy"}
     to = None if target is None else _core.Table(target)
-    core = _core.Catalog([folder], [(0, "a.safetensors")], 1).plan(
-        json.dumps(request), _core.Table(TABLE), to
-    )
+    catalog = _core.Catalog([folder], [(0, "a.safetensors")], 1)
+    draft = catalog.draft(json.dumps(request), _core.Table(TABLE), to)
+    core = draft.place(json.dumps({"max_shard_size": 1 << 40}))
     made = {}
     for i, (name, _, shape, _, _) in enumerate(core.outputs()):
         made[name] = np.empty(shape, np.float32)

@@ -111,12 +111,12 @@ def plan(
         **(described(_core.Table(APART), config) if config is not None else {}),
         **source,
     }
-    request: dict[str, Any] = {"source": declared, "max_shard_size": 1 << 40}
+    request: dict[str, Any] = {"source": declared}
     to = None
     if target is not None:
         to = _core.Table(target)
         request["target"] = {"name": "toy"}
-    core = catalog.plan(json.dumps(request), apart, to)
+    core = catalog.draft(json.dumps(request), apart, to).place(json.dumps({"max_shard_size": 1 << 40}))
     found = json.loads(core.findings())
     made = {}
     if not any(f["severity"] == "error" for f in found):

@@ -14,7 +14,7 @@ from fastshard import FastshardError, _core, convert, layouts, plan
 from fastshard import open as fastshard_open
 from fastshard.layouts import train_states
 from fastshard.naming.maxtext import default_names
-from fastshard.placing import NOTHING, Wanted
+from fastshard.request import Request
 from fastshard.targets.maxtext import MaxTextTarget
 from helpers import read_result
 from jax_maker import (
@@ -314,9 +314,9 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     request = {
         "source": source.opened.source.to_request(None, True) | {"layout": None},
         "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
-        "max_shard_size": 1 << 30,
     }
-    made = source.opened.catalog.plan(json.dumps(request), source.opened.source.rules(True, True), table)
+    draft = source.opened.catalog.draft(json.dumps(request), source.opened.source.rules(True, True), table)
+    made = draft.place(json.dumps({"max_shard_size": 1 << 30}))
     document = json.loads(made.to_json())
     ops = {
         output["name"].split("layers_0.")[0]: part["ops"]
@@ -392,7 +392,7 @@ def test_parameters_alone_have_other_roots(tmp_path: Path) -> None:
     have, _ = converted(source, tmp_path / "apart", "maxtext:unscan")
     want = maxtext_llama(hf, SIZE, None)
     assert_same(have, {name.removeprefix("params."): a for name, a in want.items()})
-    alone = MaxTextTarget.of(source.opened.source, "maxtext:unscan", NOTHING)
+    alone = MaxTextTarget.of(source.opened.source, Request("maxtext:unscan"))
     assert (alone.constants(have), alone.empty) == ({}, [])
 
 
@@ -541,12 +541,12 @@ def test_what_a_train_state_needs_besides(tmp_path: Path) -> None:
     made = plan(paxml, to="maxtext", optimizer=True)
     kinds = {name: kind for name, kind, *_ in made.outputs}
     assert (kinds["step"], kinds["opt_state.count"]) == ("I32", "I32")
-    whole = MaxTextTarget.of(paxml.opened.source, "maxtext", Wanted(optimizer=True))
+    whole = MaxTextTarget.of(paxml.opened.source, Request("maxtext", optimizer=True))
     assert whole.counters((kinds | {"step": "U32"}).items()) == {"step": ("U32", "I32")}
     assert whole.counters(kinds.items()) == {}
     assert whole.constants(kinds) == {}
     assert (whole.empty, whole.metadata()) == ([], {"scan_layers": True})
-    apart = MaxTextTarget.of(paxml.opened.source, "maxtext:unscan", NOTHING)
+    apart = MaxTextTarget.of(paxml.opened.source, Request("maxtext:unscan"))
     assert (apart.empty, apart.metadata()) == ([("opt_state",)], {"scan_layers": False})
     assert apart.constants([]) == {"step": ("I64", 0)}
 

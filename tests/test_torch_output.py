@@ -86,11 +86,11 @@ def write(folder: Path, value: Any, made: dict[str, torch.Tensor]) -> Path:
     content = {"torch_zip": tree({"value": value, "all": [TensorOf(name) for name in made]})}
     request = {
         "source": {"layout": table, "units": [{"file": 0}]},
-        "target": {"name": "x", "layout": table, "files": [{"name": "a/b/file.pt", "content": content}]},
-        "max_shard_size": 1 << 40,
+        "target": {"name": "x", "layout": table},
     }
+    placement = {"files": [{"name": "a/b/file.pt", "content": content}], "max_shard_size": 1 << 40}
     catalog = _core.Catalog([str(folder)], [(0, "in.safetensors")], 1)
-    plan = catalog.plan(json.dumps(request))
+    plan = catalog.draft(json.dumps(request)).place(json.dumps(placement))
     errors = [f for f in json.loads(plan.findings()) if f["severity"] == "error"]
     assert not errors, errors
     plan.write(str(folder / "out"), json.dumps(OPTIONS), None, None, ([], []))

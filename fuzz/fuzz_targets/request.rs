@@ -5,10 +5,12 @@
 use std::sync::{Arc, OnceLock};
 
 use fastshard::catalog::Catalog;
+use fastshard::draft::Placement;
 use fastshard::engine::{self, Control, Discard, Options};
 use fastshard::error::Severity;
 use fastshard::format::safetensors;
 use fastshard::request::{self, Request};
+use fastshard::stats::Level;
 use fastshard::tensor::Dtype;
 use libfuzzer_sys::fuzz_target;
 
@@ -49,7 +51,8 @@ fn catalog() -> &'static Catalog {
 fuzz_target!(|data: &[u8]| {
     let Ok(request) = serde_json::from_slice::<Request>(data) else { return };
     let catalog = catalog();
-    let Ok(planned) = request::plan(catalog, &request) else { return };
+    let Ok(draft) = request::draft(catalog, &request) else { return };
+    let planned = draft.placed(catalog, Placement { max_shard_size: 1 << 16, ..Placement::default() });
     planned.plan.digest();
     if planned.findings.iter().any(|f| f.severity == Severity::Error) || planned.plan.bytes() > 1 << 20 {
         return;
@@ -65,6 +68,6 @@ fuzz_target!(|data: &[u8]| {
         })
         .collect();
     let options =
-        Options { threads: 1, memory: 1 << 40, scratch_dir: std::env::temp_dir(), finished: Vec::new() };
+        Options { threads: 1, memory: 1 << 40, scratch_dir: std::env::temp_dir(), held: None, encodes: 0, stats: Level::Nothing };
     engine::execute(&planned.plan, &files, &Discard, &options, &Control::default()).expect("it can be executed");
 });

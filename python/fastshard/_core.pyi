@@ -76,8 +76,8 @@ class Catalog:
         """Number of tensors, and bytes of their names."""
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
-    def plan(self, request: str, source: Table | None = None, target: Table | None = None) -> Plan:
-        """Makes a plan under the tables of the two sides. Raises CoreError for a layout or pattern that cannot be used."""
+    def draft(self, request: str, source: Table | None = None, target: Table | None = None) -> Draft:
+        """Drafts a plan under the tables of the two sides. Raises CoreError for a layout or pattern that cannot be used."""
     def compare(self, request: str) -> Plan:
         """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
     def repair(self, request: str, repair: str) -> Plan:
@@ -180,6 +180,26 @@ class Rule:
         """The rule that leaves the same tensors out."""
 
 @final
+class Draft:
+    """All that a plan says but where its outputs lie. Placed once; looked at after that it raises ValueError."""
+
+    def findings(self) -> str:
+        """JSON array of findings, errors first."""
+    def axes(self) -> dict[str, int]:
+        """Extents of the axes."""
+    def dtypes(self) -> dict[str, int]:
+        """Bytes by dtype, of all ranks."""
+    def tensors(
+        self,
+    ) -> list[tuple[str, str, list[int], int, list[int], list[tuple[int, str, list[int]]] | None]]:
+        """Each tensor once: name, dtype, a rank's shape and bytes, shape of the whole, and how ranks cut it.
+
+        A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None where ranks
+        do not hold equal shares of parts.
+        """
+    def place(self, placement: str) -> Plan:
+        """The plan, with every output in a file."""
+
 class Plan:
     """A plan with the open files that it reads."""
 

@@ -16,9 +16,9 @@ from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_e
 from .external import array_writer
 from .manifests import Manifest, beside, expected_by, run_options
 from .options import PLANNING, Merging, Planned, StrPath, Writing
-from .placing import Wanted
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .request import Request
 from .tokenizer import Tokenizer
 from .tokenizer import find as find_tokenizer
 
@@ -88,8 +88,7 @@ def plan(
     opening = dict(more)
     placed = placing.of(opening)
     checkpoint = _opened(source, **opening)
-    return make_plan(
-        checkpoint.opened,
+    request = Request(
         to,
         vocab_size=vocab_size,
         dtype=dtype,
@@ -98,9 +97,11 @@ def plan(
         exclude=exclude,
         max_shard_size=max_shard_size,
         weights=weights,
-        wanted=Wanted(placed, optimizer),
+        optimizer=optimizer,
+        options=placed,
         tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
     )
+    return make_plan(checkpoint.opened, request)
 
 
 @budget.kept
@@ -156,8 +157,8 @@ def convert(
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
-    wanted = Wanted(placing.of(planning), planning.pop("optimizer", False))
-    made = make_plan(checkpoint.opened, to, wanted=wanted, tokenizer=words, **planning)
+    request = Request(to, options=placing.of(planning), tokenizer=words, **planning)
+    made = make_plan(checkpoint.opened, request)
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)

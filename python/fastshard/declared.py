@@ -156,7 +156,8 @@ class Source:
     #: The table itself, where it is not the one of that name.
     table: Table | None = None
     family: str | None = None
-    generic: list[tuple[str, int | None]] = field(default_factory=list)
+    #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
+    generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
     degrees: dict[str, int] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     facts: dict[str, bool] = field(default_factory=dict)

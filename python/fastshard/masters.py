@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["MastersReport", "masters", "repair_masters"]
 
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
+#: Where DeepSpeed looks for the step, the last one first. source: DeepSpeed runtime/engine.py
+_TRACKERS = ("latest_universal", "latest")
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
   0.10.2 to 0.12.6    load_optimizer_states=False leaves the masters as they were initialised, and the first
@@ -133,7 +135,7 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
 def _request(declared: Declaration) -> str:
     """Parameters with their masters as twins; no layout is put on them."""
     side = declared.to_request()
-    return json.dumps({"source": {**side, "layout": None, "prefer_assembled": False}, "max_shard_size": 1})
+    return json.dumps({"source": {**side, "layout": None, "prefer_assembled": False}})
 
 
 def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
@@ -209,7 +211,8 @@ def repair_masters(
         if not declared.state_files:
             raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
     files, texts, copies, left = _files(checkpoint, declared, drop_optimizer)
-    repair = json.dumps({"files": files, "texts": texts})
+    pointers = [name for name in _TRACKERS if name in texts]
+    repair = json.dumps({"files": files, "texts": texts, "pointers": pointers})
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
     findings = left + [Finding.from_dict(f) for f in json.loads(plan.findings())]
     raise_errors(findings)
@@ -273,7 +276,7 @@ def _files(
                     )
                 )
                 continue
-            if other.name in ("latest", "latest_universal"):
+            if other.name in _TRACKERS:
                 texts[other.path] = checkpoint.listing.read_text(other)
             else:
                 copies.append((other.path, os.fspath(checkpoint.roots[other.root] / other.path)))

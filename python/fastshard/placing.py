@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -48,28 +47,8 @@ ROPE_TYPE = Option(
 ZARR2 = Option("zarr2", "switch", "plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
 #: All of them, as they are listed.
 OPTIONS = (TP, PP, MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, ZARR2)
-_DEFAULTS = {option.name: option.default for option in OPTIONS}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the caller asks of a target: values of its options, and the optimizer's state."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: bool = False
-
-    def __getitem__(self, option: Option) -> Any:
-        return self.options.get(option.name, option.default)
-
-    def stated(self) -> list[Option]:
-        """Options that have another value than their default."""
-        return [option for option in OPTIONS if self[option] != option.default]
-
-
-#: Every option at its default.
-NOTHING = Wanted()
 
 
 def of(given: dict[str, Any]) -> dict[str, Any]:
     """Takes the options of targets out of keyword arguments."""
-    return {name: given.pop(name) for name in _DEFAULTS if name in given}
+    return {option.name: given.pop(option.name) for option in OPTIONS if option.name in given}

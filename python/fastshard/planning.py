@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,15 +15,15 @@ from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
-from .placing import NOTHING, Wanted
-from .sizes import parse_size
-from .targets.base import Bound
+from .request import DTYPES, MERGE, Request
+from .targets.base import Bound, Completed, Drafted
 from .targets.registry import check, keeps_all, target_of
-from .tokenizer import Tokenizer
+from .words import padding, words
 
 #: Threads at most; no machine has as many cores.
 _MAX_THREADS = 1 << 14
-_DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
+#: What a tensor lacks whose file is missing or cannot be read.
+_ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -120,69 +119,45 @@ class Plan:
         return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
 
 
-def make_plan(
-    opened: Opened,
-    to: str | None = None,
-    *,
-    vocab_size: int | None = None,
-    dtype: str = "keep",
-    replicas: str = "equal",
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    max_shard_size: str | int = "5GB",
-    weights: str | None = None,
-    wanted: Wanted = NOTHING,
-    tokenizer: Tokenizer | None = None,
-) -> Plan:
-    """Plans a merge (``to`` is None) or a conversion. See :func:`fastshard.plan`."""
-    if dtype not in _DTYPES:
-        raise FastshardError.of("FS515", "dtype", expected=" | ".join(_DTYPES), got=repr(dtype))
-    if replicas not in ("equal", "mean"):
-        raise FastshardError.of("FS515", "replicas", expected="equal | mean", got=repr(replicas))
-    include, exclude = list(include), list(exclude)
-    check(to, wanted, bool(include or exclude))
-    keeping, optimizer = keeps_all(to), wanted.optimizer
-    source = opened.source if keeping else opened.source.weights_only()
-    if vocab_size is not None:
-        if not isinstance(vocab_size, int) or not 0 < vocab_size < 1 << 48:
-            raise FastshardError.of(
-                "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab_size)
-            )
-        axes = {k: v for k, v in source.axes.items() if k != "V"}
-        source = replace(source, vocab_size=vocab_size, axes=axes)
-    if source.layout is not None and source.table is None and source.layout not in layouts.names():
-        raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
-    findings = _weights(source, opened.findings, weights, optimizer)
+def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
+    """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
+    check(request)
+    source = _taken(opened.source, request)
+    tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]
+    findings = _weights(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
-    findings += [_asked_for(f, include, exclude) for f in source.of_tensors]
-    request: dict[str, Any] = {
-        "source": source.to_request(weights, optimizer),
-        "dtype": _DTYPES[dtype],
-        "mean_replicas": replicas == "mean",
-        "include": include,
-        "exclude": exclude,
-        "max_shard_size": parse_size(max_shard_size, "max_shard_size"),
+    findings += [_asked_for(f, request) for f in source.of_tensors]
+    side = source.to_request(request.weights, request.optimizer)
+    asked: dict[str, Any] = {
+        "source": side,
+        "dtype": dtype,
+        "mean_replicas": request.replicas == "mean",
+        "include": request.include,
+        "exclude": request.exclude,
     }
-    if dtype != "keep":
-        request["source"]["dequantise"] = config_json.weight_block(source.config)
+    if dtype is not None:
+        side["dequantise"] = config_json.weight_block(source.config)
         source = replace(source, config=config_json.unquantised(source.config or {}) or None)
     target = None
-    if to is not None:
-        target = target_of(source, to, wanted)
-        request["target"] = target.request(layouts.table(target.layout) if target.layout else None)
-        if source.rules is not None and not keeping:
-            request["source"]["layout"] = source.rules(target.keeps_step, optimizer)
+    if request.to is not None:
+        target = target_of(source, request)
+        asked["target"] = target.side(layouts.table(target.layout) if target.layout else None)
+        if source.rules is not None and not target.is_container:
+            side["layout"] = source.rules(target.keeps_step, request.optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
-    core = _plan(opened.catalog, request)
-    planned = [Finding.from_dict(f) for f in json.loads(core.findings())]
-    if broken:
-        planned = [f for f in planned if f.code not in ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")]
-    findings += planned if source.rules is None else _grouped(planned)
-    if dtype != "keep":
-        findings += _quantised(core, dtype, opened.source.config)
+    draft = _draft(opened.catalog, asked)
+    drafted = [Finding.from_dict(f) for f in json.loads(draft.findings())]
+    looked_at = draft.tensors() if target is not None or dtype is not None else []
+    tensors = {
+        name: Drafted(kind, shape, size, whole, cuts) for name, kind, shape, size, whole, cuts in looked_at
+    }
+    axes = draft.axes()
+    told: list[Finding] = []
+    if dtype is not None:
+        told += _quantised(tensors, request.dtype, opened.source.config)
     if not source.provable:
-        findings.append(
+        told.append(
             Finding.of(
                 "FS109",
                 "completeness not provable: nothing outside the files states what must exist",
@@ -191,62 +166,82 @@ def make_plan(
                 else "--expect with a manifest states it, or --layout with a table of your own",
             )
         )
-    summary = json.loads(core.summary())
-    findings += _words(source, summary["axes"], tokenizer)
-    dtypes = {d: v[1] for d, v in summary["dtypes"].items() if d in _TORCH_DTYPES}
-    masters = source.masters and (weights or source.weights) == "masters"
-    # Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
-    weight = {d: (_TORCH_DTYPES[d] == "float32" if masters else False, n) for d, n in dtypes.items()}
-    main = _TORCH_DTYPES[max(weight, key=lambda d: weight[d])] if weight else None
-    if target is not None and not any(f.severity == "error" for f in findings):
-        bound = Bound(
-            axes=summary["axes"],
-            shapes={output[0]: output[2] for output in core.outputs()},
-            bytes={output[0]: output[3] for output in core.outputs()},
-            dtypes={output[0]: output[1] for output in core.outputs()},
-            stored=[name for unit in source.units for name in opened.catalog.names(unit.file)],
-            dtype=main,
-            whole=lambda: _whole_shapes(opened.catalog, request),
-            tokenizer=tokenizer,
-        )
+    told += words(source, axes, tokenizer)
+    masters = source.masters and (request.weights or source.weights) == "masters"
+    main = _main_dtype(draft.dtypes(), masters)
+    completed = Completed()
+    if target is not None and not any(
+        f.severity == "error" for f in [*findings, *_caused(drafted, broken), *told]
+    ):
         # What the files are called and hold follows from the tensors that there are.
-        request["target"]["files"], request["texts"], assumed = target.complete(bound)
-        request["target"]["dtypes"] = target.dtypes(bound)
-        core = _plan(opened.catalog, request)
-        findings += assumed + _vocabulary(source, summary["axes"], tokenizer)
-        findings += [
-            f for f in map(Finding.from_dict, json.loads(core.findings())) if f not in findings + planned
-        ]
+        stored = (name for unit in source.units for name in opened.catalog.names(unit.file))
+        completed = target.complete(Bound(axes, tensors, stored, main, tokenizer))
+        told += completed.findings + padding(source, axes, tokenizer)
+    texts = dict(completed.texts)
     keeps_names = target is not None and target.keeps_names
     if (target is None or keeps_names) and source.hf_names and source.config:
-        config = config_json.with_rows(source.config, summary["axes"].get("V"))
+        config = config_json.with_rows(source.config, axes.get("V"))
         # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
         # saved is as its config says.
-        if dtype != "keep" or masters or not (source.saved_whole or config_json.dtype_of(config) is None):
+        if dtype is not None or masters or not (source.saved_whole or config_json.dtype_of(config) is None):
             config = config_json.with_dtype(config, main)
-        if config != opened.source.config or (to is not None and source.config_file is None):
-            request["texts"] = {
-                **request.get("texts", {}),
-                "config.json": json.dumps(config, indent=2) + "\n",
-            }
-            core = _plan(opened.catalog, request)
+        if config != opened.source.config or (target is not None and source.config_file is None):
+            texts["config.json"] = json.dumps(config, indent=2) + "\n"
+    placement = {
+        "files": completed.files,
+        "max_shard_size": request.max_shard_size,
+        "texts": texts,
+        "dtypes": completed.dtypes,
+        "pointers": completed.pointers,
+    }
+    core = draft.place(json.dumps(placement))
+    planned = _caused([Finding.from_dict(f) for f in json.loads(core.findings())], broken)
+    findings += (planned if source.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
-    return Plan(core, findings, source, to or "merge", writes_arrays=arrays, keeps_names=keeps_names)
+    return Plan(core, findings, source, request.to or "merge", writes_arrays=arrays, keeps_names=keeps_names)
 
 
-def _asked_for(finding: Finding, include: list[str], exclude: list[str]) -> Finding:
+def _taken(source: Source, request: Request) -> Source:
+    """The part of a source that is asked for, with the vocabulary that was given."""
+    if not keeps_all(request.to):
+        source = source.weights_only()
+    if request.vocab_size is not None:
+        axes = {k: v for k, v in source.axes.items() if k != "V"}
+        source = replace(source, vocab_size=request.vocab_size, axes=axes)
+    if source.layout is not None and source.table is None and source.layout not in layouts.names():
+        raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
+    return source
+
+
+def _caused(findings: list[Finding], broken: bool) -> list[Finding]:
+    """Findings without those that only echo what is wrong already."""
+    return [f for f in findings if f.code not in _ECHOES] if broken else findings
+
+
+def _main_dtype(held: dict[str, int], masters: bool) -> str | None:
+    """torch name of the dtype that most of the floating bytes have; None where there are none.
+
+    Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
+    """
+    weight = {
+        d: (_TORCH_DTYPES[d] == "float32" if masters else False, n)
+        for d, n in held.items()
+        if d in _TORCH_DTYPES
+    }
+    return _TORCH_DTYPES[max(weight, key=lambda d: weight[d])] if weight else None
+
+
+def _asked_for(finding: Finding, request: Request) -> Finding:
     """An error about a tensor is a note where that is left out, as the core takes these patterns."""
     name = finding.tensor or ""
-    taken = not include or any(fnmatchcase(name, pattern) for pattern in include)
-    if taken and not any(fnmatchcase(name, pattern) for pattern in exclude):
+    taken = not request.include or any(fnmatchcase(name, pattern) for pattern in request.include)
+    if taken and not any(fnmatchcase(name, pattern) for pattern in request.exclude):
         return finding
     return replace(finding, message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
 def _weights(source: Source, opened: list[Finding], weights: str | None, optimizer: bool) -> list[Finding]:
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
-    if weights not in (None, "params", "masters"):
-        raise FastshardError.of("FS515", "weights", expected="params | masters", got=repr(weights))
     held = source.masters or source.moments_only or source.moments_named
     if (weights == "masters" and not source.masters) or (optimizer and not held):
         raise FastshardError.of(
@@ -313,11 +308,10 @@ def _grouped(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.code != "FS212"] + notes
 
 
-def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> list[Finding]:
+def _quantised(tensors: dict[str, Drafted], dtype: str, config: dict[str, Any] | None) -> list[Finding]:
     """What is stored quantised and has no scales that are understood would be kept as it is, which is not what was asked for."""
-    outputs = core.outputs()
     method = config_json.quantised_by(config or {})
-    packed = [(n, kind) for n, kind, shape, *_ in outputs if kind[0] in "IU" and len(shape) > 1]
+    packed = [(n, t.dtype) for n, t in tensors.items() if t.dtype[0] in "IU" and len(t.shape) > 1]
     if method and packed:
         return [
             Finding.of(
@@ -329,7 +323,7 @@ def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> l
                 help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
             )
         ]
-    stored = [(name, kind) for name, kind, *_ in outputs if kind.startswith("F8_")]
+    stored = [(name, t.dtype) for name, t in tensors.items() if t.dtype.startswith("F8_")]
     if not stored:
         return []
     name, kind = stored[0]
@@ -345,96 +339,12 @@ def _quantised(core: _core.Plan, dtype: str, config: dict[str, Any] | None) -> l
     ]
 
 
-def _words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Whether each word of the tokenizer has its row."""
-    rows = axes.get("P", axes.get("V"))
-    if tokenizer is None or rows is None:
-        return []
-    kept = min(rows, axes.get("V", rows))
-    unproven = _unproven_words(tokenizer, kept, rows)
-    if tokenizer.largest is None:
-        return unproven
-    words = tokenizer.largest + 1
-    if kept < min(rows, words):
-        beyond = f", more than the {rows} rows that are stored" if words > rows else ""
-        return [
-            Finding.of(
-                "FS211",
-                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}{beyond}",
-                file=tokenizer.path,
-                expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
-                got=str(kept),
-                help=f"--vocab-size {min(words, rows)} keeps {'every row' if beyond else 'them'}; "
-                "or give the tokenizer that belongs to the model with --tokenizer",
-            )
-        ]
-    if rows < words:
-        return [
-            Finding.of(
-                "FS215",
-                f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
-                severity="warning",
-                file=tokenizer.path,
-                expected=f"{rows - 1} at most",
-                got=str(tokenizer.largest),
-                help="tokens beyond have no row: the tokenizer was extended, or belongs to another model",
-            )
-        ]
-    return unproven
-
-
-def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:
-    """Rows that are dropped though nothing that was read tells whose they are."""
-    file = tokenizer.unread or tokenizer.partial
-    if file is None or kept >= rows:
-        return []
-    why = "cannot be read from this file" if tokenizer.unread else "has special tokens that no file tells"
-    return [
-        Finding.of(
-            "FS109",
-            f"the tokenizer's vocabulary {why}: "
-            f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
-            severity="warning",
-            file=str(file),
-            help="give the tokenizer that belongs to the model with --tokenizer, tokenizer_config.json included",
-        )
-    ]
-
-
-def _vocabulary(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Padding of a vocabulary whose true size nothing states is taken for words."""
-    if "P" not in axes or source.vocab_size is not None or "V" in source.axes:
-        return []
-    known = tokenizer is not None and tokenizer.unread is None and tokenizer.partial is None
-    if tokenizer is not None and known and tokenizer.largest is not None and tokenizer.largest < axes["P"]:
-        number = f"--vocab-size {tokenizer.largest + 1}, by {tokenizer.path}"
-    else:
-        number = "the tokenizer's size with --vocab-size"
-    return [
-        Finding.of(
-            "FS109",
-            f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding too if there is any",
-            help=f"give {number}",
-        )
-    ]
-
-
-def _whole_shapes(catalog: _core.Catalog, request: dict[str, Any]) -> dict[str, list[int]]:
-    """Shapes of the target's tensors if it were not divided."""
-    undivided = {**request, "target": {**request["target"], "degrees": {}, "files": []}, "texts": {}}
-    return {output[0]: output[2] for output in _plan(catalog, undivided).outputs()}
-
-
-def _in_json(request: dict[str, Any]) -> tuple[str, _core.Table | None, _core.Table | None]:
-    """The request as the core takes it: JSON, and the tables of source and target as themselves."""
+def _draft(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Draft:
+    """The request goes to the core as JSON, the tables of source and target as themselves."""
     sides = {key: dict(request[key]) for key in ("source", "target") if key in request}
-    source, target = (sides.get(key, {}).pop("layout", None) for key in ("source", "target"))
-    return json.dumps({**request, **sides}), source, target
-
-
-def _plan(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Plan:
+    tables = [sides.get(key, {}).pop("layout", None) for key in ("source", "target")]
     try:
         catalog.within(budget.stated())
-        return catalog.plan(*_in_json(request))
+        return catalog.draft(json.dumps({**request, **sides}), *tables)
     except _core.CoreError as error:
         raise from_core(error) from None

@@ -14,6 +14,7 @@ from .manifests import ProgressCallback, run_options
 from .options import Opening
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -182,7 +183,7 @@ def with_findings(
 ) -> tuple[dict[str, TensorStats], list[Finding]]:
     """:func:`stats`, and the warnings and notes that came up meanwhile."""
     checkpoint = _opened(source, **opening)
-    plan = make_plan(checkpoint.opened, include=include, exclude=exclude)
+    plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     raise_errors(plan.findings)
     with Progress(progress) as bar:
         gathered, findings = gather(

@@ -29,6 +29,7 @@ from .manifests import (
 from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
+from .request import Request
 from .stats import TensorStats, gather
 from .tensor import Tensor
 
@@ -83,7 +84,7 @@ def verify(
     include, exclude = list(include), list(exclude)
     expected = expected_by(expect)
     checkpoint = _opened(source, **expected.opening(dict(opening)))
-    plan = make_plan(checkpoint.opened, include=include, exclude=exclude)
+    plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     path = expected.manifest or beside(checkpoint)
@@ -183,7 +184,7 @@ def manifest(
             file=str(path),
             help="choose another place with -o FILE",
         )
-    plan = make_plan(checkpoint.opened, exclude=exclude)
+    plan = make_plan(checkpoint.opened, Request(exclude=exclude))
     raise_errors(plan.findings)
     try:
         with Progress(progress) as bar:
@@ -322,13 +323,13 @@ def diff(
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
     """Plans of what is chosen of two checkpoints, under common names; that of one may be empty."""
     chosen: dict[str, Any] = {"include": include, "exclude": exclude}
-    plans = [make_plan(side.opened, **chosen) for side in sides]
+    plans = [make_plan(side.opened, Request(**chosen)) for side in sides]
     names = [set(plan.index) for plan in plans]
     if (include or exclude) and not names[0] & names[1]:
         # Whether the two have common names does not hang on what is chosen of them.
         names = [have | make_plan(side.opened).index.keys() for have, side in zip(names, sides, strict=True)]
     if not names[0] & names[1]:
-        plans = [make_plan(side.opened, "hf", **chosen) for side in sides]
+        plans = [make_plan(side.opened, Request("hf", **chosen)) for side in sides]
     for plan in plans:
         # Where nothing is left of one side, that is what they differ in; of both, no name fits the patterns.
         empty = bool(include or exclude) and not plan.outputs and any(other.outputs for other in plans)

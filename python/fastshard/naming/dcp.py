@@ -1,8 +1,11 @@
-"""Names of chunks in torch.distributed.checkpoint."""
+"""Names in torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+#: The file that says which chunk is where; readers start from it.
+METADATA = ".metadata"
 
 
 def chunk_name(name: str, at: Iterable[int]) -> str:

@@ -17,13 +17,12 @@ from .. import _core, regular
 from ..declared import Assembled, Source, is_state
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
-from ..naming.dcp import chunk_name
+from ..naming.dcp import METADATA, chunk_name
 from . import hf_names
 from .base import Contents, Found, Options, missing
 from .indices import safe_relative
 from .steps import folder_of
 
-_METADATA = ".metadata"
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
@@ -102,14 +101,14 @@ class Dcp:
         """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
         if listing.single:
             return None
-        metadata = [f for f in listing.files if f.name == _METADATA]
+        metadata = [f for f in listing.files if f.name == METADATA]
         loose = [f for f in listing.files if f.name.endswith(".distcp")]
         if not metadata:
             if loose:
                 raise FastshardError.of(
                     "FS104",
                     "there is no .metadata: the save was not finished, or was finished on another node",
-                    file=f"{loose[0].folder}/{_METADATA}" if loose[0].folder else _METADATA,
+                    file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
                     expected="the file that the coordinator writes last",
                     got=f"{len(loose)} .distcp files",
                     help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
@@ -127,7 +126,7 @@ class Dcp:
         found.findings[:0] = chosen.findings
         for other in within:
             found.findings.append(
-                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{_METADATA}")
+                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
             )
         return found
 
@@ -148,7 +147,7 @@ class Dcp:
         whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
         objects = set(described["objects"])
         lacking: dict[str, list[str]] = {}
-        _apart(described["stored"], f"{folder}/{_METADATA}" if folder else _METADATA)
+        _apart(described["stored"], f"{folder}/{METADATA}" if folder else METADATA)
         seen: set[str] = set()
         for entry in described["stored"]:
             name, file = entry["name"], entry["file"]
@@ -157,7 +156,7 @@ class Dcp:
                     Finding.of(
                         "FS603",
                         "a file name in .metadata leaves the directory",
-                        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+                        file=f"{folder}/{METADATA}" if folder else METADATA,
                         tensor=name,
                         got=repr(file),
                         help="do not use this checkpoint: such metadata is made to read other files",
@@ -314,7 +313,7 @@ def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
     return Finding.of(
         "FS205",
         f"the chunk at {lo} is stored nowhere",
-        file=f"{folder}/{_METADATA}" if folder else _METADATA,
+        file=f"{folder}/{METADATA}" if folder else METADATA,
         tensor=name,
         help="the metadata was written before all ranks were done: take another step",
     )

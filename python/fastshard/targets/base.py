@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._core import Table
 from ..configs import shown
 from ..declared import MAX_DEGREE, Source
 from ..errors import FastshardError, Finding
-from ..placing import Option, Wanted
+from ..placing import Option
+from ..request import Request
 from ..tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,40 +22,70 @@ if TYPE_CHECKING:
 MAX_MULTIPLE = 1 << 31
 
 
-#: Files that a target prescribes, small texts besides (by path), and what had to be assumed.
-Completed = tuple[list[dict[str, Any]], dict[str, str], list[Finding]]
+@dataclass(frozen=True)
+class Drafted:
+    """A tensor of the target, as each rank holds it."""
+
+    dtype: str
+    #: What a rank holds.
+    shape: list[int]
+    bytes: int
+    #: Shape of the whole tensor.
+    whole: list[int]
+    #: (dimension, parallel dimension, parts) for each dimension that ranks share: a rank holds its equal share of
+    #: each part of the whole, one after another. None where they hold anything else.
+    cuts: list[tuple[int, str, list[int]]] | None
+
+    def first(self, rank: int) -> list[int]:
+        """First index of a rank's share, which is a box of the whole."""
+        at = [0] * len(self.shape)
+        for dim, _, parts in self.cuts or ():
+            assert len(parts) == 1, "several parts are no box"
+            at[dim] = rank * self.shape[dim]
+        return at
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bound:
-    """What is known once a plan has bound the axes of a target."""
+    """What is known once a draft has bound the axes of a target."""
 
     #: Extents.
     axes: dict[str, int]
-    #: Names of the target's tensors, and the shape that a rank holds of each.
-    shapes: dict[str, list[int]]
+    #: The target's tensors by name.
+    tensors: dict[str, Drafted]
     #: Names of the source's tensors.
-    stored: list[str]
-    #: Bytes that a rank holds of each.
-    bytes: dict[str, int]
-    #: Their dtypes.
-    dtypes: dict[str, str]
+    stored: Iterable[str]
     #: torch name of the weights' dtype.
     dtype: str | None
-    #: Shapes of the whole tensors, by name.
-    whole: Callable[[], dict[str, list[int]]]
     #: The model's, if one was given or found.
     tokenizer: Tokenizer | None = None
 
 
-def positive(wanted: Wanted, *options: Option) -> None:
+@dataclass(frozen=True)
+class Completed:
+    """What a target makes of a draft."""
+
+    #: Small files besides, by path.
+    texts: dict[str, str] = field(default_factory=dict)
+    #: What had to be assumed.
+    findings: list[Finding] = field(default_factory=list)
+    #: Files that hold the tensors, as the core takes them; none to fill safetensors files in order.
+    files: list[dict[str, Any]] = field(default_factory=list)
+    #: Top-level names that appear after all others, the last of them the one that readers start from; by default the
+    #: index or the first file.
+    pointers: tuple[str, ...] = ()
+    #: Tensors that are written in another integer type than they were drafted in.
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+
+def positive(request: Request, *options: Option) -> None:
     """Checks degrees and multiples that a caller gave.
 
     Raises:
         FastshardError: ``FS515`` for one that is no positive whole number, or beyond what a run has.
     """
     for option in options:
-        value = wanted[option]
+        value = request[option]
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -90,8 +121,8 @@ class Target(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> Self:
-        """What the source allows, under one of the class's names.
+    def of(cls, source: Source, request: Request) -> Self:
+        """What the source allows; ``request.to`` is one of the class's names.
 
         Raises:
             FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact
@@ -104,13 +135,9 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request, with the table."""
 
     @abstractmethod
     def complete(self, bound: Bound) -> Completed:
-        """What follows once the plan has bound the axes."""
-
-    def dtypes(self, bound: Bound) -> dict[str, str]:
-        """Tensors that are written in another type than they were planned in."""
-        return {}
+        """What follows once the draft has bound the axes."""

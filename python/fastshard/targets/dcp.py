@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._core import Table
 from ..declared import Source
-from ..naming.dcp import chunk_name
-from ..placing import TP, Wanted
+from ..naming.dcp import METADATA, chunk_name
+from ..placing import TP
+from ..request import Request
 from ..trees import TensorOf, tree
 from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
@@ -64,7 +65,7 @@ class Records:
             for name, (rank, records) in self._files.items()
         ]
         metadata = {"dcp_metadata": list(self._entries.values())}
-        return [*files, {"name": f"{inside}.metadata", "content": metadata}]
+        return [*files, {"name": f"{inside}{METADATA}", "content": metadata}]
 
 
 @dataclass
@@ -80,15 +81,15 @@ class DcpTarget(Target):
     takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> DcpTarget:
+    def of(cls, source: Source, request: Request) -> DcpTarget:
         """What the source allows.
 
         Raises:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
-        positive(wanted, TP)
-        tp = wanted[TP]
-        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source, to, wanted)
+        positive(request, TP)
+        tp = request[TP]
+        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
         return cls(whole, tp, whole.layout)
 
     @property
@@ -96,27 +97,19 @@ class DcpTarget(Target):
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
-        return {
-            **self.whole.request(table), "name": self.name, "degrees": {"tp": self.tp}, "replicas_once": True,
-        }  # fmt: skip
+        return {**self.whole.side(table), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, several where the tensors of a rank are many, and config.json."""
-        _, texts, findings = self.whole.complete(bound)
-        whole = bound.whole() if self.tp > 1 else bound.shapes
+        whole = self.whole.complete(bound)
         records = Records()
         filled = [0] * self.tp
-        for name in sorted(bound.shapes):
-            shape = bound.shapes[name]
-            split = next((d for d, (n, m) in enumerate(zip(shape, whole[name], strict=True)) if n != m), None)
-            for rank in range(self.tp if split is not None else 1):
-                at = [0] * len(shape)
-                if split is not None:
-                    at[split] = rank * shape[split]
+        for name, tensor in sorted(bound.tensors.items()):
+            for rank in range(self.tp if tensor.cuts else 1):
                 file = f"__{rank}_{filled[rank] // _FILE_BYTES}.distcp"
-                records.chunk(file, rank, name, name, whole[name], at, shape)
-                filled[rank] += bound.bytes[name]
-        return records.files(), texts, findings
+                records.chunk(file, rank, name, name, tensor.whole, tensor.first(rank), tensor.shape)
+                filled[rank] += tensor.bytes
+        return replace(whole, files=records.files(), pointers=(METADATA,))

@@ -24,7 +24,8 @@ from ..models import gpt_neox
 from ..models.fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
 from ..models.model import Model, read_model
-from ..placing import MULTIPLE, PP, TP, Wanted
+from ..placing import MULTIPLE, PP, TP
+from ..request import Request
 from ..trees import TensorOf, tree
 from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
 from .huggingface import model_of
@@ -41,6 +42,8 @@ _RUN_KEYS = ("load", "save", "iteration", "padded_vocab_size", "s3_path", "finet
 #: Modules of Transformer Engine: the tensors are written under GPT-NeoX's own names.
 _TE_KEYS = ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_format", "te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin", "te_fp8_mha")  # fmt: skip
 
+#: The text that names the step to be loaded. source: DeepSpeed runtime/engine.py
+_TRACKER = "latest"
 #: What messages call the config that is written.
 _CONFIG = "configs/fastshard.yml"
 
@@ -75,7 +78,7 @@ class NeoxTarget(Target):
     options = (TP, PP, MULTIPLE)
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> NeoxTarget:
+    def of(cls, source: Source, request: Request) -> NeoxTarget:
         """What the source allows.
 
         Raises:
@@ -83,9 +86,10 @@ class NeoxTarget(Target):
                 that decides values is unknown, ``FS515`` for degrees that no run has,
                 ``FS211`` for a config with values of another kind.
         """
+        to = str(request.to)
         pipeline = not to.endswith(":sequential")
-        positive(wanted, TP, PP, MULTIPLE)
-        tp, pp, multiple = wanted[TP], wanted[PP], wanted[MULTIPLE]
+        positive(request, TP, PP, MULTIPLE)
+        tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
         if pp > 1 and not pipeline:
             raise FastshardError.of(
                 "FS515",
@@ -142,7 +146,7 @@ class NeoxTarget(Target):
                     )
         return cls(source, to, pipeline, tp, pp, multiple, layout, facts, model)
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {
             "name": self.name,
@@ -167,7 +171,7 @@ class NeoxTarget(Target):
         state = self._state(config, -(-bound.axes["V"] // multiple) * multiple)
         suffixes = _norm_names(config, bound.stored)
         by_layer: dict[int, list[str]] = {}
-        for name in sorted(bound.shapes):
+        for name in sorted(bound.tensors):
             by_layer.setdefault(int(name.split(".", 1)[0]), []).append(name)
         # DeepSpeed looks for a file of each module, also of a norm without parameters.
         by_layer.setdefault(bound.axes["L"] + 3, [])
@@ -196,10 +200,10 @@ class NeoxTarget(Target):
             for rank in range(self.tp * self.pp):
                 add(f"mp_rank_{rank:02d}_model_states.pt", 0, {"module": None, **state})
         texts = {
-            "latest": folder,
+            _TRACKER: folder,
             f"{folder}/configs/fastshard.yml": yaml.safe_dump(config, sort_keys=True),
         }
-        return files, texts, findings
+        return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
         """What a rank file holds besides its module."""

@@ -14,7 +14,7 @@ from ..errors import FastshardError, Finding
 from ..models import config_json, huggingface
 from ..models.model import Model, read_model
 from ..naming.wrappers import wrapped
-from ..placing import Wanted
+from ..request import Request
 from ..tokenizer import Tokenizer
 from .base import Bound, Completed, Target
 
@@ -42,7 +42,7 @@ class HfTarget(Target):
     is_whole = takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source, to: str = "hf", wanted: Wanted | None = None) -> HfTarget:
+    def of(cls, source: Source, request: Request | None = None) -> HfTarget:
         """What the source allows.
 
         Raises:
@@ -91,7 +91,7 @@ class HfTarget(Target):
         """True where no table says what the names mean, so that they stay."""
         return not self.layout
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {"name": self.name} | ({"layout": table, "facts": self.facts} if self.layout else {})
 
@@ -111,13 +111,13 @@ class HfTarget(Target):
             FastshardError: ``FS514`` for names that stay and are not the model's own.
         """
         if self.keeps_names:
-            return [], {}, [_unproven(self.source, bound)]
+            return Completed(findings=[_unproven(self.source, bound)])
         config, assumed = self.config(bound.axes)
         if not self.source.hf_names:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
         text = json.dumps(config_json.with_dtype(config, bound.dtype), indent=2) + "\n"
-        return [], {"config.json": text}, assumed
+        return Completed({"config.json": text}, assumed)
 
 
 def model_of(source: Source, what: str) -> Model:
@@ -178,9 +178,9 @@ def _why(source: Source) -> str:
 
 def _unproven(source: Source, bound: Bound) -> Finding:
     """What is not proven of names that stay."""
-    if (changed := wrapped(bound.shapes)) is not None:
+    if (changed := wrapped(bound.tensors)) is not None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
-    if (name := _held(source, bound.shapes)) is not None:
+    if (name := _held(source, bound.tensors)) is not None:
         raise _changed(f"the model lies below a trainer's own key ({name})")
     return Finding.of(
         "FS109",

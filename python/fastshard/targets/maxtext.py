@@ -18,7 +18,8 @@ from ..layouts.train_states import Names, Rules
 from ..models import maxtext
 from ..models.model import Model
 from ..naming.maxtext import FILE, default_names
-from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, Wanted
+from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
+from ..request import Request
 from .base import Bound, Completed, positive
 from .huggingface import model_of
 
@@ -47,7 +48,7 @@ class MaxTextTarget:
     names: Names = field(default_factory=default_names)
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> MaxTextTarget:
+    def of(cls, source: Source, request: Request) -> MaxTextTarget:
         """What the source allows.
 
         Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other orders.
@@ -57,10 +58,10 @@ class MaxTextTarget:
                 a fact that decides values is unknown, ``FS402`` for state that is not there, ``FS515`` for
                 options that do not fit.
         """
-        optimizer, multiple = wanted.optimizer, wanted[MULTIPLE]
-        fused_qkv, rope_type = wanted[FUSED_QKV], wanted[ROPE_TYPE]
-        scan = _scan(to, wanted[SCAN_AXIS])
-        positive(wanted, MULTIPLE)
+        to, optimizer, multiple = str(request.to), request.optimizer, request[MULTIPLE]
+        fused_qkv, rope_type = request[FUSED_QKV], request[ROPE_TYPE]
+        scan = _scan(to, request[SCAN_AXIS])
+        positive(request, MULTIPLE)
         if optimizer and not source.moments_named:
             raise FastshardError.of(
                 "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
@@ -86,7 +87,7 @@ class MaxTextTarget:
         names = rules.names if same and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request, with the table that is derived."""
         assert table is not None, "a train state has a layout"
         derived = train_states.table(
@@ -137,11 +138,7 @@ class MaxTextTarget:
     def complete(self, bound: Bound) -> Completed:
         """A yml that says what the model is, and what had to be assumed; the files are Orbax's to prescribe."""
         config, findings = _yml(self, bound.axes)
-        return (
-            [],
-            {FILE: _dump(config)},
-            findings + self.rounded(bound.axes) + self._ordered(),
-        )
+        return Completed({FILE: _dump(config)}, findings + self.rounded(bound.axes) + self._ordered())
 
     def _ordered(self) -> list[Finding]:
         """A note on the run that the order of queries and keys is for."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from .._core import Table
 from ..declared import Source
-from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2, Wanted
+from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2
+from ..request import Request
 from .base import Bound, Completed, Target
 from .maxtext import NAMES, MaxTextTarget
 from .orbax import DICT_KEY, OrbaxTarget
@@ -29,24 +30,20 @@ class MaxTextStore(Target):
     is_whole = holds_optimizer = keeps_step = writes_arrays = True
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> MaxTextStore:
+    def of(cls, source: Source, request: Request) -> MaxTextStore:
         """What the source allows: see :meth:`.MaxTextTarget.of`."""
-        state = MaxTextTarget.of(source, to, wanted)
-        return cls(state, OrbaxTarget.of(source, to, wanted), state.layout, to)
+        state = MaxTextTarget.of(source, request)
+        return cls(state, OrbaxTarget.of(source, request), state.layout, state.name)
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return self.state.request(table)
-
-    def dtypes(self, bound: Bound) -> dict[str, str]:
-        """Counters that MaxText holds in another integer type; the engine refuses a number that does not fit."""
-        return {name: to for name, (_, to) in self.state.counters(bound.dtypes.items()).items()}
+        return self.state.side(table)
 
     def complete(self, bound: Bound) -> Completed:
         """The store, the yml that says what the model is, and what had to be assumed."""
-        _, texts, findings = self.state.complete(bound)
+        state = self.state.complete(bound)
         empty = {".".join(path): _empty(path) for path in self.state.empty}
-        zeros = {name: dtype for name, (dtype, _) in self.state.constants(bound.shapes).items()}
+        zeros = {name: dtype for name, (dtype, _) in self.state.constants(bound.tensors).items()}
         # The tree is MaxText's own: what the source's looked like says nothing here.
         store = replace(
             self.store,
@@ -58,8 +55,15 @@ class MaxTextStore(Target):
             custom=self.state.metadata(),
             zeros=zeros,
         )
-        files, more, assumed = store.complete(bound)
-        return files, texts | more, findings + assumed
+        stored = store.complete(bound)
+        # Counters that MaxText holds in another integer type; the engine refuses a number that does not fit.
+        counters = self.state.counters((name, tensor.dtype) for name, tensor in bound.tensors.items())
+        return replace(
+            stored,
+            texts=state.texts | stored.texts,
+            findings=state.findings + stored.findings,
+            dtypes={name: to for name, (_, to) in counters.items()},
+        )
 
 
 def _empty(path: tuple[str, ...]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -18,7 +18,8 @@ from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..models import megatron
 from ..models.model import Model
-from ..placing import MULTIPLE, PP, TP, Wanted
+from ..placing import MULTIPLE, PP, TP
+from ..request import Request
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
@@ -70,15 +71,15 @@ class MegatronTarget(Target):
     options = (TP, PP, MULTIPLE)
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> MegatronTarget:
+    def of(cls, source: Source, request: Request) -> MegatronTarget:
         """What the source allows.
 
         Raises:
             FastshardError: ``FS514`` for a model that Megatron-LM does not have, ``FS209`` if a fact
                 that decides values is unknown, ``FS515`` for degrees that no run has.
         """
-        positive(wanted, TP, PP, MULTIPLE)
-        tp, pp, multiple = wanted[TP], wanted[PP], wanted[MULTIPLE]
+        positive(request, TP, PP, MULTIPLE)
+        tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
         model = None
         if source.dialect is megatron.DIALECT:
             facts = dict(source.facts)
@@ -100,13 +101,13 @@ class MegatronTarget(Target):
             model = model_of(source, "Megatron-LM")
             megatron.refuse(model)
             facts = megatron.facts_of(model)
-        name = "megatron:torch_dist" if to == "megatron" else to
+        name = "megatron:torch_dist" if request.to == "megatron" else str(request.to)
         # With tied embeddings the last of several stages has a copy of them. source: megatron/core gpt_model.py
         output_layer = not facts["tied"] or (pp > 1 and name != "megatron:torch_dist")
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {
             "name": self.name,
@@ -114,7 +115,7 @@ class MegatronTarget(Target):
             "degrees": {"tp": self.tp},
             "facts": self.facts,
             "pad_multiple": self.multiple * self.tp,
-            "replicas_once": self.name == "megatron:torch_dist",
+            "chunks": self.name == "megatron:torch_dist",
         }
 
     def iteration(self) -> int:
@@ -150,7 +151,8 @@ class MegatronTarget(Target):
             texts[f"{folder}/metadata.json"] = json.dumps(_BACKEND)
         else:
             files = self._rank_files(bound, folder, common, args)
-        return files, texts | {_TRACKER: str(at) if at else "release"}, findings
+        texts[_TRACKER] = str(at) if at else "release"
+        return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _stage(self, name: str, layers: int) -> int:
         """The pipeline stage that holds a tensor."""
@@ -166,7 +168,7 @@ class MegatronTarget(Target):
         files = []
         for stage in range(self.pp):
             model: OrderedDict[str, Any] = OrderedDict()
-            for name in sorted(bound.shapes, key=_order):
+            for name in sorted(bound.tensors, key=_order):
                 if self._stage(name, bound.axes["L"]) != stage:
                     continue
                 key = name
@@ -186,24 +188,23 @@ class MegatronTarget(Target):
 
     def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[dict[str, Any]]:
         """One file per rank, ``common.pt``, and ``.metadata`` that says which chunk is where."""
-        layers, whole = bound.axes["L"], bound.whole()
-        records = Records(folder)
+        layers, records = bound.axes["L"], Records(folder)
 
         def file(name: str, rank: int) -> str:
             # Ranks count tensor-parallel ranks first. source: megatron/core/parallel_state.py
             return f"__{self._stage(name, layers) * self.tp + rank}_0.distcp"
 
-        for name in sorted(bound.shapes, key=_order):
-            shape, full = bound.shapes[name], whole[name]
-            split = next((d for d, (n, m) in enumerate(zip(shape, full, strict=True)) if n != m), None)
+        for name in sorted(bound.tensors, key=_order):
+            tensor = bound.tensors[name]
+            shape, full = tensor.shape, tensor.whole
             match = _LAYER.match(name)
             inside, half = _half(match[2] if match else name)
             # The two halves of a gated MLP lie one after the other along the first axis.
             extents = [full[0] * (1 if half is None else 2), *full[1:]]
-            for rank in range(1 if split is None else self.tp):
-                at = [full[0] if half else 0, *[0] * (len(shape) - 1)]
-                if split is not None:
-                    at[split] += rank * shape[split]
+            for rank in range(self.tp if tensor.cuts else 1):
+                at = tensor.first(rank)
+                if half:
+                    at[0] += full[0]
                 if match:
                     # Layers are stacked along an axis of their own.
                     fqn, layer = f"decoder.layers.{_fused(inside)}", int(match[1])

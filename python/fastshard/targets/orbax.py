@@ -11,7 +11,8 @@ from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..external.dtypes import HELD
-from ..placing import ZARR2, Wanted
+from ..placing import ZARR2
+from ..request import Request
 from .base import Bound, Completed, Target
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
@@ -54,9 +55,9 @@ class OrbaxTarget(Target):
     is_whole = is_container = takes_any_head = writes_arrays = True
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> OrbaxTarget:
+    def of(cls, source: Source, request: Request) -> OrbaxTarget:
         """The same tensors as the source's, under the same names."""
-        tree, zarr2 = source.tree, wanted[ZARR2]
+        tree, zarr2 = source.tree, request[ZARR2]
         return cls(
             step=_step(source.step),
             item=tree.item if tree else "items",
@@ -69,25 +70,27 @@ class OrbaxTarget(Target):
             custom=dict(tree.custom) if tree else {},
         )
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {"name": self.name}
 
     def complete(self, bound: Bound) -> Completed:
         """The store with its chunks, and the texts around it."""
         arrays = []
-        for name, shape in bound.shapes.items():
-            items = math.prod(shape)
-            item = bound.bytes[name] // items if items else 1
-            arrays.append((name, name, block_of(shape, item)))
+        for name, tensor in bound.tensors.items():
+            items = math.prod(tensor.shape)
+            item = tensor.bytes // items if items else 1
+            arrays.append((name, name, block_of(tensor.shape, item)))
         arrays += [(name, name, []) for name in self.zeros]
-        shapes = {**bound.shapes, **{name: [] for name in self.zeros}}
+        shapes = {name: tensor.shape for name, tensor in bound.tensors.items()} | {
+            name: [] for name in self.zeros
+        }
         self._distinct([name for name, *_ in arrays])
-        self._writable(bound.dtypes)
+        self._writable({name: tensor.dtype for name, tensor in bound.tensors.items()})
         folder = f"{self.step}/{self.item}"
         how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
         files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays, "zeros": self.zeros}}}]
-        return files, self.texts(shapes, arrays), self._changed(shapes)
+        return Completed(self.texts(shapes, arrays), self._changed(shapes), files)
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""

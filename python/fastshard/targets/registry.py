@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..declared import Source
 from ..errors import FastshardError
 from ..options import meant
-from ..placing import Wanted
+from ..request import Request
 from .base import Target
 from .dcp import DcpTarget
 from .gpt_neox import NeoxTarget
@@ -29,33 +29,36 @@ def keeps_all(to: str | None) -> bool:
     return to is None or TARGETS[to].is_container
 
 
-def check(to: str | None, wanted: Wanted, narrowed: bool) -> None:
+def check(request: Request) -> None:
     """Whether there is such a target, and whether it takes these options.
 
     Raises:
         FastshardError: ``FS514`` for degrees and state that are not written, ``FS515`` for names
             that nobody knows and options that do not fit.
     """
+    to = request.to
     if to is not None and to not in TARGETS:
         raise FastshardError.of(
             "FS515", f"target{meant(str(to), TARGETS)}", expected=" | ".join(TARGETS), got=repr(to)
         )
     target = None if to is None else TARGETS[to]
     whole = target is None or target.is_whole
-    if not whole and narrowed:
+    if not whole and request.is_narrowed:
         raise FastshardError.of(
             "FS515",
             f"a {to} checkpoint is written whole",
             got="--include or --exclude",
             help="narrow a merge or a conversion to hf instead",
         )
-    strange = [option for option in wanted.stated() if target is None or option not in target.options]
+    strange = [option for option in request.stated() if target is None or option not in target.options]
     if whole and any(option.kind == "degree" for option in strange):
         raise FastshardError.of(
             "FS514",
             f"{f'a conversion to {to}' if to else 'a merge'} writes whole tensors only",
             expected=" and ".join(f"{option.name} 1" for option in strange if option.kind == "degree"),
-            got=", ".join(f"{option.name} {wanted[option]}" for option in strange if option.kind == "degree"),
+            got=", ".join(
+                f"{option.name} {request[option]}" for option in strange if option.kind == "degree"
+            ),
         )
     for option in strange:
         takes = [name for name, other in TARGETS.items() if option in other.options]
@@ -65,7 +68,7 @@ def check(to: str | None, wanted: Wanted, narrowed: bool) -> None:
             expected=f"--to {' | '.join(takes)}",
             got=f"{to or 'merge'}",
         )
-    if wanted.optimizer and target is not None and not (target.holds_optimizer or target.is_container):
+    if request.optimizer and target is not None and not (target.holds_optimizer or target.is_container):
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",
@@ -73,13 +76,14 @@ def check(to: str | None, wanted: Wanted, narrowed: bool) -> None:
         )
 
 
-def target_of(source: Source, to: str, wanted: Wanted) -> Target:
+def target_of(source: Source, request: Request) -> Target:
     """The target for a source.
 
     Raises:
         FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact that
             decides values is unknown, ``FS515`` for degrees that no run has.
     """
+    to = str(request.to)
     target = TARGETS[to]
     if source.headless and not target.takes_any_head:
         raise FastshardError.of(
@@ -89,4 +93,4 @@ def target_of(source: Source, to: str, wanted: Wanted) -> Target:
             got=source.headless,
             help="`fastshard merge`, or --to hf, keeps it as it is",
         )
-    return target.of(source, to, wanted)
+    return target.of(source, request)

@@ -8,8 +8,10 @@ from typing import Any
 
 from .._core import Table
 from ..declared import Source
-from ..placing import MULTIPLE, TP, Wanted
-from .base import Bound, Completed, Target, positive
+from ..errors import FastshardError
+from ..placing import MULTIPLE, TP
+from ..request import Request
+from .base import Bound, Completed, Drafted, Target, positive
 from .huggingface import HfTarget
 
 #: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
@@ -30,33 +32,33 @@ class TpTarget(Target):
     takes_any_head = True
 
     @classmethod
-    def of(cls, source: Source, to: str, wanted: Wanted) -> TpTarget:
+    def of(cls, source: Source, request: Request) -> TpTarget:
         """What the source allows.
 
         Raises:
             FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
         """
-        positive(wanted, TP, MULTIPLE)
-        tp = wanted[TP]
-        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source, to, wanted)
-        return cls(whole, tp, wanted[MULTIPLE] or _VOCAB_MULTIPLE, whole.layout)
+        positive(request, TP, MULTIPLE)
+        tp = request[TP]
+        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
+        return cls(whole, tp, request[MULTIPLE] or _VOCAB_MULTIPLE, whole.layout)
 
     @property
     def keeps_names(self) -> bool:
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def request(self, table: Table | None) -> dict[str, Any]:
+    def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
         multiple = self.multiple * self.tp
         return {
-            **self.whole.request(table), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
+            **self.whole.side(table), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
         }  # fmt: skip
 
     def complete(self, bound: Bound) -> Completed:
         """One file per rank; ``layout.json`` says how each tensor is divided."""
-        _, texts, findings = self.whole.complete(bound)
-        names = sorted(bound.shapes)
+        whole = self.whole.complete(bound)
+        names = sorted(bound.tensors)
         files = [
             {
                 "name": f"tp_rank_{rank:02d}.safetensors",
@@ -65,13 +67,6 @@ class TpTarget(Target):
             }
             for rank in range(self.tp)
         ]
-        whole = bound.whole()
-        divided = {
-            name: next(
-                (d for d, (n, all_) in enumerate(zip(shape, whole[name], strict=True)) if n != all_), None
-            )
-            for name, shape in bound.shapes.items()
-        }
         layout: dict[str, Any] = {"tp": self.tp}
         if "V" in bound.axes:
             multiple = self.multiple * self.tp
@@ -80,6 +75,21 @@ class TpTarget(Target):
                 "padded_vocab_size": -(-bound.axes["V"] // multiple) * multiple,
                 "make_vocab_size_divisible_by": self.multiple,
             }
-        layout["tp_dim"] = {name: divided[name] for name in names}
-        texts["layout.json"] = json.dumps(layout, indent=1) + "\n"
-        return files, texts, findings
+        layout["tp_dim"] = {name: _divided(name, bound.tensors[name]) for name in names}
+        texts = {**whole.texts, "layout.json": json.dumps(layout, indent=1) + "\n"}
+        return Completed(texts, whole.findings, files)
+
+
+def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
+    """How ``layout.json`` says that a tensor is divided: along a dimension, or along one of a fused tensor's parts.
+
+    Raises:
+        FastshardError: ``FS514`` where ranks do not hold equal shares.
+    """
+    if tensor.cuts is None or len(tensor.cuts) > 1:
+        raise FastshardError.of(
+            "FS514", "layout.json cannot say how ranks divide this tensor", tensor=name, help="leave out --tp"
+        )
+    for dim, _, parts in tensor.cuts:
+        return dim if len(parts) == 1 else {"dim": dim, "parts": parts}
+    return None

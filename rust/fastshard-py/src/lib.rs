@@ -4,6 +4,7 @@
 //! and every error becomes the one exception that carries findings.
 
 mod calls;
+mod drafts;
 mod stores;
 mod tables;
 
@@ -14,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastshard::catalog::{Catalog as CoreCatalog, Wanted};
 use fastshard::codes;
+use fastshard::draft::Planned;
 use fastshard::engine::Options as EngineOptions;
 use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
 use fastshard::manifest::Manifest;
@@ -133,23 +135,25 @@ struct Catalog {
 }
 
 impl Catalog {
-    /// A plan with the open files that it reads.
-    fn with_files(&self, planned: fastshard::request::Planned) -> Plan {
-        // The plan's sources are the catalog's files in the order in which units named them.
-        let held =
-            self.inner.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
-        let held: HashMap<_, _> = held.collect();
-        let sources = planned.plan.sources.iter();
-        let files =
-            sources.filter_map(|s| held.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
-        Plan {
-            plan: Arc::new(planned.plan),
-            findings: planned.findings,
-            files,
-            roots: self.inner.roots.clone(),
-            hashed: Mutex::default(),
-            told: Mutex::default(),
-        }
+    fn with_files(&self, planned: Planned) -> Plan {
+        with_files(&self.inner, planned)
+    }
+}
+
+/// A plan with the open files that it reads.
+fn with_files(catalog: &CoreCatalog, planned: Planned) -> Plan {
+    // The plan's sources are the catalog's files in the order in which units named them.
+    let held = catalog.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
+    let held: HashMap<_, _> = held.collect();
+    let sources = planned.plan.sources.iter();
+    let files = sources.filter_map(|s| held.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
+    Plan {
+        plan: Arc::new(planned.plan),
+        findings: planned.findings,
+        files,
+        roots: catalog.roots.clone(),
+        hashed: Mutex::default(),
+        told: Mutex::default(),
     }
 }
 
@@ -261,13 +265,13 @@ impl Catalog {
     }
 
     #[pyo3(signature = (request, source=None, target=None))]
-    fn plan(
+    fn draft(
         &self,
         py: Python<'_>,
         request: &str,
         source: Option<PyRef<'_, tables::Table>>,
         target: Option<PyRef<'_, tables::Table>>,
-    ) -> PyResult<Plan> {
+    ) -> PyResult<drafts::Draft> {
         let mut request: Request = serde_json::from_str(request).map_err(unusable)?;
         if let Some(table) = source {
             request.source.layout = Some(Arc::clone(&table.inner));
@@ -276,8 +280,8 @@ impl Catalog {
             side.layout = Some(Arc::clone(&table.inner));
         }
         let catalog = Arc::clone(&self.inner);
-        let planned = py.detach(move || fastshard::request::plan(&catalog, &request)).map_err(raise)?;
-        Ok(self.with_files(planned))
+        let draft = py.detach(|| fastshard::request::draft(&catalog, &request)).map_err(raise)?;
+        Ok(drafts::Draft::new(draft, catalog))
     }
 
     fn compare(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
@@ -705,6 +709,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
+    m.add_class::<drafts::Draft>()?;
     m.add_class::<Plan>()?;
     m.add_class::<ResultWriter>()?;
     m.add_class::<tables::Table>()?;

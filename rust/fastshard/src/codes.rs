@@ -140,7 +140,7 @@ codes! {
     505 OUT_INSIDE_SOURCE Error CouldNotRun "The destination lies inside a source (or holds one)."
     506 SOURCE_CHANGED Error Problem "A source file changed while it was read. Wait until the save is complete and run again."
     507 IO Error CouldNotRun "The operating system reported an error."
-    508 LEFTOVER_RUN Error CouldNotRun "An earlier run of this very plan was interrupted. --resume continues it; removing the folder named starts afresh."
+    508 LEFTOVER_RUN Error CouldNotRun "An earlier run of this very plan was interrupted. --resume continues it; removing the folder named starts afresh. As a warning: a run of another plan, or of an older version of fastshard, has left its folder at the same destination; it is not continued."
     509 LOCKED Error CouldNotRun "Another process is writing this result."
     510 INTERRUPTED Error CouldNotRun "Stopped by the user. Nothing was published; --resume continues."
     511 TOO_MANY_FILES Error CouldNotRun "The open-file limit is too low for this checkpoint."

@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::codes;
 use crate::error::{Finding, Severity};
 use crate::layout::bind::{Known, Local};
+use crate::layout::cuts::{self, Cuts};
 use crate::layout::expr::{extent_in, in_set, Extents};
 use crate::layout::resolve::{AtomBox, Lowering, Outside, Registry, Resolved, Stored, Unit};
 use crate::layout::sets::{Positions, Sets};
@@ -40,8 +41,6 @@ pub enum Replicas {
 pub struct Target<'a> {
     /// Its layout; `None` for the source's own at degree 1 (merge).
     pub table: Option<&'a Table>,
-    /// Integer types of single outputs, by name.
-    pub dtypes: Option<&'a std::collections::BTreeMap<String, crate::tensor::Dtype>>,
     /// What is known of it: degrees, facts, extents that differ from the source's.
     pub outside: Outside,
     /// Multiple to which the vocabulary is padded, if the target pads it.
@@ -50,16 +49,29 @@ pub struct Target<'a> {
     pub dtype: Option<Dtype>,
     /// How replicas are treated.
     pub replicas: Replicas,
-    /// True if rank 0 alone holds replicas.
-    pub replicas_once: bool,
+    /// True if ranks hold chunks of the whole: boxes of it, and each once. What is no box is not divided.
+    pub chunks: bool,
     /// Which outputs are wanted, by name.
     pub wanted: &'a dyn Fn(&str) -> bool,
 }
 
+/// An output before it has its place in a file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drafted {
+    /// Rank per parallel dimension of the target; empty where nothing is divided.
+    pub coords: BTreeMap<String, u64>,
+    /// The output, as the rank holds it.
+    pub output: Output,
+    /// Shape of the whole tensor, where it is another.
+    pub whole: Option<Vec<u64>>,
+    /// How ranks cut it; `None` where they do not hold equal shares.
+    pub cuts: Option<Cuts>,
+}
+
 /// Outputs and what was found on the way.
 pub struct Composed {
-    /// Outputs per target unit; one unit when nothing is sharded.
-    pub outputs: Vec<(BTreeMap<String, u64>, Output)>,
+    /// Outputs of every rank of the target.
+    pub outputs: Vec<Drafted>,
     /// Regions that should be zero.
     pub pads: Vec<PadRegion>,
     /// Stored tensors that repeat another one of the same rank, from another root: (first, copy).
@@ -143,7 +155,10 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         return refused(findings);
     }
     let known = Known { extents: Extents::new(), degrees: target.outside.known.degrees.clone() };
-    let local = Local::new(table, &extents, &known);
+    let boxed = if target.chunks { cuts::in_boxes(table, &extents, &known) } else { None };
+    let table = boxed.as_ref().unwrap_or(table);
+    let (local, whole) =
+        (Local::new(table, &extents, &known), Local::new(table, &extents, &Known::default()));
     findings.extend(local.findings.iter().cloned());
 
     let wanted = if merging {
@@ -181,6 +196,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         Builder { index, target, table, extents: &extents, registry, ledger: Ledger::default() };
     let mut unmade = 0;
     let mut outputs = Vec::with_capacity(lowered.len());
+    let mut cut: BTreeMap<usize, Option<Cuts>> = BTreeMap::new();
     for (want, boxes) in &lowered {
         let entry = &table.entries[want.entry];
         let Some(shape) = &entry.shape else { continue };
@@ -190,10 +206,18 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             continue;
         }
         let keep = (target.wanted)(&name);
-        let shape = shape.extents(&table.derived, local.of(&entry.class));
-        let shape = shape.into_iter().map(|n| n.unwrap_or(0)).collect();
-        match builder.output(want, name, shape, boxes) {
-            Ok(output) if keep => outputs.push((want.coords.clone(), output)),
+        let extents_of = |of: &Local| -> Vec<u64> {
+            let shape = shape.extents(&table.derived, of.of(&entry.class));
+            shape.into_iter().map(|n| n.unwrap_or(0)).collect()
+        };
+        match builder.output(want, name, extents_of(&local), boxes) {
+            Ok(output) if keep => {
+                let cuts = cut.entry(want.entry).or_insert_with(|| {
+                    cuts::of(table, entry, whole.of(&entry.class), local.of(&entry.class))
+                });
+                let whole = Some(extents_of(&whole)).filter(|whole| *whole != output.shape);
+                outputs.push(Drafted { coords: want.coords.clone(), output, whole, cuts: cuts.clone() });
+            }
             Ok(_) => {}
             Err(found) if keep => {
                 unmade += 1;

@@ -14,7 +14,7 @@ use crate::format::torch_zip::writer as torch_zip;
 use crate::format::torch_zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
 use crate::manifest::{MANIFEST_NAME, MAX_MANIFEST};
-use crate::plan::{ArrayStore, Fill, Form, OutFile, Output};
+use crate::plan::{ArrayStore, Fill, Form, OutFile, Output, Plan};
 use crate::tensor::{element_count, Dtype};
 
 /// Name of the index that names each tensor's file.
@@ -124,8 +124,21 @@ impl Content {
     }
 }
 
+/// Outputs in their files.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// Outputs, in file order.
+    pub outputs: Vec<Output>,
+    /// The files.
+    pub files: Vec<OutFile>,
+    /// True for files that share the tensors of one model, so that an index must say which has which.
+    pub has_index: bool,
+    /// What was found.
+    pub findings: Vec<Finding>,
+}
+
 /// Puts outputs into the files that the target prescribes: each output into exactly one.
-pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>, Vec<Finding>) {
+pub fn place(outputs: Ranked, sides: &[FileSide]) -> Placed {
     let mut findings = Vec::new();
     let mut by_name: HashMap<(String, BTreeMap<String, u64>), Output> = HashMap::new();
     let mut dimensions = BTreeSet::new();
@@ -221,7 +234,7 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> (Vec<Output>, Vec<OutFile>,
             );
         }
     }
-    (all, files, findings)
+    Placed { outputs: all, files, has_index: false, findings }
 }
 
 /// A scalar of zero.
@@ -339,15 +352,14 @@ fn pickled<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>, file: &
 
 /// Findings for what goes with the files of a result and would be beyond what is read again: its index, its
 /// manifest, and the texts of the target.
-pub fn beyond(outputs: &[Output], files: &[OutFile], texts: &BTreeMap<String, String>) -> Vec<Finding> {
+pub fn beyond(plan: &Plan) -> Vec<Finding> {
     let named = |each: u64| -> u64 {
-        let file = |o: &Output| files.get(o.file as usize).map_or(0, |f| f.name.len());
-        outputs.iter().map(|o| (o.name.len() + file(o)) as u64 + each).sum()
+        let file = |o: &Output| plan.files.get(o.file as usize).map_or(0, |f| f.name.len());
+        plan.outputs.iter().map(|o| (o.name.len() + file(o)) as u64 + each).sum()
     };
-    let index = (files.len() > 1 && files.iter().all(|f| f.form == Form::Safetensors)).then(|| named(12));
     let mut all: Vec<(&str, u64, u64)> = vec![(MANIFEST_NAME, named(MANIFEST_ENTRY), MAX_MANIFEST)];
-    all.extend(index.map(|bytes| (INDEX_NAME, bytes, MAX_INDEX)));
-    all.extend(texts.iter().map(|(name, text)| (name.as_str(), text.len() as u64, MAX_TEXT)));
+    all.extend(plan.index.as_deref().map(|name| (name, named(12), MAX_INDEX)));
+    all.extend(plan.texts.iter().map(|(name, text)| (name.as_str(), text.len() as u64, MAX_TEXT)));
     let refused =
         all.into_iter().filter_map(|(name, bytes, limit)| within("bytes", bytes, limit, name).err());
     refused.flat_map(crate::error::Error::into_findings).collect()
@@ -419,14 +431,14 @@ fn natural(name: &str) -> Vec<(String, u64)> {
 
 /// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one
 /// file, so that its header may be beyond the format's limit: that is a finding.
-pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>, Vec<Finding>) {
+pub fn pack(outputs: Ranked, max_bytes: u64) -> Placed {
     let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
     for (coords, output) in outputs {
         units.entry(coords).or_default().push(output);
     }
     let sharded = units.len() > 1;
     let (mut all, mut files, mut findings) = (Vec::new(), Vec::new(), Vec::new());
-    for (rank, (_, mut outputs)) in units.into_iter().enumerate() {
+    for (coords, mut outputs) in units {
         outputs.sort_by_cached_key(|o| natural(&o.name));
         let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
         let (mut bytes, mut header) = (0, safetensors::HEADER_FIXED);
@@ -449,7 +461,7 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>, Vec<
             // Whole pages first, so that as many tensors as can be lie on page boundaries.
             group.sort_by_key(|o| o.nbytes() % 4096 != 0);
             let name = match (sharded, count) {
-                (true, _) => format!("tp_rank_{rank:02}.safetensors"),
+                (true, _) => format!("{}.safetensors", of_rank(&coords)),
                 (false, 1) => "model.safetensors".to_string(),
                 (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
             };
@@ -462,5 +474,13 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> (Vec<Output>, Vec<OutFile>, Vec<
             }
         }
     }
-    (all, files, findings)
+    // Files of ranks hold slices under one name: an index would name one slice as the whole.
+    let has_index = !sharded && files.len() > 1;
+    Placed { outputs: all, files, has_index, findings }
+}
+
+/// What a rank's file is called, e.g. `tp_rank_01`.
+fn of_rank(coords: &BTreeMap<String, u64>) -> String {
+    let each: Vec<String> = coords.iter().map(|(by, rank)| format!("{by}_rank_{rank:02}")).collect();
+    each.join("_")
 }

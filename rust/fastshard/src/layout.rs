@@ -6,6 +6,7 @@
 
 pub mod bind;
 pub mod config;
+pub mod cuts;
 pub mod derive;
 pub mod expr;
 pub mod names;

@@ -15,7 +15,7 @@ use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
 
 /// Version of the plan's JSON form.
-pub const PLAN_VERSION: u32 = 1;
+pub const PLAN_VERSION: u32 = 2;
 
 /// A source file as the plan names it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -446,6 +446,11 @@ pub struct Plan {
     pub copies_accepted: Vec<String>,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
+    /// The index among the files of the result, which names the file of each tensor; none where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<String>,
+    /// Top-level names that appear after all others, in this order; readers start from the last.
+    pub pointers: Vec<String>,
     /// Degree of each parallel dimension of the source.
     pub topology: BTreeMap<String, u64>,
     /// Extents of the axes, for the reader.
@@ -618,6 +623,13 @@ impl Plan {
                 let code = if covered > elements { codes::OVERLAP } else { codes::HOLE };
                 fail(code, "elements covered", elements.to_string(), covered.to_string());
             }
+        }
+        let files = self.files.iter().map(|f| &f.name).chain(self.texts.keys()).chain(&self.index);
+        let top: BTreeSet<&str> = files.filter_map(|name| name.split('/').next()).collect();
+        for name in self.pointers.iter().filter(|name| !top.contains(name.as_str())) {
+            findings.push(
+                Finding::new(codes::BAD_VALUE, "the plan's last name is of no file of the result").file(name),
+            );
         }
         if findings.is_empty() {
             Ok(())

@@ -51,6 +51,7 @@ mod journal;
 mod kept;
 mod lock;
 mod older;
+mod others;
 mod place;
 mod preflight;
 mod rename;

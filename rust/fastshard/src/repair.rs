@@ -10,12 +10,13 @@ use serde::Deserialize;
 
 use crate::catalog::Catalog;
 use crate::codes;
+use crate::draft::{pointer, Planned};
 use crate::error::{Finding, Result, Severity};
 use crate::format::torch_zip;
 use crate::plan::{
     Combine, Fill, Form, OutFile, Output, Part, PartAxis, Pieces, Plan, StoredTensor, PLAN_VERSION,
 };
-use crate::request::{Gathered, Planned, Request};
+use crate::request::{Gathered, Request};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 /// What is to be rebuilt.
@@ -27,6 +28,10 @@ pub struct Repair {
     /// Small text files to write besides.
     #[serde(default)]
     pub texts: BTreeMap<String, String>,
+    /// Top-level names that appear after all others, the last of them the one that readers start from; by default the
+    /// first file's.
+    #[serde(default)]
+    pub pointers: Vec<String>,
 }
 
 /// A file to be rebuilt.
@@ -169,6 +174,10 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     plan.rules = vec!["masters".into()];
     (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
     plan.texts = repair.texts.clone();
+    plan.pointers = match repair.pointers.is_empty() {
+        true => pointer(&plan).into_iter().collect(),
+        false => repair.pointers.clone(),
+    };
     plan.topology = request.source.degrees.clone();
     plan.roots = catalog.roots.iter().map(|r| r.display().to_string()).collect();
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));

@@ -6,21 +6,21 @@ use std::sync::Arc;
 use serde::{Deserialize, Deserializer};
 
 mod assembled;
-mod lookalikes;
+pub(crate) mod lookalikes;
 mod plain;
 mod scales;
 
 use crate::catalog::Catalog;
 use crate::codes;
-use crate::compose::{self, Replicas, Source, Target};
-use crate::error::{Finding, Result, Severity};
-use crate::files::{self, FileSide};
+use crate::compose::{self, Drafted, Replicas, Source, Target};
+use crate::draft::Draft;
+use crate::error::{Finding, Result};
 use crate::layout::bind::Known;
 use crate::layout::expr::{names_in, Extents};
 use crate::layout::resolve::{self, generic_entry, Instance, Outside, Placement, Registry, Unknown};
 use crate::layout::sets::Sets;
 use crate::layout::table::Table;
-use crate::plan::{Output, PadRegion, Plan, StoredTensor, PLAN_VERSION};
+use crate::plan::{PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
 
 pub(crate) use assembled::Gathered;
@@ -48,11 +48,6 @@ pub struct Request {
     /// Glob patterns of output names not wanted.
     #[serde(default)]
     pub exclude: Vec<String>,
-    /// Largest output file, in bytes of tensor data.
-    pub max_shard_size: u64,
-    /// Small text files to write besides.
-    #[serde(default)]
-    pub texts: BTreeMap<String, String>,
 }
 
 /// The source's declaration.
@@ -62,9 +57,10 @@ pub struct SourceSide {
     /// Layout table (TOML text in JSON); none for tensors that are whole as they are.
     #[serde(default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
-    /// Rules for single tensors, from a `layout.json`: name and the dimension split over tp.
+    /// Rules for single tensors, from a `layout.json`: name, the dimension split over tp, and the parts of the whole
+    /// along it that are split each by itself.
     #[serde(default)]
-    pub generic: Vec<(String, Option<usize>)>,
+    pub generic: Vec<(String, Option<usize>, Vec<u64>)>,
     /// Where each file lies in the topology.
     pub units: Vec<UnitSide>,
     /// Tensors that lie in ranges of other tensors.
@@ -162,29 +158,12 @@ pub struct TargetSide {
     /// Sets of positions of the target, where they differ from the source's of that name.
     #[serde(default)]
     pub sets: Sets,
-    /// Integer types of counters, where the target holds them in another one.
-    #[serde(default)]
-    pub dtypes: BTreeMap<String, Dtype>,
     /// Multiple to which the vocabulary is padded.
     #[serde(default)]
     pub pad_multiple: Option<u64>,
-    /// True if only rank 0 of a parallel dimension holds what the dimension does not divide.
+    /// True if ranks hold chunks of the whole: boxes of it, and each once.
     #[serde(default)]
-    pub replicas_once: bool,
-    /// Files of the result, where the framework prescribes them; by default outputs fill safetensors
-    /// files in their order.
-    #[serde(default)]
-    pub files: Vec<FileSide>,
-}
-
-/// A plan and all that was found while making it. With an error among the findings the plan is
-/// incomplete: it can be looked at, and whole tensors of it read, but not be executed.
-#[derive(Debug)]
-pub struct Planned {
-    /// The plan.
-    pub plan: Plan,
-    /// Findings, errors first.
-    pub findings: Vec<Finding>,
+    pub chunks: bool,
 }
 
 fn globs(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
@@ -247,11 +226,11 @@ fn parsed<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<Option<Arc<
     text.map(|text| Table::parse(&text).map(Arc::new).map_err(serde::de::Error::custom)).transpose()
 }
 
-/// Makes a plan of a catalog by a request.
+/// Drafts a plan of a catalog by a request.
 ///
 /// # Errors
 /// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
-pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
+pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
     let mut table = request.source.layout.as_deref().map_or_else(Table::generic, Table::clone);
     let mut target_table = request.target.as_ref().and_then(|t| t.layout.as_deref()).cloned();
     if let Some(target) = &target_table {
@@ -288,7 +267,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     catalog.look()?;
     let known_names: std::collections::HashMap<&str, &[u64]> =
         passes[0].seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
-    for (name, divided) in &request.source.generic {
+    for (name, divided, parts) in &request.source.generic {
         if let Some(&shape) = known_names.get(name.as_str()) {
             if divided.is_some_and(|d| d >= shape.len()) {
                 return Err(Finding::new(codes::BAD_VALUE, "tp_dim in layout.json")
@@ -296,7 +275,7 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
                     .expected(format!("a dimension of {shape:?}"), divided.unwrap_or(0))
                     .into());
             }
-            generic_entry(&mut table, name, shape, *divided);
+            generic_entry(&mut table, name, shape, *divided, parts);
         }
     }
     let outside = Outside {
@@ -333,9 +312,8 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
             outside: target_outside.clone(),
             pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
             dtype: request.dtype.filter(|_| pass.slot.is_none()),
-            dtypes: request.target.as_ref().map(|t| &t.dtypes),
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
-            replicas_once: request.target.as_ref().is_some_and(|t| t.replicas_once),
+            chunks: request.target.as_ref().is_some_and(|t| t.chunks),
             wanted: &slotted,
         };
         let with = Resolving {
@@ -352,46 +330,26 @@ pub fn plan(catalog: &Catalog, request: &Request) -> Result<Planned> {
     findings.extend(made.findings);
     let (rules, axes) = (made.rules, made.axes);
 
-    let prescribed = request.target.as_ref().map_or(&[][..], |t| &t.files);
-    let broken = findings.iter().any(|f| f.severity == Severity::Error);
-    let (outputs, files, found) = match prescribed.is_empty() || broken {
-        true => files::pack(made.outputs, request.max_shard_size),
-        false => files::place(made.outputs, prescribed),
-    };
-    findings.extend(found);
-    findings.extend(files::beyond(&outputs, &files, &request.texts));
-    let mut plan = Plan {
+    let plan = Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
         sources,
         blobs,
         stored,
         rules,
-        outputs,
-        files,
         pads: made.pads,
         copies: made.copies,
         twins_may_differ: request.source.twins_may_differ,
         layers_may_repeat: request.source.layers_may_repeat,
         untied: request.source.facts.get("tied") == Some(&false),
         copies_accepted: request.source.copies_accepted.clone(),
-        texts: request.texts.clone(),
         topology: request.source.degrees.clone(),
         axes,
-        notes: Vec::new(),
         roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
+        ..Plan::default()
     };
-    findings.extend(lookalikes::lookalikes(catalog, &plan));
-    findings.extend(lookalikes::unsummed(catalog, &plan));
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
-    plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
-    if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {
-        findings.insert(
-            0,
-            Finding::new(codes::USAGE, "nothing is left to write").help("check --include and --exclude"),
-        );
-    }
-    Ok(Planned { plan, findings })
+    Ok(Draft { plan, outputs: made.outputs, findings })
 }
 
 fn slot_name(name: &str, pass: &Pass) -> String {
@@ -399,8 +357,8 @@ fn slot_name(name: &str, pass: &Pass) -> String {
 }
 
 /// Names and sources of a pass's outputs as they are among those of all passes.
-fn globally(outputs: &mut [(BTreeMap<String, u64>, Output)], pass: &Pass) {
-    for (_, output) in outputs {
+fn globally(outputs: &mut [Drafted], pass: &Pass) {
+    for Drafted { output, .. } in outputs {
         output.name = slot_name(&output.name, pass);
         let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
         sources.for_each(|source| *source = pass.tensors[*source as usize]);
@@ -420,7 +378,7 @@ struct Resolving<'a> {
 /// Outputs and findings of all passes.
 #[derive(Default)]
 struct Made {
-    outputs: Vec<(BTreeMap<String, u64>, Output)>,
+    outputs: Vec<Drafted>,
     pads: Vec<PadRegion>,
     copies: Vec<(u32, u32)>,
     rules: Vec<String>,
@@ -525,14 +483,10 @@ fn division(
 }
 
 /// One note per kind of cast.
-fn casts(
-    wanted: Option<Dtype>,
-    outputs: &[(BTreeMap<String, u64>, Output)],
-    stored: &[StoredTensor],
-) -> Vec<Finding> {
+fn casts(wanted: Option<Dtype>, outputs: &[Drafted], stored: &[StoredTensor]) -> Vec<Finding> {
     let Some(to) = wanted else { return Vec::new() };
     let mut from: BTreeMap<Dtype, u64> = BTreeMap::new();
-    for (_, output) in outputs {
+    for Drafted { output, .. } in outputs {
         let source = output.parts.first().and_then(|p| p.sources.first()).map(|&s| stored[s as usize].dtype);
         if let Some(source) = source.filter(|d| *d != output.dtype) {
             *from.entry(source).or_default() += 1;

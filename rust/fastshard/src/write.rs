@@ -85,11 +85,13 @@ pub fn write(
     engine::admit(plan, &engine_options(plan, options, out))?;
     publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
     let document = serde_json::json!({
-        "plan": run, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
+        "plan": run, "version": plan.version, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
     });
     let document = serde_json::to_vec(&document).expect("plain data");
     let mut staging = Staging::begin(out, &run, &document, &options.publish)?;
-    let mut findings = Vec::new();
+    let mut findings = staging.left_beside(plan.version);
+    let notices = || control.notices.lock().unwrap_or_else(PoisonError::into_inner);
+    notices().extend(findings.iter().cloned());
     if staging.sealed() {
         let stale = stale_files(&staging, plan, options)?;
         let folder = staging.folder().to_path_buf();
@@ -98,7 +100,7 @@ pub fn write(
             return roll_forward(staging, plan, out, findings, control);
         }
     }
-    control.notices.lock().unwrap_or_else(PoisonError::into_inner).extend(staging.forecast());
+    notices().extend(staging.forecast());
     let folder = staging.folder().to_path_buf();
     let done = fill(plan, files, &staging, &run, options, control).and_then(|filled| {
         // The last look at the sources: what was read is what is there.
@@ -223,7 +225,7 @@ fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<
     // Moved to its place already, as one of the last.
     let Ok(manifest) = Manifest::read(&staging.path().join(MANIFEST_NAME)) else { return Ok(Vec::new()) };
     let of_plan = |name: &str| {
-        name == INDEX_NAME
+        plan.index.as_deref() == Some(name)
             || plan.texts.contains_key(name)
             || plan.files.iter().any(|f| f.name == name || name.starts_with(&format!("{}/", f.name)))
     };
@@ -270,28 +272,7 @@ fn folders(plan: &Plan) -> usize {
 
 /// Top-level names that appear after all others; the last one is where readers start.
 fn last_names(plan: &Plan) -> Vec<&str> {
-    let mut last = vec![MANIFEST_NAME];
-    if let Some(name) = TRACKER_NAMES.into_iter().find(|name| plan.texts.contains_key(*name)) {
-        last.push(name);
-    } else if let Some(file) = plan.files.iter().find(|f| matches!(f.form, Form::Pickle(_))) {
-        last.extend(file.name.split('/').next());
-    } else if has_index(plan) {
-        last.push(INDEX_NAME);
-    } else if let Some(file) = plan.files.first() {
-        last.extend(file.name.split('/').next());
-    }
-    last
-}
-
-/// Names of the text that names the step to be loaded (DeepSpeed, Megatron-LM).
-const TRACKER_NAMES: [&str; 2] = ["latest", "latest_checkpointed_iteration.txt"];
-
-/// True for safetensors files that share the tensors of one model.
-fn has_index(plan: &Plan) -> bool {
-    let several = plan.files.len() > 1 && plan.files.iter().all(|f| f.form == Form::Safetensors);
-    // Files of ranks hold slices under one name: an index would name one slice as the whole.
-    let mut names = BTreeSet::new();
-    several && plan.outputs.iter().all(|o| names.insert(&o.name))
+    std::iter::once(MANIFEST_NAME).chain(plan.pointers.iter().map(String::as_str)).collect()
 }
 
 /// What stands around the outputs of each file.
@@ -430,8 +411,8 @@ fn fill(
     for (name, path) in &options.copies {
         staging.copy_in(name, path)?;
     }
-    if has_index(plan) {
-        staging.write(INDEX_NAME, &index(plan))?;
+    if let Some(name) = &plan.index {
+        staging.write(name, &index(plan))?;
     }
     // On the descriptors that wrote: others may not be told of a write that failed.
     sink.files.iter().flatten().try_for_each(OutFile::sync)?;

@@ -68,6 +68,7 @@ fn request(tp: u64, files: Vec<Json>) -> Json {
         "source": {"layout": TABLE, "units": units(&checkpoint())},
         "target": {"name": "t", "layout": TABLE, "degrees": {"tp": tp}, "files": files},
         "max_shard_size": 1u64 << 40,
+        "pointers": ["latest"],
         "texts": {"latest": "step", "step/configs/x.yml": "a: 1\n"},
     })
 }

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ..._core import Rule, Table
+from ...configs import shown
 from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
@@ -162,18 +163,7 @@ class TpSafetensors:
                 source.axes.pop("V", None)
             if padded := _positive(layout, "padded_vocab_size", path):
                 source.axes["P"] = padded
-            dims = layout.get("tp_dim") or {}
-            if not isinstance(dims, dict) or not all(
-                d is None or (isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 64)
-                for d in dims.values()
-            ):
-                raise FastshardError.of(
-                    "FS211",
-                    "layout.json: tp_dim",
-                    file=path,
-                    expected="tensor name -> dimension or null",
-                    got=repr(dims)[:80],
-                )
+            dims = _divided(layout.get("tp_dim") or {}, path)
             source.expected_names = set(dims)
             if source.layout is None:
                 source.layout = source.family = "layout.json"
@@ -197,10 +187,41 @@ class TpSafetensors:
         return source
 
 
-def _own_table(dims: dict[str, Any], source: Source) -> Table:
+def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
+    """``tp_dim`` of a layout.json: the dimension that ranks divide, and the parts of a fused tensor along it.
+
+    Raises:
+        FastshardError: ``FS211`` for a value that it cannot have.
+    """
+    if not isinstance(stated, dict):
+        raise FastshardError.of(
+            "FS211", "layout.json: tp_dim", file=path, expected="an object by tensor names", got=shown(stated)
+        )
+    divided: dict[str, tuple[int | None, list[int]]] = {}
+    for name, value in stated.items():
+        dim, parts = (value.get("dim"), value.get("parts")) if isinstance(value, dict) else (value, [])
+        sizes = isinstance(parts, list) and all(_is_number(n, 1 << 40) and n > 0 for n in parts)
+        if not sizes or not (_is_number(dim, 64) or (dim is None and not parts)):
+            raise FastshardError.of(
+                "FS211",
+                "layout.json: tp_dim",
+                file=path,
+                tensor=name,
+                expected='a dimension, null, or {"dim": dimension, "parts": sizes of the parts of a fused tensor}',
+                got=shown(value),
+            )
+        divided[name] = dim, parts
+    return divided
+
+
+def _is_number(value: Any, below: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+
+
+def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
     """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
     padded, vocab = source.axes.get("P"), source.vocab_size
-    rows = [n for n, d in dims.items() if d == 0 and _VOCABULARY.search(n)] if padded and vocab else []
-    source.generic = [(name, dim) for name, dim in dims.items() if name not in rows]
+    rows = [n for n, (d, _) in dims.items() if d == 0 and _VOCABULARY.search(n)] if padded and vocab else []
+    source.generic = [(name, *divided) for name, divided in dims.items() if name not in rows]
     rules = [Rule.literal(name, f"[V~P, H{i}]", name) for i, name in enumerate(rows)]
     return Table.of("layout.json", "V", {"tp": ["V~P"]}, rules)

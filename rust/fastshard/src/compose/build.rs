@@ -124,10 +124,7 @@ impl<'a> Builder<'a> {
         parts.sort_by_key(|p| p.dst_base);
         let stored = dtype.map_or(Dtype::F32, |(d, _)| d);
         let cast = self.target.dtype.filter(|_| stored.is_float() && !entry.keep_dtype);
-        // A counter in another integer type: its numbers are checked when they are read.
-        let counted = self.target.dtypes.and_then(|all| all.get(&name)).copied();
-        let counted = counted.filter(|to| stored.is_integer() && to.is_integer());
-        let dtype = cast.or(counted).unwrap_or(stored);
+        let dtype = cast.unwrap_or(stored);
         let mut fill = if boxes.iter().any(|b| b.pad.is_some()) { Fill::Zero } else { Fill::None };
         // The inverse of a sum: the value on rank 0, the neutral term elsewhere.
         if let Some(dimension) = &entry.partial {

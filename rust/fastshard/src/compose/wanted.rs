@@ -158,7 +158,7 @@ pub(super) fn table_names(
         };
         let divided = dividing(table, entry);
         let holds = |coords: &BTreeMap<String, u64>| {
-            !target.replicas_once || coords.iter().all(|(d, rank)| *rank == 0 || divided.contains(d.as_str()))
+            !target.chunks || coords.iter().all(|(d, rank)| *rank == 0 || divided.contains(d.as_str()))
         };
         for index in positions {
             for coords in all_ranks.iter().filter(|c| holds(c)) {

@@ -157,21 +157,29 @@ pub struct Outside {
 }
 
 /// A rule for a tensor that no rule names: every dimension an axis of its own.
-/// `divided` is the dimension split over `tp`, if any.
-pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Option<usize>) {
+/// `divided` is the dimension split over `tp`, if any; `parts` are what the whole is made of along it, each split by
+/// itself, where it is fused.
+pub fn generic_entry(table: &mut Table, name: &str, shape: &[u64], divided: Option<usize>, parts: &[u64]) {
     let at = table.entries.len();
-    let dims =
-        (0..shape.len()).map(|d| vec![Factor::Axis { name: generic_axis(at, d), padded: None }]).collect();
+    let axis = |name: String| vec![Factor::Axis { name, padded: None }];
+    let mut dims: Vec<Vec<Factor>> = (0..shape.len()).map(|d| axis(generic_axis(at, d))).collect();
     if let Some(d) = divided {
+        let mut split = vec![generic_axis(at, d)];
+        if !parts.is_empty() {
+            split = (0..parts.len()).map(|i| format!("{}.{i}", generic_axis(at, d))).collect();
+            table.fixed.extend(split.iter().cloned().zip(parts.iter().copied()));
+            let alternatives = split.iter().enumerate().map(|(i, part)| (i.to_string(), axis(part.clone())));
+            dims[d] = vec![Factor::Alternatives(alternatives.collect())];
+        }
+        table.divided.extend(split.iter().cloned());
         let default = table.shards.entry(String::new()).or_default();
-        default.entry("tp".into()).or_default().push(generic_axis(at, d));
-        table.divided.insert(generic_axis(at, d));
+        default.entry("tp".into()).or_default().extend(split);
     }
     table.entries.push(Entry {
         shape: Some(Shape { dims }),
         generic: true,
         // No rule's tensor has this canonical name, and no other generic one's.
-        ..Entry::bare(Pattern::literal(name), &format!("{at}#"))
+        ..Entry::bare(Pattern::literal(name), &format!("{at}#{}", if parts.is_empty() { "" } else { "{}" }))
     });
 }
 
@@ -378,7 +386,7 @@ pub fn resolve(
                     || outside.beside.contains(&tensor.name)
                     || table.keeps(&tensor.name) =>
             {
-                generic_entry(table, &tensor.name, &tensor.shape, None);
+                generic_entry(table, &tensor.name, &tensor.shape, None, &[]);
                 names.generic.insert(tensor.name.clone(), table.entries.len() - 1);
                 let entry = table.entries.len() - 1;
                 generic.extend(tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n)));

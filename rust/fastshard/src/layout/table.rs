@@ -248,6 +248,8 @@ impl Table {
     /// An axis of a tensor that only a generic rule names (`resolve::generic_entry`): the tensor, and the dimension.
     pub fn generic_axis(&self, axis: &str) -> Option<(&str, usize)> {
         let (entry, d) = axis.split_once('#')?;
+        // Of a part of a fused dimension too.
+        let d = d.split_once('.').map_or(d, |(d, _)| d);
         let entry = self.entries.get(entry.parse::<usize>().ok()?)?;
         Some((entry.name.text(), d.parse().ok()?))
     }

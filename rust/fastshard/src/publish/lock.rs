@@ -68,6 +68,13 @@ pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
         .into()
 }
 
+/// True if a live process holds the folder, or has just made it.
+pub(super) fn is_held(folder: &Dir) -> bool {
+    let free = |file: File| (0..5).any(|_| try_lock(&file, FlockOperation::NonBlockingLockShared));
+    // Its owner makes the lock before all else.
+    !folder.read_only(LOCK).is_ok_and(free)
+}
+
 /// The error for a folder that a live process holds.
 pub(super) fn locked(folder: &Path) -> Error {
     Finding::new(codes::LOCKED, "another process is writing this result")

@@ -17,7 +17,7 @@ use super::place::{Occupied, Place};
 use super::preflight::in_steps;
 use super::rename::{self, Run};
 use super::seal::Seal;
-use super::{content, lock, Options};
+use super::{content, lock, others, Options};
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::manifest::ManifestFile;
@@ -194,6 +194,11 @@ impl Staging {
         let replaces = matches!(run.before, Occupied::Full { .. }) && !run.place.inside;
         let older = run.place.open_out().ok()?.filter(|_| replaces)?;
         older.is_layered(&run.folder).unwrap_or(false).then(|| in_steps(&run.place))
+    }
+
+    /// Warnings about what interrupted runs of other plans have left at the same destination.
+    pub fn left_beside(&self, version: u32) -> Vec<Finding> {
+        others::left(&self.run.place, version)
     }
 
     /// What is done so far, and what the earlier runs recorded.

@@ -15,7 +15,7 @@ const NAMED: usize = 4;
 ///
 /// Files are of a kind where they hold tensors of the same names and shapes (records: of the same sizes), of
 /// which different things are made; a torch file that kept its own name inside is not one of them.
-pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
+pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     if plan.sources.len() < 2 && !plan.blobs.iter().any(|blob| blob.encoded) {
         return None;
     }
@@ -64,7 +64,7 @@ pub(super) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
 }
 
 /// The torch files that were saved without checksums: a note, if there are any.
-pub(super) fn unsummed(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
+pub(crate) fn unsummed(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
     let without = |file: &&CatalogFile| {
         matches!(file.parsed.format, "torch_zip" | "dcp")
             && file.parsed.blobs.iter().any(|blob| blob.crc32.is_none())

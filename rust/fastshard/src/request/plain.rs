@@ -4,9 +4,11 @@
 //! million.
 
 use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
 use super::assembled::Pass;
-use crate::compose::Target;
+use crate::compose::{Drafted, Target};
+use crate::layout::cuts::Cuts;
 use crate::layout::resolve::{Outside, Stored, Unknown};
 use crate::layout::table::Table;
 use crate::plan::{Combine, Fill, Output, Part, PartAxis};
@@ -40,16 +42,17 @@ pub(super) fn all_plain(
 }
 
 /// The outputs of such a pass that are wanted, by the tensors' numbers in it.
-pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<(BTreeMap<String, u64>, Output)> {
+pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<Drafted> {
+    let uncut: Cuts = Arc::new([]);
     let wanted = pass.seen.iter().enumerate().filter(|(_, tensor)| (target.wanted)(&tensor.name));
-    wanted.map(|(i, tensor)| (BTreeMap::new(), output(i as u32, tensor, target))).collect()
+    let drafted =
+        |output| Drafted { coords: BTreeMap::new(), output, whole: None, cuts: Some(uncut.clone()) };
+    wanted.map(|(i, tensor)| drafted(output(i as u32, tensor, target))).collect()
 }
 
 fn output(source: u32, tensor: &Stored, target: &Target) -> Output {
     let stored = tensor.dtype;
     let cast = target.dtype.filter(|_| stored.is_float());
-    let counted = target.dtypes.and_then(|all| all.get(&tensor.name)).copied();
-    let counted = counted.filter(|to| stored.is_integer() && to.is_integer());
     let axes = tensor.shape.iter().zip(c_strides(&tensor.shape)).enumerate();
     let axes = axes.filter(|(_, (n, _))| **n > 1);
     let part = Part {
@@ -62,7 +65,7 @@ fn output(source: u32, tensor: &Stored, target: &Target) -> Output {
     };
     Output {
         name: tensor.name.clone(),
-        dtype: cast.or(counted).unwrap_or(stored),
+        dtype: cast.unwrap_or(stored),
         shape: tensor.shape.clone(),
         // Without elements nothing is read.
         parts: if tensor.shape.contains(&0) { Vec::new() } else { vec![part] },
@@ -101,10 +104,12 @@ mod tests {
         let names: Vec<(u32, String)> = (0..files).map(|i| (0, format!("{i}.safetensors"))).collect();
         let catalog = Catalog::open(vec![folder.to_path_buf()], &names, 1);
         let units: Vec<Value> = (0..files).map(|i| json!({ "file": i })).collect();
-        let mut request =
-            json!({"source": {"units": units, "pass_unknown": true}, "max_shard_size": 1u64 << 40});
+        let mut request = json!({"source": {"units": units, "pass_unknown": true}});
         request.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
-        let made = crate::request::plan(&catalog, &serde_json::from_value(request).unwrap()).unwrap();
+        let limit = request.as_object_mut().unwrap().remove("max_shard_size");
+        let placement = json!({"max_shard_size": limit.unwrap_or(json!(1u64 << 40))});
+        let draft = crate::request::draft(&catalog, &serde_json::from_value(request).unwrap()).unwrap();
+        let made = draft.placed(&catalog, serde_json::from_value(placement).unwrap());
         (serde_json::to_value(&made.plan).unwrap(), serde_json::to_value(&made.findings).unwrap())
     }
 

@@ -10,11 +10,12 @@ use std::sync::{Arc, Mutex};
 
 use fastshard::catalog::Catalog;
 use fastshard::codes::Code;
+use fastshard::draft::{Placement, Planned};
 use fastshard::engine::{self, Control, Options, Report, Sink};
 use fastshard::error::{Error, Finding, Result, Severity};
 use fastshard::format::safetensors;
 use fastshard::plan::Plan;
-use fastshard::request::{self, Planned, Request};
+use fastshard::request::{self, Request};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 
@@ -144,9 +145,18 @@ pub fn open(dir: &Path, files: usize) -> Catalog {
     Catalog::open(vec![dir.to_path_buf()], &names, 1)
 }
 
-pub fn make_plan(catalog: &Catalog, request: serde_json::Value) -> Result<Planned> {
+/// Drafts and places: what is said of places stands in the request, or in its target.
+pub fn make_plan(catalog: &Catalog, mut request: serde_json::Value) -> Result<Planned> {
+    let mut placement = serde_json::Map::new();
+    for (within, keys) in
+        [("", &["max_shard_size", "texts", "pointers"][..]), ("/target", &["files", "dtypes"])]
+    {
+        let Some(serde_json::Value::Object(side)) = request.pointer_mut(within) else { continue };
+        placement.extend(keys.iter().filter_map(|key| side.remove_entry(*key)));
+    }
     let request: Request = serde_json::from_value(request).expect("a request");
-    request::plan(catalog, &request)
+    let placement: Placement = serde_json::from_value(placement.into()).expect("a placement");
+    Ok(request::draft(catalog, &request)?.placed(catalog, placement))
 }
 
 /// The open files of a catalog in the order of a plan's sources.

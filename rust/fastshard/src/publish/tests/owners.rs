@@ -36,6 +36,42 @@ fn leftover_and_locked() {
 }
 
 #[test]
+fn runs_of_other_plans_are_named_and_left_alone() {
+    let s = Setting::new();
+    let of = |digit: &str| digit.repeat(16);
+    let interrupted = |run: &str, plan: &[u8]| {
+        let staging = Staging::begin(&s.out(), run, plan, &PLAIN).unwrap();
+        staging.journal().append(b"done").unwrap();
+        staging.folder().to_path_buf()
+    };
+    let first = interrupted(&of("1"), b"{\"plan\": \"1\"}");
+    let second = interrupted(&of("2"), b"{\"version\": 2}");
+    let damaged = interrupted(&of("3"), b"no plan");
+    let sealed = interrupted(&of("4"), b"{\"version\": 2}");
+    std::fs::write(sealed.join("sealed"), b"").unwrap();
+    // A live one is somebody's work, another destination's is another's.
+    let live = Staging::begin(&s.out(), &of("5"), PLAN, &PLAIN).unwrap();
+    drop(Staging::begin(&s.out().with_file_name("other"), &of("6"), PLAN, &PLAIN).unwrap());
+    let name = first.file_name().unwrap().to_string_lossy().replace(&of("1"), &of("7"));
+    std::fs::write(first.with_file_name(name), b"a file").unwrap();
+    for options in [PLAIN, RESUME] {
+        let staging = Staging::begin(&s.out(), RUN, PLAN, &options).unwrap();
+        let found = staging.left_beside(2);
+        let files: Vec<_> = found.iter().map(|f| PathBuf::from(f.file.as_ref().unwrap())).collect();
+        assert_eq!(files, [&first, &second, &damaged, &sealed].map(PathBuf::clone));
+        assert!(found
+            .iter()
+            .all(|f| f.code == codes::LEFTOVER_RUN && f.severity == crate::error::Severity::Warning));
+        assert!(found[0].message.contains("made by version 1 of the plan; this is version 2"));
+        assert!(found[1..].iter().all(|f| !f.message.contains("version")));
+        assert!(found[3].help.as_ref().unwrap().contains("look before you remove it"));
+        staging.discard().unwrap();
+    }
+    assert!(first.join("plan").exists() && first.join("journal").exists() && sealed.join("sealed").exists());
+    drop(live);
+}
+
+#[test]
 fn concurrent_begins_of_one_run() {
     for options in [PLAIN, RESUME] {
         for _ in 0..10 {

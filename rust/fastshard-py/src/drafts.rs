@@ -1,0 +1,81 @@
+//! Drafts, for targets: looked at, then placed.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fastshard::catalog::Catalog;
+use fastshard::draft::{Draft as CoreDraft, Placement};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::{to_json, unusable, with_files, Plan};
+
+/// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
+type Cut = (usize, String, Vec<u64>);
+/// An output of a draft: name, dtype, a rank's shape and bytes, the whole tensor's shape, and how ranks cut it.
+type Drafted = (String, String, Vec<u64>, u64, Vec<u64>, Option<Vec<Cut>>);
+
+/// A plan without places; placed once.
+#[pyclass(frozen, module = "fastshard._core")]
+pub(crate) struct Draft {
+    inner: Mutex<Option<CoreDraft>>,
+    catalog: Arc<Catalog>,
+}
+
+impl Draft {
+    pub(crate) fn new(draft: CoreDraft, catalog: Arc<Catalog>) -> Draft {
+        Draft { inner: Mutex::new(Some(draft)), catalog }
+    }
+
+    fn with<T>(&self, look: impl FnOnce(&CoreDraft) -> T) -> PyResult<T> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.as_ref().map(look).ok_or_else(|| PyValueError::new_err("the draft was placed"))
+    }
+}
+
+#[pymethods]
+impl Draft {
+    fn findings(&self) -> PyResult<String> {
+        self.with(|draft| to_json(&draft.findings))?
+    }
+
+    fn axes(&self) -> PyResult<BTreeMap<String, u64>> {
+        self.with(|draft| draft.axes().clone())
+    }
+
+    /// Bytes by dtype, of all ranks.
+    fn dtypes(&self) -> PyResult<BTreeMap<String, u64>> {
+        self.with(|draft| {
+            let mut all = BTreeMap::new();
+            for one in &draft.outputs {
+                *all.entry(one.output.dtype.to_string()).or_default() += one.output.nbytes();
+            }
+            all
+        })
+    }
+
+    /// Each tensor once, whatever the ranks that hold it.
+    fn tensors(&self) -> PyResult<Vec<Drafted>> {
+        self.with(|draft| {
+            let mut seen = HashSet::with_capacity(draft.outputs.len());
+            let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
+            once.map(|one| {
+                let o = &one.output;
+                let cuts = one.cuts.as_ref().map(|cuts| {
+                    cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
+                });
+                let whole = one.whole.as_ref().unwrap_or(&o.shape).clone();
+                (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
+            })
+            .collect()
+        })
+    }
+
+    /// The plan. A draft is placed once.
+    fn place(&self, py: Python<'_>, placement: &str) -> PyResult<Plan> {
+        let placement: Placement = serde_json::from_str(placement).map_err(unusable)?;
+        let draft = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let draft = draft.ok_or_else(|| PyValueError::new_err("the draft was placed"))?;
+        Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement))))
+    }
+}

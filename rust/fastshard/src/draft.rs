@@ -1,0 +1,112 @@
+//! Drafts: all that a plan says but where its outputs lie. What the files of a target are called and hold follows from
+//! the tensors that there are, so a target looks at the draft, and the draft is then placed. Composed once.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::catalog::Catalog;
+use crate::codes;
+use crate::compose::Drafted;
+use crate::error::{Finding, Severity};
+use crate::files::{self, FileSide, Placed, INDEX_NAME};
+use crate::plan::Plan;
+use crate::request::lookalikes;
+use crate::tensor::Dtype;
+
+/// Where a target wants what was drafted, and what goes with it.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Placement {
+    /// Files of the result, where the framework prescribes them; by default outputs fill safetensors
+    /// files in their order.
+    #[serde(default)]
+    pub files: Vec<FileSide>,
+    /// Largest output file, in bytes of tensor data, where no files are prescribed.
+    pub max_shard_size: u64,
+    /// Small text files to write besides.
+    #[serde(default)]
+    pub texts: BTreeMap<String, String>,
+    /// Integer types of counters, where the target holds them in another one.
+    #[serde(default)]
+    pub dtypes: BTreeMap<String, Dtype>,
+    /// Top-level names that appear after all others, the last of them the one that readers start from. By default the
+    /// index, else the first file.
+    #[serde(default)]
+    pub pointers: Vec<String>,
+}
+
+/// A plan without places.
+#[derive(Debug)]
+pub struct Draft {
+    /// The plan without outputs and files.
+    pub(crate) plan: Plan,
+    /// Its outputs.
+    pub outputs: Vec<Drafted>,
+    /// What was found so far, errors first.
+    pub findings: Vec<Finding>,
+}
+
+/// A plan and all that was found while making it. With an error among the findings the plan is
+/// incomplete: it can be looked at, and whole tensors of it read, but not be executed.
+#[derive(Debug)]
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// Findings, errors first.
+    pub findings: Vec<Finding>,
+}
+
+impl Draft {
+    /// Extents of the axes.
+    pub fn axes(&self) -> &BTreeMap<String, u64> {
+        &self.plan.axes
+    }
+
+    fn is_broken(&self) -> bool {
+        self.findings.iter().any(|f| f.severity == Severity::Error)
+    }
+
+    /// The plan, with every output in a file.
+    pub fn placed(mut self, catalog: &Catalog, placement: Placement) -> Planned {
+        for Drafted { output, .. } in &mut self.outputs {
+            // A counter in another integer type: its numbers are checked when they are read.
+            let to =
+                placement.dtypes.get(&output.name).filter(|to| to.is_integer() && output.dtype.is_integer());
+            output.dtype = to.copied().unwrap_or(output.dtype);
+        }
+        let broken = self.is_broken();
+        let (mut plan, mut findings) = (self.plan, self.findings);
+        let outputs = self.outputs.into_iter().map(|o| (o.coords, o.output)).collect();
+        let Placed { outputs, files, has_index, findings: found } = match placement.files.is_empty() || broken
+        {
+            true => files::pack(outputs, placement.max_shard_size),
+            false => files::place(outputs, &placement.files),
+        };
+        findings.extend(found);
+        (plan.outputs, plan.files, plan.texts) = (outputs, files, placement.texts);
+        plan.index = has_index.then(|| INDEX_NAME.to_string());
+        plan.pointers = match placement.pointers.is_empty() {
+            true => pointer(&plan).into_iter().collect(),
+            false => placement.pointers,
+        };
+        findings.extend(files::beyond(&plan));
+        findings.extend(lookalikes::lookalikes(catalog, &plan));
+        findings.extend(lookalikes::unsummed(catalog, &plan));
+        findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+        plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
+        if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {
+            findings.insert(
+                0,
+                Finding::new(codes::USAGE, "nothing is left to write").help("check --include and --exclude"),
+            );
+        }
+        Planned { plan, findings }
+    }
+}
+
+/// Where a reader starts, if no target says: the index, else the first file.
+pub(crate) fn pointer(plan: &Plan) -> Option<String> {
+    let first = || plan.files.first()?.name.split('/').next();
+    plan.index.as_deref().or_else(first).map(str::to_string)
+}

@@ -1,0 +1,58 @@
+//! What interrupted runs of other plans have left at the same destination: never continued, and named, since it takes up
+//! space and may hold what was there before.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+use super::disk::Dir;
+use super::lock;
+use super::place::Place;
+use crate::codes;
+use crate::error::{Finding, Severity};
+
+/// Digits of a run in the name of its folder.
+const DIGITS: usize = 16;
+/// Bytes at most of a plan's own words.
+const MAX_PLAN: u64 = 1 << 20;
+/// Folders named; the rest is left for another time.
+const NAMED: usize = 8;
+
+/// A warning for each folder of another run whose owner is gone. What cannot be looked at is passed over: this run does
+/// not depend on it.
+pub(super) fn left(place: &Place, version: u32) -> Vec<Finding> {
+    let own = place.folder.as_bytes();
+    let (prefix, _) = own.split_at(own.len() - DIGITS);
+    let is_run = |name: &OsStr| {
+        let digits = name.as_bytes().strip_prefix(prefix);
+        name != place.folder
+            && digits.is_some_and(|run| run.len() == DIGITS && run.iter().all(u8::is_ascii_hexdigit))
+    };
+    let mut names = place.base.entries().unwrap_or_default();
+    names.retain(|name| is_run(name));
+    names.sort();
+    let folders = names.iter().filter_map(|name| place.base.sub(name).ok());
+    folders
+        .filter(|folder| !lock::is_held(folder))
+        .take(NAMED)
+        .map(|folder| warning(&folder, version))
+        .collect()
+}
+
+fn warning(folder: &Dir, version: u32) -> Finding {
+    let plan = folder.read_small("plan", MAX_PLAN).ok().flatten();
+    let plan: Option<serde_json::Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    // Plans of the first version did not say so.
+    let made = plan.as_ref().map(|plan| plan.get("version").and_then(serde_json::Value::as_u64).unwrap_or(1));
+    let why = match made.filter(|made| *made != u64::from(version)) {
+        Some(made) => format!(" (made by version {made} of the plan; this is version {version})"),
+        None => String::new(),
+    };
+    let help = match folder.has("sealed").unwrap_or(false) {
+        true => "its result was complete and is in `data` there, or what was at the destination before: look before you remove it",
+        false => "it takes up space: remove it if it is not needed, or continue it by the command that it was",
+    };
+    Finding::new(codes::LEFTOVER_RUN, format!("an interrupted run of another plan is not continued{why}"))
+        .severity(Severity::Warning)
+        .file(folder.path())
+        .help(help)
+}
