@@ -291,12 +291,12 @@ def test_published_is_said_by_the_error() -> None:
 def test_error_after_publication_does_not_say_that_nothing_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastshard.cli import commands
+    from fastshard.cli.verbs import convert
 
     def fail(*argv: object, **options: object) -> None:
         raise error_for([Finding.of("FS507", "cannot sync"), Finding.of("FS519", "complete", file="there")])
 
-    monkeypatch.setattr(commands, "convert_checkpoint", fail)
+    monkeypatch.setattr(convert, "convert_checkpoint", fail)
     ran = cli("merge", HF, tmp_path / "out", json_output=False)
     assert ran.code == 2 and "could not run; the result is published at there" in ran.err
     assert "nothing was published" not in ran.err
@@ -308,12 +308,12 @@ def test_error_after_publication_does_not_say_that_nothing_was(
 def test_what_nobody_expected_is_a_finding(
     error: Exception, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastshard.cli import commands
+    from fastshard.cli.verbs import convert
 
     def fail(*argv: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(commands, "convert_checkpoint", fail)
+    monkeypatch.setattr(convert, "convert_checkpoint", fail)
     ran = cli("merge", HF, tmp_path / "out")
     assert ran.code == 2 and [f["code"] for f in ran.errors] == [code]
     text = cli("merge", HF, tmp_path / "out", "-v", json_output=False)

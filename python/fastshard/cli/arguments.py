@@ -1,0 +1,180 @@
+"""Arguments that verbs share: groups for their parsers, and what the library is called with for them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..checkpoint import open as open_checkpoint
+from ..placing import OPTIONS
+from ..planning import thread_count
+from ..sources.base import ACCEPTABLE
+from ..targets.registry import TARGETS
+
+
+def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
+    """What every run takes; without ``run``, what reads headers only."""
+    group = parser.add_argument_group("common")
+    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
+    group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
+    group.add_argument("--threads", type=int, metavar="N", help="worker threads (default: all cores)")
+    if run:
+        group.add_argument(
+            "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
+        )
+        group.add_argument(
+            "--memory",
+            metavar="SIZE",
+            help="anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
+        )
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """A checkpoint, and how it is read."""
+    parser.add_argument(
+        "ckpt",
+        nargs="+",
+        metavar="CKPT",
+        help="checkpoint directory or file; several are node-local parts of one",
+    )
+    add_opening(parser)
+
+
+def add_opening(parser: argparse.ArgumentParser) -> None:
+    """How what is at the paths is read: :func:`opening`."""
+    group = parser.add_argument_group("source")
+    group.add_argument(
+        "--step",
+        metavar="N",
+        help="step to take, by name or number (default: the tracker file's, else the newest)",
+    )
+    group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
+    group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped"
+    )
+    group.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
+        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); files, or those "
+        "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
+    )
+    group.add_argument(
+        "--expect-processes",
+        type=int,
+        metavar="N",
+        help="processes that wrote the checkpoint, where its files do not tell (Orbax)",
+    )
+
+
+def add_shaping(parser: argparse.ArgumentParser) -> None:
+    """What is made of the tensors: :func:`shape`."""
+    group = parser.add_argument_group("result")
+    group.add_argument("--dtype", choices=("keep", "bf16", "f16", "f32"), default="keep")
+    group.add_argument(
+        "--replicas",
+        choices=("equal", "mean"),
+        default="equal",
+        help="copies of a replicated tensor that differ: refuse (default), or average in float32",
+    )
+    add_choosing(group)
+    group.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
+    )
+    group.add_argument(
+        "--weights",
+        choices=("params", "masters"),
+        help="which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
+    )
+    group.add_argument("--optimizer", action="store_true", help="optimizer state too (merge)")
+
+
+def add_choosing(parser: argparse._ActionsContainer) -> None:
+    """Which tensors."""
+    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
+
+
+def add_stats(parser: argparse._ActionsContainer) -> None:
+    """``--stats`` of what writes a manifest."""
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="statistics of each tensor into the manifest (see `fastshard stats`)",
+    )
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """How OUT is written."""
+    group = parser.add_argument_group("writing")
+    group.add_argument("--expect", metavar="FILE", help="a manifest or config to check the source against")
+    add_tokenizer(group)
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    group.add_argument("--sparse", action="store_true", help="leave holes in files where they hold zeros")
+    add_stats(group)
+
+
+def add_tokenizer(parser: argparse._ActionsContainer) -> None:
+    """``--tokenizer`` of what a model is written with."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="take tokenizer files from here: a folder, or a file of a vocabulary (default: what lies beside the source)",
+    )
+
+
+def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
+    """``--to`` and the options of targets: :func:`placing`."""
+    parser.add_argument(
+        "--to",
+        required=required,
+        metavar="TARGET",
+        help=", ".join(TARGETS),
+    )
+    for option in OPTIONS:
+        how: dict[str, Any] = {"help": option.help, "default": option.default}
+        if option.kind == "switch":
+            how["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
+        elif option.kind == "choice":
+            how["choices"] = option.choices
+        else:
+            how |= {"type": int, "metavar": "N"}
+        parser.add_argument(option.flag, **how)
+
+
+def opening(a: argparse.Namespace) -> dict[str, Any]:
+    """Options of everything that reads a checkpoint."""
+    return {
+        "step": a.step, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "accept": a.accept,
+        "expect_processes": a.expect_processes, "threads": thread_count(a.threads),
+    }  # fmt: skip
+
+
+def opened(a: argparse.Namespace) -> Checkpoint:
+    """The checkpoint, by its headers."""
+    return open_checkpoint(*a.ckpt, **opening(a))
+
+
+def progress(a: argparse.Namespace) -> str | bool:
+    """How far a run is, told or not."""
+    return False if a.quiet or (a.json and a.progress == "auto") else a.progress
+
+
+def shape(a: argparse.Namespace) -> dict[str, Any]:
+    """Options of a result under any names."""
+    return {
+        "dtype": a.dtype, "replicas": a.replicas, "include": a.include, "exclude": a.exclude,
+        "max_shard_size": a.max_shard_size, "weights": a.weights, "optimizer": a.optimizer,
+    }  # fmt: skip
+
+
+def placing(a: argparse.Namespace) -> dict[str, Any]:
+    """Options that targets take."""
+    return {option.name: getattr(a, option.name) for option in OPTIONS}

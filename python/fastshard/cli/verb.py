@@ -1,0 +1,53 @@
+"""What a verb is: one record of all that the command line knows of a command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UNPROVEN, Finding
+
+
+@dataclass
+class Result:
+    """What a command puts on stdout: text for people, or the fields of the ``--json`` object."""
+
+    text: str = ""
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+Outcome = tuple[Result, list[Finding]]
+
+
+def layout_not_proven(findings: list[Finding]) -> str:
+    """What no run that reads a checkpoint can prove, and what this one could not."""
+    unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
+    told = "that the layout is right for the model: a hash cannot tell, logits can"
+    if unprovable:
+        told = f"{unprovable.message}; {unprovable.help}"
+    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)])
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command."""
+
+    name: str
+    #: Its line in ``fastshard --help``.
+    help: str
+    #: Adds its arguments to its parser.
+    arguments: Callable[[argparse.ArgumentParser], None]
+    #: Calls the library and says what came of it.
+    run: Callable[[argparse.Namespace], Outcome]
+    #: What its own ``--help`` says; as ``help`` if None.
+    description: str | None = None
+    #: Its result is a deed or a verdict: with ``-q`` only errors are said.
+    silent: bool = False
+    #: Its findings make its exit code; else it is 0 once there is a result.
+    judges: bool = True
+    #: Where its result is published, None if it publishes none. Arguments that could not be parsed are absent.
+    publishes: Callable[[argparse.Namespace], str | None] = lambda a: None
+    #: The one line that its result ends with; None for a result that needs no proof.
+    not_proven: Callable[[list[Finding]], str] | None = layout_not_proven

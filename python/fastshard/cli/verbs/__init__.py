@@ -1,0 +1,19 @@
+"""All verbs: a file for each, and its place here."""
+
+from __future__ import annotations
+
+from ..verb import Verb
+from .convert import CONVERT, MERGE
+from .diff import DIFF
+from .explain import EXPLAIN
+from .inspect import INSPECT
+from .manifest import MANIFEST
+from .masters import MASTERS
+from .plan import PLAN
+from .stats import STATS
+from .verify import VERIFY
+
+#: In the order of ``fastshard --help``.
+VERBS: tuple[Verb, ...] = (
+    INSPECT, MERGE, CONVERT, PLAN, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
+)  # fmt: skip

@@ -1,0 +1,79 @@
+"""``fastshard merge`` and ``fastshard convert``: a checkpoint is written, under its own names or in another layout."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...convert import convert as convert_checkpoint
+from ...manifests import MANIFEST_NAME
+from ..arguments import (
+    add_common,
+    add_shaping,
+    add_source,
+    add_target,
+    add_writing,
+    opening,
+    placing,
+    progress,
+    shape,
+)
+from ..render import human
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
+    add_source(parser)
+    parser.add_argument("out", metavar="OUT", help="destination directory")
+    if to:
+        add_target(parser, required=True)
+    add_shaping(parser)
+    add_writing(parser)
+    add_common(parser)
+
+
+def _out(a: argparse.Namespace) -> str | None:
+    # Without its arguments, which could not be parsed, it is still a verb that publishes.
+    return getattr(a, "out", "")
+
+
+def _write(a: argparse.Namespace, to: str | None) -> Outcome:
+    shaping = shape(a)
+    if to is not None:
+        shaping |= placing(a)
+    manifest = convert_checkpoint(
+        a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
+        overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=progress(a), **shaping, **opening(a),
+    )  # fmt: skip
+    document = manifest.document
+    files = manifest.tensor_files
+    size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
+    held = f"in {len(files)} files" if files else "of arrays"
+    text = (
+        f"{a.out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
+        f"every byte hashed; manifest {MANIFEST_NAME}"
+    )
+    summary = {
+        "out": str(a.out),
+        "tensors": len(document["tensors"]),
+        "bytes": size,
+        "plan": document["plan"],
+    }
+    return Result(text, {**summary, "files": document["files"]}), manifest.findings
+
+
+MERGE = Verb(
+    name="merge",
+    help="whole tensors under the source's own names; needs no known model family",
+    arguments=lambda parser: _arguments(parser, to=False),
+    run=lambda a: _write(a, None),
+    silent=True,
+    publishes=_out,
+)
+CONVERT = Verb(
+    name="convert",
+    help="another layout, e.g. Hugging Face",
+    arguments=lambda parser: _arguments(parser, to=True),
+    run=lambda a: _write(a, a.to),
+    silent=True,
+    publishes=_out,
+)

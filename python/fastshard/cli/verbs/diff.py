@@ -1,0 +1,39 @@
+"""``fastshard diff``: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...verify import diff as diff_checkpoints
+from ..arguments import add_choosing, add_common, add_opening, opening, progress
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    add_opening(parser)
+    add_choosing(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    differences = diff_checkpoints(
+        a.a, a.b, include=a.include, exclude=a.exclude, memory=a.memory, progress=progress(a), **opening(a)
+    )
+    text = (
+        f"{len(differences)} tensors differ"
+        if differences
+        else "no difference: every tensor has the same bytes"
+    )
+    document = {"equal": not differences, "differences": [d.to_dict() for d in differences]}
+    return Result(text, document), [d.to_finding() for d in differences]
+
+
+DIFF = Verb(
+    name="diff",
+    help="two checkpoints, tensor by tensor, across formats and shardings",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+)

@@ -1,0 +1,44 @@
+"""``fastshard explain``: what a finding means and what to do."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...errors import CODES, FastshardError
+from ..render import table
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", nargs="?", metavar="CODE", help="e.g. FS101; without it, all codes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    if a.code is None:
+        rows = [
+            (code, row["severity"], row["name"].lower().replace("_", "-"))
+            for code, row in sorted(CODES.items())
+        ]
+        return Result(table(rows, indent=""), {"codes": list(CODES.values())}), []
+    code = a.code.upper()
+    row = CODES.get(code if code.startswith("FS") else f"FS{code}")
+    if row is None:
+        raise FastshardError.of(
+            "FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes"
+        )
+    exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
+    name = row["name"].lower().replace("_", " ")
+    text = f"{row['code']} {name} ({row['severity']}; as an error, exit code {exits[row['exit']]})\n\n{row['explanation']}"
+    if row["code"] == "FS513":
+        text += "\n\nRead: safetensors (single, indexed, per tensor-parallel rank), torch .bin with index, GPT-NeoX."
+    return Result(text, row), []
+
+
+EXPLAIN = Verb(
+    name="explain",
+    help="what a finding means and what to do",
+    arguments=_arguments,
+    run=_run,
+    not_proven=None,
+)

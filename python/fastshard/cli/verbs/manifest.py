@@ -1,0 +1,54 @@
+"""``fastshard manifest``: hashes of what is there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...manifests import MANIFEST_NAME
+from ...verify import manifest as make_manifest
+from ..arguments import add_common, add_source, add_stats, opening, progress
+from ..render import human
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: fastshard.manifest.json in CKPT")
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="do without these arrays, which cannot be read; all else is hashed",
+    )
+    add_stats(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    made = make_manifest(
+        a.ckpt,
+        a.output,
+        exclude=a.exclude,
+        stats=a.stats,
+        memory=a.memory,
+        progress=progress(a),
+        **opening(a),
+    )
+    document = made.document
+    path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
+    size = sum(f["size"] for f in document["files"])
+    text = (
+        f"{path}: {len(document['tensors'])} tensors in {len(document['files'])} files, {human(size)} hashed"
+    )
+    return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
+
+
+MANIFEST = Verb(
+    name="manifest",
+    help="hash what is there, so that later damage shows",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+)

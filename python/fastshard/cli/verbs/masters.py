@@ -1,0 +1,92 @@
+"""``fastshard masters``: fp32 masters against parameters, and their repair."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...errors import FastshardError
+from ...masters import masters as compare_masters
+from ...masters import repair_masters
+from ..arguments import add_common, add_source, opening, progress
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    group = parser.add_argument_group("repair")
+    group.add_argument("--repair", metavar="OUT", help="write a copy whose masters are the parameters")
+    group.add_argument(
+        "--drop-optimizer",
+        action="store_true",
+        help="with --repair: leave the optimizer out, for load_module_only=True",
+    )
+    group.add_argument("--resume", action="store_true", help="continue an interrupted repair")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    group.add_argument("--fsync", choices=("full", "none"), help="durability (default: full)")
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    if a.repair is None:
+        stray = {
+            "--drop-optimizer": a.drop_optimizer,
+            "--resume": a.resume,
+            "--overwrite": a.overwrite,
+            "--fsync": a.fsync is not None,
+        }
+        if flag := next((flag for flag, given in stray.items() if given), None):
+            raise FastshardError.of(
+                "FS515", f"{flag} goes with --repair OUT", help="nothing is written without --repair"
+            )
+        report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
+        verdict = (
+            "every fp32 master rounds to its parameter"
+            if report.ok
+            else f"{len(report.differing)} masters are not their parameters"
+            if report.differing
+            else "not proven, see the findings"
+        )
+        steps = ", ".join(f"{step:g}" for step in report.steps) or "not told"
+        text = (
+            f"{', '.join(map(str, a.ckpt))}: {verdict}; {report.compared} tensors, {report.elements:,} elements"
+            f" compared; optimizer step {steps}"
+        )
+        if report.differing:
+            text += f"\n\n{report.advice}"
+        document = {
+            "ok": report.ok,
+            "compared": report.compared,
+            "elements": report.elements,
+            "differing": report.differing,
+            "steps": report.steps,
+        }
+        return Result(text, document), report.findings
+    manifest = repair_masters(
+        a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
+        fsync=a.fsync != "none", progress=progress(a), **opening(a),
+    )  # fmt: skip
+    count = len(manifest.document["tensors"])
+    what = (
+        "the optimizer left out; load it with load_module_only=True"
+        if a.drop_optimizer
+        else f"{count} tensors rebuilt: masters made from the parameters, moments and step set to zero; load it as usual"
+    )
+    document = {"out": str(a.repair), "tensors": count, "files": manifest.document["files"]}
+    return Result(f"{a.repair}: {what}", document), manifest.findings
+
+
+MASTERS = Verb(
+    name="masters",
+    help="fp32 masters against 16-bit parameters; rebuild the masters for a finetune",
+    description="""\
+        Checks that every fp32 master of the optimizer rounds to its 16-bit parameter. With --repair the
+        parameters are taken to be right: OUT is the same checkpoint with masters made from them, and
+        moments and step zero.""",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+    publishes=lambda a: getattr(a, "repair", None),
+    not_proven=lambda findings: (
+        "that the parameters are right: where the two differ, the files do not say which side is stale"
+    ),
+)

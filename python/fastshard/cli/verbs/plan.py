@@ -1,0 +1,94 @@
+"""``fastshard plan``: what would be written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from typing import Any
+
+from ... import _core
+from ...convert import plan as plan_of
+from ...errors import FastshardError
+from ...manifests import run_options
+from ...planning import thread_count
+from ..arguments import add_common, add_shaping, add_source, add_target, add_tokenizer, opened, placing, shape
+from ..render import human, table
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add_target(parser, required=False)
+    add_shaping(parser)
+    add_tokenizer(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    checkpoint = opened(a)
+    made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
+    summary = made.summary
+    memory = run_options(a.memory, a.threads, checkpoint.opened.catalog)["memory"]
+    try:
+        free = shutil.disk_usage(os.curdir).free
+    except OSError as error:
+        raise FastshardError.of("FS507", f"the current directory: {error.strerror}") from None
+    document: dict[str, Any] = {
+        "digest": made.digest,
+        "summary": summary,
+        "space": {"needed": summary["bytes"], "free_here": free},
+        "memory": {
+            "budget": memory,
+            "baseline": _core.anonymous_memory(),
+            "threads": thread_count(a.threads),
+        },
+        "read_amplification": summary["read_amplification"],
+    }
+    if a.verbose or a.json:
+        document["plan"] = made.to_dict()
+    changes = [f"{change} ({count})" for change, count in summary["changes"].items()]
+    rows = [
+        ("target", made.target),
+        ("digest", made.digest),
+        (
+            "sources",
+            f"{summary['sources']} files, {human(summary['source_bytes'])}, {summary['stored_tensors']} tensors",
+        ),
+        ("outputs", f"{summary['outputs']} tensors, {summary['parameters']:,} parameters"),
+        (
+            "files",
+            ", ".join(f"{f['name']} ({human(f['size'])})" for f in summary["files"][:4])
+            + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else ""),
+        ),
+        ("dtypes", ", ".join(f"{d} x {n}" for d, (n, _) in summary["dtypes"].items()) or "-"),
+        ("value ops", ", ".join(changes) or "none: every bit is kept"),
+        ("space", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
+        (
+            "memory",
+            f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {thread_count(a.threads)} threads)",
+        ),
+        (
+            "reads",
+            f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums included",
+        ),
+    ]
+    if decoding := summary["decoding"]:
+        beyond = decoding["live"] > memory
+        rows.append(
+            (
+                "decodes",
+                f"{decoding['blocks']} chunks of {human(decoding['largest'])} at most, each once; "
+                f"{human(decoding['live'])} of them are needed at a time"
+                + (f": what {human(memory)} cannot hold lies on disk meanwhile" if beyond else ""),
+            )
+        )
+    text = table(rows, indent="")
+    if a.verbose:
+        text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in made.outputs])
+    return Result(text, document), made.findings
+
+
+PLAN = Verb(
+    name="plan", help="print what merge or convert would do, write nothing", arguments=_arguments, run=_run
+)

@@ -1,0 +1,44 @@
+"""``fastshard stats``: distributions per tensor."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...stats import HISTOGRAM_EDGES
+from ...stats import with_findings as stats_of
+from ..arguments import add_choosing, add_common, add_source, opening, progress
+from ..render import stats_table
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add_choosing(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    gathered, findings = stats_of(
+        a.ckpt, include=a.include, exclude=a.exclude, memory=a.memory, progress=progress(a), **opening(a)
+    )
+    document = {
+        "tensors": {name: tensor.to_dict() for name, tensor in gathered.items()},
+        "histogram_edges": list(HISTOGRAM_EDGES),
+    }
+    return Result(stats_table(gathered), document), findings
+
+
+STATS = Verb(
+    name="stats",
+    help="distributions per tensor: extremes, mean, std, zeros, NaN, histogram, zero slabs",
+    description="""\
+        One streaming pass over the whole tensors. The histogram has 64 fixed bins, 32 powers of two for each
+        sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of two
+        checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices of a
+        dimension at which everything is zero: lost shards look like that.""",
+    arguments=_arguments,
+    run=_run,
+    not_proven=lambda findings: (
+        "that the values are right: distributions show what is lost or broken, not what is slightly off"
+    ),
+)

@@ -1,0 +1,60 @@
+"""``fastshard verify``: completeness, integrity, and content against a manifest."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from ...errors import FastshardError
+from ...verify import verify as verify_checkpoint
+from ..arguments import add_choosing, add_common, add_source, opening, progress
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("--expect", metavar="FILE", help="a manifest or config")
+    parser.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
+    add_choosing(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    subset = None
+    if a.subset:
+        given = re.fullmatch("([0-9]{1,18})/([0-9]{1,18})", a.subset)
+        if given is None:
+            raise FastshardError.of("FS515", "--subset", expected="n/t, e.g. 1/10", got=a.subset)
+        subset = (int(given[1]), int(given[2]))
+    options = opening(a)
+    if options["config"] is None:
+        del options["config"]
+    findings = verify_checkpoint(
+        a.ckpt,
+        expect=a.expect,
+        subset=subset,
+        include=a.include,
+        exclude=a.exclude,
+        memory=a.memory,
+        progress=progress(a),
+        **options,
+    )
+    errors = sum(f.severity == "error" for f in findings)
+    warnings = sum(f.severity == "warning" for f in findings)
+    verdict = "nothing wrong found" if not errors else f"{errors} errors"
+    if warnings:
+        verdict += f", {warnings} warnings"
+    document = {"ok": not errors, "errors": errors, "warnings": warnings}
+    return Result(f"{', '.join(map(str, a.ckpt))}: {verdict}", document), findings
+
+
+VERIFY = Verb(
+    name="verify",
+    help="completeness and integrity; with a manifest also content",
+    description="""\
+        Completeness and integrity; with a manifest also content. Warns (FS313) about rows, columns or other
+        slabs of a floating tensor that are zero throughout while the rest is not: lost shards look like that.""",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+)
