@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ def parse(argv: Sequence[str], verbs: Iterable[Verb]) -> argparse.Namespace:
     Raises:
         UsageError: if it cannot be parsed.
     """
-    parser = build(verbs)
+    parser = build(verbs, argv)
     arguments, rest = parser.parse_known_args(argv)
     if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
         # argparse gives the first run of paths to CKPT and OUT; the last path of all is OUT.
@@ -51,16 +50,17 @@ def parse(argv: Sequence[str], verbs: Iterable[Verb]) -> argparse.Namespace:
             arguments.out = paths.pop()
         arguments.ckpt = paths
     elif rest:
-        suggestion = _suggestion(parser, arguments.command, rest, verbs)
+        suggestion = _suggestion(arguments.command, rest, verbs)
         parser.error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
     return arguments
 
 
-def _suggestion(parser: argparse.ArgumentParser, command: str, rest: list[str], verbs: Iterable[Verb]) -> str:
+def _suggestion(command: str, rest: list[str], verbs: Iterable[Verb]) -> str:
     """What an unknown flag may have been meant for."""
     flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
         return ""
+    parser = build(verbs)
     takers = [verb.name for verb in verbs if flag in flags(parser, verb.name)]
     # It is no slip of the pen: the nearest of this command's would be something else.
     return f"; it is of {', '.join(takers)}" if takers else meant(flag, flags(parser, command))
@@ -149,6 +149,9 @@ class _Run:
         elif isinstance(error, MemoryError):
             finding = Finding.of("FS512", "the system has no memory left", help="lower --memory or --threads")
         else:
+            # Of all runs only these need it.
+            import traceback
+
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(at.filename)}:{at.lineno}"  # noqa: PTH119 - a name, not a path
             told = " ".join(str(error).split())

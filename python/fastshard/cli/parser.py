@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 from .. import _core
@@ -58,8 +58,8 @@ def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
     return [flag for action in commands.choices[command]._actions for flag in action.option_strings]
 
 
-def build(verbs: Iterable[Verb] = VERBS) -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build(verbs: Iterable[Verb] = VERBS, words: Container[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; given the words of a command line, with arguments of the verbs among them alone."""
     parser = _Parser(
         prog="fastshard",
         description="Turns the shards that large-model training leaves behind into a checkpoint that is provably whole.",
@@ -80,5 +80,7 @@ def build(verbs: Iterable[Verb] = VERBS) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        verb.arguments(own)
+        # Most of what building takes: a run needs those of one verb.
+        if words is None or verb.name in words:
+            verb.arguments(own)
     return parser
