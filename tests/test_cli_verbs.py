@@ -13,6 +13,7 @@ from fastshard.cli.arguments import add_common, add_source, opened
 from fastshard.cli.verb import Outcome, Result, Verb
 from fastshard.cli.verbs import VERBS
 from fastshard.errors import FastshardError, Finding
+from fastshard.sources.registry import ADAPTERS
 from helpers import NEOX, TP4, cli
 
 
@@ -101,3 +102,8 @@ def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
     assert {name for name, said in published.items() if said is not None} == {"merge", "convert"}
     assert not any(published.values())
     assert "published" not in cli("masters", NEOX).doc
+
+
+def test_the_formats_that_are_explained_are_those_that_are_read() -> None:
+    text = cli("explain", "FS513", json_output=False).out
+    assert f"Read: {', '.join(adapter.name for adapter in ADAPTERS)};" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...errors import CODES, FastshardError
+from ...sources.registry import ADAPTERS
 from ..render import table
 from ..verb import Outcome, Result, Verb
 
@@ -31,7 +32,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     name = row["name"].lower().replace("_", " ")
     text = f"{row['code']} {name} ({row['severity']}; as an error, exit code {exits[row['exit']]})\n\n{row['explanation']}"
     if row["code"] == "FS513":
-        text += "\n\nRead: safetensors (single, indexed, per tensor-parallel rank), torch .bin with index, GPT-NeoX."
+        text += f"\n\nRead: {', '.join(adapter.name for adapter in ADAPTERS)}; the README says what of each."
     return Result(text, row), []
 
 
