@@ -39,7 +39,8 @@ def test_the_table_with_a_config_is_one() -> None:
     assert table.shape("model.layers.0.mlp.gate_up_proj.weight", axes) == [48, 16]
     assert table.shape("model.layers.1.mlp.experts.3.up_proj.weight", axes) == [28, 16]
     assert table.rule_of("model.layers.0.self_attn.q_proj.bias") is None
-    assert table.model_types == ["example"]
+    assert table.model_types == ["example"] and table.is_for(json.dumps(CONFIG))
+    assert not table.is_for(json.dumps(CONFIG | {"text_config": {"num_experts": 0}}))
 
 
 def test_the_storage_form_is_one() -> None:

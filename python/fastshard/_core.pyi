@@ -126,6 +126,11 @@ class Table:
     @property
     def has_config(self) -> bool:
         """True if the table says what configs mean."""
+    def is_for(self, config: str, file: str | None = None) -> bool:
+        """True if the table is for a model, by its config as JSON: for its ``model_type``, and for configs like it.
+
+        ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for a value that does not fit.
+        """
     def describe(
         self, config: str | None, names: list[str], file: str | None = None
     ) -> tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]:

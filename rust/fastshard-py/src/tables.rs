@@ -104,6 +104,11 @@ impl Table {
         self.inner.config.stated
     }
 
+    #[pyo3(signature = (config, file=None))]
+    fn is_for(&self, config: &str, file: Option<&str>) -> PyResult<bool> {
+        self.inner.is_for(&parsed(config, file)?, file).map_err(raise)
+    }
+
     #[pyo3(signature = (config, names, file=None))]
     fn describe(&self, config: Option<&str>, names: Vec<String>, file: Option<&str>) -> PyResult<Told> {
         let config = config.map(|config| parsed(config, file)).transpose()?;

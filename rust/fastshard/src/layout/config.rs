@@ -8,6 +8,8 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde_json::Value as Json;
+
 use super::expr::Extents;
 use parse::MAX_DEPTH;
 
@@ -33,6 +35,10 @@ pub struct SetRule {
 pub struct Config {
     /// The `model_type`s that the table is for.
     pub model_types: Vec<String>,
+    /// True of those configs of them that it is for; of all if there is none.
+    pub when: Option<Expression>,
+    /// What keys stand for that a config leaves out, by its `model_type`.
+    pub defaults: BTreeMap<String, BTreeMap<String, Json>>,
     /// Objects of the config in which keys are sought first, as paths with dots.
     pub within: Vec<String>,
     /// Extents of axes.
@@ -41,6 +47,8 @@ pub struct Config {
     pub facts: BTreeMap<String, Expression>,
     /// Sets of positions.
     pub sets: BTreeMap<String, SetRule>,
+    /// Axes of which every model has at least one position.
+    pub positive: BTreeSet<String>,
     /// True if the table has a `[config]`, or one that it extends has.
     pub stated: bool,
 }
@@ -132,15 +140,33 @@ impl Config {
         Ok(())
     }
 
-    /// Says what is wrong with the expression of a storage form's block.
-    pub(super) fn check_block(&self, block: &Expression) -> Result<(), String> {
-        if self.asks_stored(block, &mut BTreeSet::new()) {
-            return Err("stored() is for facts: what is stored decides no size".into());
+    /// Says what is wrong with an expression that is none of an axis, a fact or a set, and `decides` something.
+    pub(super) fn check_other(&self, other: &Expression, decides: &str) -> Result<(), String> {
+        if self.asks_stored(other, &mut BTreeSet::new()) {
+            return Err(format!("stored() is for facts: what is stored decides no {decides}"));
         }
-        match block.names().into_iter().find(|name| self.sets.contains_key(*name)) {
+        match other.names().into_iter().find(|name| self.sets.contains_key(*name)) {
             Some(set) => Err(format!("{set} is a set, which only sets are made of")),
             None => Ok(()),
         }
+    }
+
+    /// Leaves out the axes and facts that are not among `used`, nor what any of these is made of.
+    pub(super) fn keep(&mut self, used: BTreeSet<String>) {
+        let mut open: Vec<String> = used.into_iter().collect();
+        let others = self.sets.values().map(|set| &set.holds).chain(&self.when);
+        open.extend(others.flat_map(Expression::names).map(str::to_string));
+        let mut kept = BTreeSet::new();
+        while let Some(name) = open.pop() {
+            if let Some(expression) = self.axes.get(&name).or_else(|| self.facts.get(&name)) {
+                if !kept.contains(&name) {
+                    open.extend(expression.names().into_iter().map(str::to_string));
+                }
+            }
+            kept.insert(name);
+        }
+        self.axes.retain(|name, _| kept.contains(name));
+        self.facts.retain(|name, _| kept.contains(name));
     }
 
     fn named(&self, name: &str) -> Option<&Expression> {

@@ -66,6 +66,29 @@ impl Table {
         Ok(described)
     }
 
+    /// True if the table is for a model: for its `model_type`, and for configs like its own.
+    ///
+    /// # Errors
+    /// `FS211` naming the key for a config whose values do not fit.
+    pub fn is_for(&self, config: &Json, file: Option<&str>) -> Result<bool> {
+        let rules = &self.config;
+        let kind = config.get("model_type").and_then(Json::as_str);
+        if !rules.model_types.iter().any(|known| Some(&**known) == kind) {
+            return Ok(false);
+        }
+        let Some(when) = &rules.when else { return Ok(true) };
+        let scope = Scope::new(rules, &self.fixed, config, &|_| false);
+        let told = |wrong| self.told("config", "when", when.text(), file, wrong);
+        match scope.value("", when, None).map_err(told)? {
+            Value::Bool(holds) => Ok(holds),
+            Value::Null => Ok(false),
+            other => {
+                let (expected, got) = ("true or false".into(), other.shown());
+                Err(told(Wrong { at: when.text().into(), expected, got }))
+            }
+        }
+    }
+
     /// Extents of blocks by storage form, where the config tells of them.
     ///
     /// # Errors

@@ -142,10 +142,12 @@ impl<'a> Scope<'a> {
             return known.clone();
         }
         let is_axis = self.rules.axes.contains_key(name);
+        let least = i64::from(self.rules.positive.contains(name));
         let value = self.value(name, expression, None).and_then(|value| match value {
             Value::Null => Ok(value),
-            Value::Int(0..=MAX_EXTENT) if is_axis => Ok(value),
+            Value::Int(n) if is_axis && (least..=MAX_EXTENT).contains(&n) => Ok(value),
             Value::Bool(_) if !is_axis => Ok(value),
+            _ if is_axis && least == 1 => wrong(expression.text(), "a positive whole number", value.shown()),
             _ if is_axis => wrong(expression.text(), "a whole number that is not negative", value.shown()),
             _ => wrong(expression.text(), "true or false", value.shown()),
         });
@@ -153,16 +155,28 @@ impl<'a> Scope<'a> {
         value
     }
 
-    /// A key of the config, where it is sought; null if it is nowhere.
+    /// What the config says of a key, where it is sought: the first value that is not null; none if it is nowhere.
+    fn stated(&self, name: &str) -> Option<&'a Json> {
+        let config = self.config;
+        let inner = |path: &String| path.split('.').try_fold(config, |object, key| object.get(key));
+        let places = self.rules.within.iter().filter_map(inner).chain(std::iter::once(config));
+        let mut found = None;
+        for value in places.filter_map(|object| object.get(name)) {
+            if !value.is_null() {
+                return Some(value);
+            }
+            found = Some(value);
+        }
+        found
+    }
+
+    /// A key of the config; one that it leaves out is what the model type has for it, or null.
     fn key(&self, name: &str) -> Value<'a> {
-        let inner = self
-            .rules
-            .within
-            .iter()
-            .filter_map(|path| path.split('.').try_fold(self.config, |object, key| object.get(key)));
-        let mut places = inner.chain(std::iter::once(self.config));
-        let found = places.find_map(|object| object.get(name).filter(|value| !value.is_null()));
-        found.map_or(Value::Null, Value::from)
+        let value = self.stated(name).or_else(|| {
+            let kind = self.stated("model_type")?.as_str()?;
+            self.rules.defaults.get(kind)?.get(name)
+        });
+        value.map_or(Value::Null, Value::from)
     }
 }
 
@@ -203,6 +217,12 @@ impl<'a> Evaluation<'_, 'a> {
                 let inner = Evaluation { floats: true, ..*self }.of(inner)?;
                 self.whole(text, inner)
             }
+            Kind::Length(list) => match self.of(list)? {
+                Value::Null => Ok(Value::Null),
+                Value::List(items) => Ok(Value::Int(items.len() as i64)),
+                Value::Json(Json::Array(items)) => Ok(Value::Int(items.len() as i64)),
+                other => wrong(self.expression.text_of(list), "a list", other.shown()),
+            },
             Kind::Stored(pattern) => Ok(Value::Bool((self.scope.stored)(pattern))),
             Kind::Not(inner) => Ok(self.truth(inner)?.map_or(Value::Null, |truth| Value::Bool(!truth))),
             Kind::Binary(Op::Coalesce, a, b) => match self.of(a)? {

@@ -6,7 +6,7 @@
 //! cmp  := sum (('=='|'!='|'<'|'<='|'>'|'>='|'in') sum)?
 //! sum  := prod (('+'|'-') prod)*   prod := atom (('*'|'/'|'//'|'%') atom)*
 //! atom := (INT|STRING|'true'|'false'|'null'|'[' list ']'|NAME|'('expr')'|'has('NAME('.'NAME)*')'|'int('expr')'|
-//!          'stored('STRING')') ('.'NAME|'['expr']')*
+//!          'len('expr')'|'stored('STRING')') ('.'NAME|'['expr']')*
 //! ```
 
 use std::ops::Range;
@@ -45,6 +45,7 @@ pub(super) enum Kind {
     Item(Box<Node>, Box<Node>),
     Has(Vec<String>),
     Int64(Box<Node>),
+    Length(Box<Node>),
     Stored(Box<Pattern>),
     Not(Box<Node>),
     Binary(Op, Box<Node>, Box<Node>),
@@ -84,7 +85,7 @@ const SIGNS: [&str; 20] = [
     "??", "==", "!=", "<=", ">=", "//", "<", ">", "+", "-", "*", "/", "%", "(", ")", "[", "]", ",", ".", "?",
 ];
 /// Words that are no names.
-const WORDS: [&str; 10] = ["true", "false", "null", "and", "or", "not", "in", "has", "int", "stored"];
+const WORDS: [&str; 11] = ["true", "false", "null", "and", "or", "not", "in", "has", "int", "len", "stored"];
 
 type Parsed<T> = Result<T, String>;
 
@@ -261,7 +262,7 @@ impl<'a> Parser<'a> {
                 inner.kind
             }
             Token::Sign("[") => Kind::List(self.list()?),
-            Token::Word(word @ ("has" | "int" | "stored")) => {
+            Token::Word(word @ ("has" | "int" | "len" | "stored")) => {
                 self.need("(")?;
                 let kind = self.call(word)?;
                 self.need(")")?;
@@ -312,6 +313,7 @@ impl<'a> Parser<'a> {
                 Ok(Kind::Has(path))
             }
             "int" => Ok(Kind::Int64(Box::new(self.expr()?))),
+            "len" => Ok(Kind::Length(Box::new(self.expr()?))),
             _ => match self.take() {
                 Token::Text(name) => Ok(Kind::Stored(Box::new(Pattern::parse(name)?))),
                 _ => Err("stored() takes a tensor's name in quotes".into()),
@@ -354,7 +356,9 @@ impl Expression {
             visit(node);
             match &node.kind {
                 Kind::List(items) => items.iter().for_each(|item| walk(item, visit)),
-                Kind::Field(inner, _) | Kind::Int64(inner) | Kind::Not(inner) => walk(inner, visit),
+                Kind::Field(inner, _) | Kind::Int64(inner) | Kind::Length(inner) | Kind::Not(inner) => {
+                    walk(inner, visit)
+                }
                 Kind::Item(a, b) | Kind::Binary(_, a, b) => {
                     walk(a, visit);
                     walk(b, visit);
@@ -370,7 +374,9 @@ impl Expression {
         fn of(node: &Node) -> usize {
             1 + match &node.kind {
                 Kind::List(items) => items.iter().map(of).max().unwrap_or(0),
-                Kind::Field(inner, _) | Kind::Int64(inner) | Kind::Not(inner) => of(inner),
+                Kind::Field(inner, _) | Kind::Int64(inner) | Kind::Length(inner) | Kind::Not(inner) => {
+                    of(inner)
+                }
                 Kind::Item(a, b) | Kind::Binary(_, a, b) => of(a).max(of(b)),
                 _ => 0,
             }
@@ -379,7 +385,7 @@ impl Expression {
     }
 
     /// Names that it refers to, keys of the config among them.
-    pub(super) fn names(&self) -> Vec<&str> {
+    pub(in crate::layout) fn names(&self) -> Vec<&str> {
         let mut names = Vec::new();
         self.visit(&mut |node| {
             if let Kind::Name(name) = &node.kind {
@@ -485,7 +491,7 @@ mod tests {
     proptest! {
         /// Whatever the text is, it is read or refused; and what is read has its parts where they stand.
         #[test]
-        fn no_text_breaks_the_parser(text in "([a-c]|[0-9]{1,3}|'x'|true|null|not |and|or|in|has\\(|int\\(|stored\\(|\\?\\?|==|<=|//|[-+*/%()\\[\\],.<> \u{e4}]){0,40}") {
+        fn no_text_breaks_the_parser(text in "([a-c]|[0-9]{1,3}|'x'|true|null|not |and|or|in|has\\(|int\\(|len\\(|stored\\(|\\?\\?|==|<=|//|[-+*/%()\\[\\],.<> \u{e4}]){0,40}") {
             if let Ok(expression) = Expression::parse(&text) {
                 expression.visit(&mut |node| assert!(!expression.text_of(node).is_empty()));
             }

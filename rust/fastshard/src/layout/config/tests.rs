@@ -70,6 +70,9 @@ fn sizes() {
         ("[7, 6][0]", Some(7)),
         ("t", Some(2)),
         ("x ?? b", Some(5)),
+        ("len(list)", Some(2)),
+        ("len([])", Some(0)),
+        ("len(missing)", None),
     ] {
         assert_eq!(axis(text, &config), Ok(wanted), "{text}");
     }
@@ -90,6 +93,8 @@ fn sizes() {
         ("list[0 - 1]", "a list of more than -1"),
         ("a.b", "expected an object, got 8"),
         ("b[0]", "expected a list"),
+        ("len(a)", "expected a list, got 8"),
+        ("len(missing ?? deep)", "expected a list, got an object"),
         ("has(a) + 1", "expected a whole number, got true"),
     ] {
         let message = axis(text, &config).unwrap_err();
@@ -136,6 +141,169 @@ fn three_values() {
         let message = fact(text, &config).unwrap_err();
         assert!(message.contains(wanted), "{text}: {message}");
     }
+}
+
+#[test]
+fn what_a_model_type_has_for_a_key_that_is_left_out() {
+    let table = table(
+        "defaults = { toy = { n = 3, tie = true }, inner = { n = 4 } }\n\
+         axes = { x = \"n ?? m\" }\nfacts = { f = \"tie ?? false\", known = \"has(n)\" }",
+        "",
+    );
+    for (config, x, f, known) in [
+        (json!({"model_type": "toy"}), Some(3), true, true),
+        (json!({"model_type": "toy", "n": 5, "tie": false}), Some(5), false, true),
+        // Stated as null is not left out.
+        (json!({"model_type": "toy", "n": null, "m": 7}), Some(7), true, false),
+        (json!({"model_type": "other", "m": 7}), Some(7), false, false),
+        (json!({"model_type": ["toy"]}), None, false, false),
+        (json!({"m": 7}), Some(7), false, false),
+        (json!({"model_type": "toy", "text_config": {"model_type": "inner"}}), Some(4), false, true),
+        (json!({"model_type": "toy", "n": 6, "text_config": {"n": null}}), Some(6), true, true),
+    ] {
+        let told = table.describe(Some(&config), &[], None).unwrap();
+        assert_eq!(
+            (told.extents.get("x").copied(), told.facts["f"], told.facts["known"]),
+            (x, f, known),
+            "{config}"
+        );
+    }
+}
+
+#[test]
+fn the_configs_that_a_table_is_for() {
+    let of = |when: &str| {
+        let text = format!(
+            "layout = \"t\"\nfamily = \"t\"\n[config]\nmodel_type = [\"toy\", \"doll\"]\n{when}\naxes = {{ E = \"n\" }}\n\
+             facts = {{ mixed = \"len(only ?? []) > 0 or E == 0\" }}\n"
+        );
+        Table::parse(&text).unwrap()
+    };
+    let is_for = |when: &str, config: &Json| of(when).is_for(config, Some("c.json")).unwrap();
+    let with = |more: Json| {
+        let mut config = json!({"model_type": "doll", "n": 4});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    let (mixed, others) = ("when = \"mixed\"", "when = \"not mixed\"");
+    for config in [with(json!({})), with(json!({"only": []})), with(json!({"only": null}))] {
+        assert!(is_for("", &config) && is_for(others, &config) && !is_for(mixed, &config), "{config}");
+    }
+    for config in [with(json!({"only": [3]})), with(json!({"n": 0}))] {
+        assert!(is_for("", &config) && is_for(mixed, &config) && !is_for(others, &config), "{config}");
+    }
+    // What is null does not hold, and a model of another type is not looked at further.
+    let unknown = with(json!({"n": null}));
+    assert!(is_for("", &unknown) && !is_for(mixed, &unknown) && !is_for(others, &unknown));
+    for model_type in [json!("other"), json!(null), json!(["toy"])] {
+        assert!(!is_for(mixed, &with(json!({"model_type": model_type, "only": "x"}))));
+    }
+    assert!(!is_for("", &json!([])));
+    for (when, config, wanted) in [
+        (mixed, with(json!({"only": "x"})), "c.json: config: only ?? []"),
+        (mixed, with(json!({"n": -1})), "config: n in \"mixed\" (config when of layout t)"),
+        (
+            "when = \"n\"",
+            with(json!({})),
+            "config: n (config when of layout t): expected true or false, got 4",
+        ),
+    ] {
+        let message = of(when).is_for(&config, Some("c.json")).unwrap_err().to_string();
+        assert!(message.contains(wanted), "{wanted:?} not in {message}");
+    }
+}
+
+#[test]
+fn an_axis_that_every_model_has_is_not_empty() {
+    let text = r#"
+        layout = "toy"
+        family = "toy"
+        [axes]
+        d = "t*c"
+        [config]
+        axes = { L = "l", c = "c", t = "t", V = "v", P = "v", E = "e", F = "f", S = "s", O = "o" }
+        [sets]
+        moe = { where = "E > 0 and L > 0", axis = "L" }
+        [[tensor]]
+        name = "layers.{L}.q"
+        shape = "[(a:d|b:1), V~P]"
+        as = "q.{}"
+        [[tensor]]
+        name = "layers.{L in moe}.up.{E}"
+        shape = "[F]"
+        [[tensor]]
+        name = "shared"
+        shape = "[S]"
+        when = "shared"
+        [[tensor]]
+        name = "other"
+        shape = "[O]"
+        optional = true
+    "#;
+    let table = Table::parse(text).unwrap();
+    for key in ["l", "c", "t", "v", "e", "f", "s", "o"] {
+        let described = table.describe(Some(&json!({ key: 0 })), &[], None);
+        match described {
+            Ok(_) => assert!("efso".contains(key), "{key}"),
+            Err(error) => {
+                assert!(error.to_string().contains("expected a positive whole number, got 0"), "{error}");
+                assert!("lctv".contains(key), "{key}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_inherited_and_not_used_is_left_out() {
+    let base = r#"
+        layout = "base"
+        family = "toy"
+        [config]
+        model_type = ["toy"]
+        when = "odd"
+        defaults = { toy = { n = 1 } }
+        axes = { A = "n", B = "n / m", C = "C_ + 0", D = "d", G = "g" }
+        facts = { odd = "n % 2 == 1", used = "inner", inner = "C > 1", tied = "t", loose = "D > 1" }
+        [sets]
+        s = { where = "L < G", axis = "L" }
+        [stored.form]
+        dtype = ["F8_E4M3"]
+        scale = "_scale"
+        block = "[D, D]"
+        [[tied]]
+        tensor = "head"
+        to = "a"
+        when = "tied"
+        [[tensor]]
+        name = "a.{L}"
+        shape = "[A]"
+        when = "!used"
+        [[tensor]]
+        name = "b"
+        shape = "[B]"
+    "#;
+    let base = Table::parse(base).unwrap();
+    let names = |table: &Table| {
+        let all = table.config.axes.keys().chain(table.config.facts.keys());
+        all.map(String::as_str).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(names(&base), "A B C D G inner loose odd tied used");
+    let child = "layout = \"child\"\nfamily = \"toy\"\nextends = \"base\"\ndrop = [\"b\"]\n";
+    let child = |more: &str| Table::extending(&format!("{child}{more}"), Some(&base)).unwrap();
+    let bare = child("");
+    assert_eq!(names(&bare), "A C D G inner tied used");
+    assert!(bare.config.model_types.is_empty() && bare.config.when.is_none() && bare.config.stated);
+    assert_eq!(bare.config.defaults.len(), 1);
+    // Sizes that would not divide are nobody's any more.
+    assert!(bare.describe(Some(&json!({"n": 3, "m": 2})), &[], None).is_ok());
+    // Its own stay, and what they are made of.
+    assert_eq!(names(&child("[config]\nfacts = { mine = \"B > 1\" }\n")), "A B C D G inner mine tied used");
+    let when = child("[config]\nmodel_type = [\"x\"]\nwhen = \"loose\"\n");
+    assert_eq!(names(&when), "A C D G inner loose tied used");
+    // An axis that it fixes is no config's any more.
+    assert_eq!(names(&child("[axes]\nA = 2\n")), "C D G inner tied used");
+    let scaled = child("[[tensor]]\nname = \"e\"\nshape = \"[A]\"\nscale = \"sqrt(B)\"\n");
+    assert_eq!(names(&scaled), "A B C D G inner tied used");
 }
 
 #[test]
@@ -217,6 +385,7 @@ fn refuses_bad_tables() {
     "#;
     assert!(Table::parse(good).unwrap().config.stated);
     let chain: String = (0..30).map(|i| format!("c{i} = \"c{}\"\n", i + 1)).collect();
+    let of_toys = |more: &str| format!("model_type = [\"toy\"]\n{more}\naxes = {{");
     let tall = |n: usize| format!("A = \"{}1\"", "1+".repeat(n));
     for (find, replace, wanted) in [
         ("\"n\"", "\"n +\"", "A: \"n +\": expected a value"),
@@ -244,6 +413,13 @@ fn refuses_bad_tables() {
             &format!("facts = {{ {} ", chain.trim_end().replace('\n', ", ") + ","),
             "deeper than 16",
         ),
+        ("axes = {", "when = \"n > 1\"\naxes = {", "there is none"),
+        ("axes = {", &of_toys("when = \"f\""), "stored() is for facts: what is stored decides no table"),
+        ("axes = {", &of_toys("when = \"s\""), "when \"s\": s is a set"),
+        ("axes = {", &of_toys("when = \"n >\""), "when \"n >\": expected a value"),
+        ("axes = {", &of_toys("defaults = { toys = { n = 1 } }"), "defaults of toys, which is no model_type"),
+        ("axes = {", &of_toys("defaults = { toy = { n = 1 } }"), ""),
+        ("axes = {", "defaults = { toys = { n = 1 } }\naxes = {", ""),
         ("A = \"n\"", &tall(250), ""),
         (
             "A = \"n\"",
@@ -311,6 +487,7 @@ fn expressions() -> impl Strategy<Value = String> {
                 .prop_map(|(a, op, b)| format!("({a}) {op} ({b})")),
             inner.clone().prop_map(|a| format!("not ({a})")),
             inner.clone().prop_map(|a| format!("int({a})")),
+            inner.clone().prop_map(|a| format!("len({a})")),
             inner.clone().prop_map(|a| format!("({a}).b")),
             (inner.clone(), inner.clone()).prop_map(|(a, b)| format!("({a})[{b}]")),
             (inner.clone(), inner).prop_map(|(a, b)| format!("[{a}, {b}]")),

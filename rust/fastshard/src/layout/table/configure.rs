@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
+use serde_json::Value as Json;
 
 use super::{Entry, ShardMap, Table};
 use crate::layout::config::{Expression, SetRule};
@@ -13,6 +14,9 @@ use crate::layout::expr::{self, Factor};
 pub(super) struct RawConfig {
     #[serde(default)]
     model_type: Vec<String>,
+    when: Option<String>,
+    #[serde(default)]
+    defaults: BTreeMap<String, BTreeMap<String, Json>>,
     within: Option<Vec<String>>,
     #[serde(default)]
     axes: BTreeMap<String, String>,
@@ -42,18 +46,34 @@ fn read((name, text): (&String, &String)) -> Result<(String, Expression), String
 }
 
 impl Table {
-    /// Takes what a table says of configs, and checks it.
+    /// Takes what a table says of configs, and checks it. Returns the axes and facts of its own.
     pub(super) fn configure(
         &mut self,
         raw: Option<RawConfig>,
         sets: &BTreeMap<String, RawSet>,
-    ) -> Result<(), String> {
+    ) -> Result<BTreeSet<String>, String> {
         let axes = self.axes();
+        self.config.positive = self.positive();
         let config = &mut self.config;
+        let mut own_names = BTreeSet::new();
         if let Some(raw) = raw {
             config.stated = true;
             config.model_types = raw.model_type;
             config.within = raw.within.unwrap_or(std::mem::take(&mut config.within));
+            config.when =
+                raw.when.map(|text| Expression::parse(&text)).transpose().map_err(|e| format!("when {e}"))?;
+            if config.when.is_some() && config.model_types.is_empty() {
+                return Err("`when` is of the configs of a model_type, and there is none".into());
+            }
+            own_names.extend(raw.axes.keys().chain(raw.facts.keys()).cloned());
+            for (kind, keys) in raw.defaults {
+                // An object that keys are sought in has a type of its own; one of no type is given by the user.
+                let stated = !config.model_types.is_empty() && config.within.is_empty();
+                if stated && !config.model_types.contains(&kind) {
+                    return Err(format!("defaults of {kind}, which is no model_type of the table"));
+                }
+                config.defaults.entry(kind).or_default().extend(keys);
+            }
             for (name, expression) in raw.axes.iter().map(read).collect::<Result<Vec<_>, _>>()? {
                 if self.aliases.contains_key(&name) {
                     return Err(format!("axis {name} has its extent from another"));
@@ -83,7 +103,26 @@ impl Table {
             own.push((name.clone(), SetRule { axis, holds: expression.clone(), optional: optional[name] }));
         }
         config.sets.extend(own);
-        self.config.check(&axes, &self.fixed)
+        if let Some(when) = &config.when {
+            config.check_other(when, "table").map_err(|e| format!("when {:?}: {e}", when.text()))?;
+        }
+        self.config.check(&axes, &self.fixed)?;
+        Ok(own_names)
+    }
+
+    /// Leaves out the axes and facts that are inherited and not used any more; `own` are not inherited.
+    pub(super) fn leave_out(&mut self, own: BTreeSet<String>) {
+        let mut used = own;
+        used.extend(self.axes());
+        used.extend(self.aliases.values().cloned());
+        let scales = self.entries.iter().filter_map(|entry| entry.scale.as_ref()?.axis.as_ref());
+        scales.for_each(|(dim, _)| axes_in(dim, &mut used));
+        let conditions =
+            self.entries.iter().map(|entry| &entry.when).chain(self.tied.iter().map(|t| &t.when));
+        used.extend(conditions.flat_map(|when| &when.terms).map(|(fact, _)| fact.clone()));
+        let blocks = self.stored.values().filter_map(|form| form.block.as_ref());
+        used.extend(blocks.flat_map(Expression::names).map(str::to_string));
+        self.config.keep(used);
     }
 
     /// Checks the sets that a rule is of.
@@ -111,22 +150,53 @@ impl Table {
 
     /// All axes of the rules, real and stored ones.
     fn axes(&self) -> BTreeSet<String> {
-        fn into(factors: &[Factor], found: &mut BTreeSet<String>) {
-            for factor in factors {
-                match factor {
-                    Factor::Axis { name, padded } => {
-                        let padded = padded.iter().filter(|stored| expr::in_set(stored).is_none());
-                        found.extend([name].into_iter().chain(padded).cloned());
-                    }
-                    Factor::Alternatives(all) => all.iter().for_each(|(_, inner)| into(inner, found)),
-                }
-            }
-        }
-        let mut found = BTreeSet::new();
-        let shapes = self.entries.iter().filter_map(|entry| entry.shape.as_ref());
-        shapes.flat_map(|shape| &shape.dims).for_each(|dim| into(dim, &mut found));
-        self.derived.values().for_each(|factors| into(factors, &mut found));
-        found.extend(self.entries.iter().flat_map(|entry| entry.name.variables()).map(|v| v.axis.clone()));
+        let mut found = self.axes_of(&mut self.entries.iter());
+        self.derived.values().for_each(|factors| axes_in(factors, &mut found));
         found
+    }
+
+    /// Axes of rules that hold for every model: none of them is empty.
+    fn positive(&self) -> BTreeSet<String> {
+        let of_a_set = |entry: &&Entry| {
+            let mut extents = Vec::new();
+            let dims = entry.shape.iter().flat_map(|shape| &shape.dims);
+            dims.for_each(|dim| expr::names_in(dim, &self.derived, &mut extents));
+            entry.name.variables().any(|v| v.set.is_some())
+                || extents.iter().any(|e| expr::in_set(e).is_some())
+        };
+        let always =
+            |entry: &&Entry| entry.when.terms.is_empty() && !entry.optional && entry.ignore.is_none();
+        self.axes_of(&mut self.entries.iter().filter(always).filter(|entry| !of_a_set(entry)))
+    }
+
+    /// Axes of some rules, those that they are derived of included.
+    fn axes_of(&self, entries: &mut dyn Iterator<Item = &Entry>) -> BTreeSet<String> {
+        let mut found = BTreeSet::new();
+        for entry in entries {
+            let dims = entry.shape.iter().flat_map(|shape| &shape.dims);
+            dims.for_each(|dim| axes_in(dim, &mut found));
+            found.extend(entry.name.variables().map(|v| v.axis.clone()));
+        }
+        let mut open: Vec<String> = found.iter().cloned().collect();
+        while let Some(factors) = open.pop().map(|name| self.derived.get(&name)) {
+            let mut inner = BTreeSet::new();
+            axes_in(factors.map_or(&[], Vec::as_slice), &mut inner);
+            open.extend(inner.difference(&found).cloned());
+            found.extend(inner);
+        }
+        found
+    }
+}
+
+/// Axes of a product, real and stored ones.
+fn axes_in(factors: &[Factor], found: &mut BTreeSet<String>) {
+    for factor in factors {
+        match factor {
+            Factor::Axis { name, padded } => {
+                let padded = padded.iter().filter(|stored| expr::in_set(stored).is_none());
+                found.extend([name].into_iter().chain(padded).cloned());
+            }
+            Factor::Alternatives(all) => all.iter().for_each(|(_, inner)| axes_in(inner, found)),
+        }
     }
 }

@@ -104,7 +104,7 @@ impl Table {
                 return Err(format!("stored.{name}: {dtype} is stored in another form, too"));
             }
             if let Some(block) = &form.block {
-                self.config.check_block(block).map_err(|e| format!("stored.{name}: {e}"))?;
+                self.config.check_other(block, "size").map_err(|e| format!("stored.{name}: {e}"))?;
             }
         }
         Ok(())

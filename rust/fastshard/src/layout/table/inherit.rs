@@ -29,6 +29,7 @@ pub(super) fn inherited(
     };
     let mut table = base.clone();
     table.config.model_types.clear();
+    table.config.when = None;
     for text in drop {
         let pattern = glob::Pattern::new(text).map_err(|e| fail(format!("drop {text:?}: {e}")))?;
         // A rule may be named by two of the globs, so each looks at all that is inherited.

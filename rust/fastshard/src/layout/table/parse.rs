@@ -191,8 +191,9 @@ impl Table {
         }
         table.check_axes().map_err(fail)?;
         table.put_prefix(raw.prefix).map_err(fail)?;
-        table.configure(raw.config, &raw.sets).map_err(fail)?;
+        let own = table.configure(raw.config, &raw.sets).map_err(fail)?;
         table.put_forms(&raw.keep, &raw.stored).map_err(fail)?;
+        table.leave_out(own);
         table.entries.iter_mut().for_each(|entry| alias::put(&table.aliases, entry));
         table.entries.iter().try_for_each(|entry| table.check(entry))?;
         table.check_redeclared(inherited)?;
@@ -204,6 +205,7 @@ impl Table {
         self.fixed.remove(name);
         self.derived.remove(name);
         self.aliases.remove(name);
+        self.config.axes.remove(name);
         match axis {
             Axis::Extent(extent) => _ = self.fixed.insert(name.into(), extent),
             Axis::Derived(factors) => _ = self.derived.insert(name.into(), factors),
