@@ -101,6 +101,31 @@ def test_a_table_names_what_transformers_saves(name: str) -> None:
     assert table.misfits({tensor: tuple(values.shape) for tensor, values in have.items()}, axes) == 0
 
 
+@pytest.mark.parametrize(
+    "model_type", sorted({t for name in layouts.names() for t in layouts.table(name).model_types})
+)
+def test_what_a_config_leaves_out_is_what_transformers_has_for_it(model_type: str) -> None:
+    """Or is left to the tensors. Heads of a size that is none of the defaults tell these apart."""
+    whole = json.loads(
+        transformers.AutoConfig.for_model(model_type, num_attention_heads=64).to_json_string(False)
+    )
+    layout = layouts.of_config(json.dumps(whole))
+    assert layout is not None
+    axes, facts, sets = layouts.table(layout).describe(json.dumps(whole), [])
+    for key in sorted(whole.keys() - {"model_type"}):
+        part = json.dumps({k: value for k, value in whole.items() if k != key})
+        assert layouts.of_config(part) == layout, key
+        told = layouts.table(layout).describe(part, [])
+        assert (axes | told[0], facts | told[1], sets | told[2]) == (axes, facts, sets), key
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"])
+def test_key_value_heads_that_are_null_are_as_many_as_heads(model_type: str) -> None:
+    config = {"model_type": model_type, "num_attention_heads": 12, "num_key_value_heads": None}
+    axes = layouts.table(layouts.of_config(json.dumps(config)) or "").describe(json.dumps(config), [])[0]
+    assert (axes["g"], axes["r"]) == (12, 1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path / "in")

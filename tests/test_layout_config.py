@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from fastshard import _core, layouts
+from fastshard.errors import FastshardError
+from fastshard.models import config_json
 
 TABLE = """
 layout = "mine"
@@ -84,8 +86,79 @@ def test_tables_without_a_config_say_so() -> None:
     assert table.model_types == ["child"] and table.describe(json.dumps(CONFIG), [])[0]["d"] == 4
 
 
-def test_no_model_type_has_two_tables() -> None:
-    known: dict[str, str] = {}
-    for name in layouts.names():
-        for model_type in layouts.table(name).model_types:
-            assert known.setdefault(model_type, name) == name
+MORE = """
+layout = "mine.{name}"
+family = "llama"
+extends = "hf.llama"
+[config]
+model_type = ["{of}"]
+{when}
+"""
+
+
+@pytest.fixture
+def own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_registered", {})
+    monkeypatch.setattr(layouts, "_parsed", {})
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts_have_a_table_of_their_own(model_type: str) -> None:
+    of = {"model_type": model_type, "num_experts": 4}
+    for more in ({}, {"mlp_only_layers": []}, {"mlp_only_layers": None}, {"decoder_sparse_step": 1}):
+        assert layouts.of_config(json.dumps(of | more)) == "hf.qwen_moe"
+    for more in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"num_experts": 0}):
+        assert layouts.of_config(json.dumps(of | more)) == "hf.qwen2_moe"
+    with pytest.raises(FastshardError, match=r"c\.json: config: .*decoder_sparse_step") as caught:
+        layouts.of_config(json.dumps(of | {"decoder_sparse_step": "x"}), "c.json")
+    assert caught.value.code == "FS211"
+
+
+@pytest.mark.usefixtures("own_tables")
+def test_a_users_own_table_goes_first_and_two_are_refused() -> None:
+    llama = json.dumps({"model_type": "llama", "odd": True})
+    assert layouts.of_config(llama) == "hf.llama" and layouts.of_config(json.dumps({})) is None
+    layouts.register(MORE.format(name="odd", of="llama", when='when = "odd"'))
+    assert layouts.of_config(llama) == "mine.odd"
+    assert layouts.of_config(json.dumps({"model_type": "llama"})) == "hf.llama"
+    layouts.register(MORE.format(name="even", of="llama", when='when = "not odd"'))
+    assert layouts.of_config(llama) == "mine.odd"
+    assert layouts.of_config(json.dumps({"model_type": "llama", "odd": False})) == "mine.even"
+    layouts.register(MORE.format(name="all", of="llama", when=""))
+    with pytest.raises(
+        FastshardError, match=r"layouts mine\.all and mine\.odd are for the same model"
+    ) as caught:
+        layouts.of_config(llama, "c.json")
+    assert (caught.value.code, caught.value.findings[0].file) == ("FS210", "c.json")
+    assert layouts.of_config(json.dumps({"model_type": "mistral"})) == "hf.llama"
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"hidden_size": 0}, "config: hidden_size .*expected a positive whole number, got 0"),
+        ({"vocab_size": "x"}, 'config: vocab_size .*expected a positive whole number, got "x"'),
+        ({"num_hidden_layers": 2.0}, "config: num_hidden_layers .*expected a positive whole number, got 2.0"),
+        (
+            {"intermediate_size": True},
+            "config: intermediate_size .*expected a positive whole number, got true",
+        ),
+        ({"hidden_size": -8}, "config: hidden_size .*expected a positive whole number, got -8"),
+        ({"num_attention_heads": 3}, "config: hidden_size / num_attention_heads .*a multiple of 3, got 8"),
+        (
+            {"num_key_value_heads": 3},
+            "config: num_attention_heads / .num_key_value_heads .*a multiple of 3, got 2",
+        ),
+    ],
+)
+def test_sizes_that_are_none_and_heads_that_do_not_divide(change: dict[str, Any], wanted: str) -> None:
+    config = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "intermediate_size": 4,
+        "num_attention_heads": 2,
+    }
+    with pytest.raises(FastshardError, match=wanted) as caught:
+        config_json.described({"model_type": "llama"} | config | change, "some/config.json")
+    assert (caught.value.code, caught.value.findings[0].file) == ("FS211", "some/config.json")

@@ -12,7 +12,7 @@ from importlib import resources
 from .. import _core, regular
 from ..errors import FastshardError, from_core
 
-__all__ = ["family", "get", "is_registered", "names", "of_model_type", "register", "table"]
+__all__ = ["family", "get", "is_registered", "names", "of_config", "register", "table"]
 
 _registered: dict[str, str] = {}
 #: Those that were parsed, by name.
@@ -110,10 +110,26 @@ def _read(text: str, above: tuple[str, ...]) -> _core.Table:
         raise from_core(error) from None
 
 
-def of_model_type(model_type: str) -> str | None:
-    """Name of the table that is for a ``model_type``, as its ``[config]`` says: the user's own before a built-in one."""
-    found = [name for name in names() if model_type in table(name).model_types]
-    return min(found, key=lambda name: name not in _registered, default=None)
+def of_config(config: str, file: str | None = None) -> str | None:
+    """Name of the table that is for a model, as its ``[config]`` says: the user's own before a built-in one.
+
+    Args:
+        config: content of ``config.json``, as JSON.
+        file: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS210`` if two are, ``FS211`` for a value that does not fit.
+    """
+    try:
+        found = [name for name in names() if table(name).is_for(config, file)]
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    found = [name for name in found if name in _registered] or found
+    if len(found) > 1:
+        raise FastshardError.of(
+            "FS210", f"layouts {' and '.join(found)} are for the same model_type", file=file
+        )
+    return found[0] if found else None
 
 
 def names() -> list[str]:

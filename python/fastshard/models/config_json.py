@@ -11,19 +11,8 @@ from typing import Any
 from .. import _core, layouts
 from ..configs import shown
 from ..errors import FastshardError, from_core
-from .fields import count
 
-#: model_type -> layout table. source: transformers models/*/modeling_*.py
-LAYOUTS = {"gpt_neox": "hf.gpt_neox", "llama": "hf.llama", "mistral": "hf.llama", "qwen2": "hf.llama",
-           "qwen3": "hf.llama", "mixtral": "hf.mixtral", "qwen2_moe": "hf.qwen_moe",
-           "qwen3_moe": "hf.qwen_moe"}  # fmt: skip
-
-
-#: How the names of the model itself begin, without its head. source: base_model_prefix in transformers
-BASES = {"hf.gpt_neox": "gpt_neox.", "hf.llama": "model.", "hf.mixtral": "model.", "hf.qwen_moe": "model."}
-#: The output layer in the models known.
-HEADS = ("lm_head.weight", "embed_out.weight")
-#: What takes its place. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
+#: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
 _OTHER_HEADS = {
     "ForSequenceClassification": "score.weight", "ForTokenClassification": "score.weight",
     "GPTNeoXForTokenClassification": "classifier.weight", "ForQuestionAnswering": "qa_outputs.weight",
@@ -53,22 +42,20 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
     return Architecture(name, "ForCausalLM" in name or "LMHeadModel" in name, head)
 
 
-def layout_of(config: dict[str, Any]) -> str | None:
-    """Name of the layout table for a config; None for a model type without one."""
-    model_type = str(config.get("model_type"))
-    stated, known = layouts.of_model_type(model_type), LAYOUTS.get(model_type)
-    # Layers with experts and layers without: a position on L has tensors of two kinds.
-    mixed = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    if stated is not None and layouts.is_registered(stated):
-        return stated
-    return stated if known is None or (known == "hf.qwen_moe" and mixed) else known
+def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
+    """Name of the layout table for a config; None for a model without one.
+
+    Raises:
+        FastshardError: as :func:`fastshard.layouts.of_config`.
+    """
+    return layouts.of_config(_json(config, file), file)
 
 
 def is_of_transformers(layout: str | None) -> bool:
     """True for a table that comes with fastshard and is for a model type of transformers."""
     if layout is None or layouts.is_registered(layout) or layout not in layouts.names():
         return False
-    return layout in BASES or bool(layouts.table(layout).model_types)
+    return bool(layouts.table(layout).model_types)
 
 
 #: Extents of axes, facts, and sets by name: the axis and the positions.
@@ -85,16 +72,16 @@ def described(
         file: its path, for messages.
         names: of the tensors stored, for what no config says: whether experts are stacked, and whether
             a tied head is stored too.
-        layout: the table, if it is not that of the model type.
+        layout: the table, if it is not that of the model; where there is none, nothing is said.
 
     Raises:
         FastshardError: ``FS211`` for a value that does not fit.
     """
-    layout = layout or layout_of(config)
-    if layout is None or not layouts.table(layout).has_config:
-        return (*_axes_and_facts(config, file, names), {})
+    layout = layout or layout_of(config, file)
+    if layout is None:
+        return {}, {}, {}
     try:
-        return layouts.table(layout).describe(json.dumps(_finite(config)), list(names), file)
+        return layouts.table(layout).describe(_json(config, file), list(names), file)
     except _core.CoreError as error:
         raise from_core(error) from None
 
@@ -106,9 +93,21 @@ def blocks(config: dict[str, Any], layout: str, file: str | None = None) -> dict
         FastshardError: ``FS211`` for a value that does not fit.
     """
     try:
-        return layouts.table(layout).blocks(json.dumps(_finite(config)), file)
+        return layouts.table(layout).blocks(_json(config, file), file)
     except _core.CoreError as error:
         raise from_core(error) from None
+
+
+def _json(config: dict[str, Any], file: str | None) -> str:
+    """A config as the core reads it; one that was YAML may hold dates, whose text nothing asks for.
+
+    Raises:
+        FastshardError: ``FS211`` for one that nests too deep.
+    """
+    try:
+        return json.dumps(_finite(config), default=str)
+    except RecursionError:
+        raise FastshardError.of("FS211", "config: nested too deeply", file=file) from None
 
 
 def _finite(value: Any) -> Any:
@@ -123,83 +122,6 @@ def _finite(value: Any) -> Any:
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Axes and facts of :func:`described`, whatever is stored."""
     return described(config)[:2]
-
-
-def _axes_and_facts(
-    config: dict[str, Any], file: str | None, names: Iterable[str]
-) -> tuple[dict[str, int], dict[str, bool]]:
-    """The same for tables that say nothing of configs.
-
-    Raises:
-        FastshardError: ``FS211`` if a size is not a positive number or heads do not divide.
-    """
-    hidden = count(config, "hidden_size", file=file)
-    heads = count(config, "num_attention_heads", file=file)
-    vocab = count(config, "vocab_size", file=file)
-    axes = {
-        "H": hidden,
-        "L": count(config, "num_hidden_layers", file=file),
-        "F": count(config, "intermediate_size", file=file),
-    }
-    axes |= {"V": vocab, "P": vocab}
-    head_dim = count(config, "head_dim", file=file)
-    if head_dim is None and hidden and heads:
-        if hidden % heads:
-            raise FastshardError.of(
-                "FS211",
-                "config: hidden_size over num_attention_heads",
-                file=file,
-                expected=f"a multiple of {heads}",
-                got=str(hidden),
-            )
-        head_dim = hidden // heads
-    axes["d"] = head_dim
-    # transformers: tie_word_embeddings defaults to False for these three model types.
-    facts = {"tied": bool(config.get("tie_word_embeddings", False))}
-    facts["head"] = not facts["tied"] or any(name.endswith(HEADS) for name in names)
-    if config.get("model_type") == "gpt_neox":
-        axes["g"] = heads
-        # transformers: configuration_gpt_neox.py, attention_bias = True
-        facts["attention_bias"] = bool(config.get("attention_bias", True))
-    else:
-        groups = count(config, "num_key_value_heads", file=file) or heads
-        if heads and groups and heads % groups:
-            raise FastshardError.of(
-                "FS211",
-                "config: num_attention_heads over num_key_value_heads",
-                file=file,
-                expected=f"a multiple of {groups}",
-                got=str(heads),
-            )
-        axes["g"] = groups
-        axes["r"] = heads // groups if heads and groups else None
-        kind = config.get("model_type")
-        # Qwen2 has biases on q, k and v, whatever its config says; Qwen3 norms q and k.
-        facts["attention_bias"] = kind == "qwen2" or bool(config.get("attention_bias", False))
-        facts["out_bias"] = kind != "qwen2" and facts["attention_bias"]
-        facts["qk_norm"] = kind == "qwen3"
-        facts["mlp_bias"] = bool(config.get("mlp_bias", False))
-        if layout_of(config) in ("hf.mixtral", "hf.qwen_moe"):
-            _experts(config, file, axes, facts)
-            facts["stacked_experts"] = any(name.endswith(".experts.gate_up_proj") for name in names)
-    return {k: v for k, v in axes.items() if v is not None}, facts
-
-
-def _experts(
-    config: dict[str, Any], file: str | None, axes: dict[str, int | None], facts: dict[str, bool]
-) -> None:
-    """What a mixture of experts has besides. source: transformers models/{mixtral,qwen2_moe,qwen3_moe}"""
-    kind = config.get("model_type")
-    axes["E"] = count(config, "num_local_experts", file=file) or count(config, "num_experts", file=file)
-    if kind == "mixtral":
-        return
-    axes["F"] = count(config, "moe_intermediate_size", file=file)
-    facts["shared_expert"] = kind == "qwen2_moe"
-    if kind == "qwen2_moe":
-        axes["S"] = count(config, "shared_expert_intermediate_size", file=file)
-        # Biases on q, k and v, and its config can do without them.
-        facts |= {"attention_bias": bool(config.get("qkv_bias", True)), "out_bias": False}
-    facts["qk_norm"] = kind == "qwen3_moe"
 
 
 def weight_block(config: dict[str, Any] | None) -> list[int]:
@@ -259,16 +181,3 @@ def layout_by_names(names: Iterable[str]) -> str | None:
     if "model.embed_tokens.weight" in have and "model.layers.0.mlp.gate_proj.weight" in have:
         return "hf.llama"
     return "hf.gpt_neox" if "gpt_neox.embed_in.weight" in have else None
-
-
-def facts_by_names(names: Iterable[str]) -> dict[str, bool]:
-    """Facts that the presence of tensors decides."""
-    have = list(names)
-    return {
-        "tied": not any(name in HEADS for name in have),
-        "head": any(name in HEADS for name in have),
-        "attention_bias": any(name.endswith(("q_proj.bias", "query_key_value.bias")) for name in have),
-        "out_bias": any(name.endswith("o_proj.bias") for name in have),
-        "qk_norm": any(name.endswith("q_norm.weight") for name in have),
-        "mlp_bias": any(name.endswith("gate_proj.bias") for name in have),
-    }

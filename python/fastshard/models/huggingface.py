@@ -13,7 +13,6 @@ from ..configs import shown
 from ..declared import Evidence
 from ..errors import Finding
 from . import lacks
-from .config_json import LAYOUTS
 from .fields import positive_number, refused, whole_number
 from .lacks import Says
 from .model import Experts, Lack, Model, Rope
@@ -67,6 +66,9 @@ CLASSES = (
     ),
 )  # fmt: skip
 
+
+#: Model types of which it is known what they compute. Qwen2-MoE is only read: nothing else has its shared expert.
+_KNOWN = sorted({"qwen2_moe", *(c.model_type for c in CLASSES)})
 
 #: Its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")
@@ -253,8 +255,7 @@ class HuggingFace:
 
 def _strange(kind: str) -> list[Lack]:
     """A model type of which only the tensors are known: no other framework is told what it computes."""
-    known = kind in LAYOUTS
-    return [] if known else [Lack("model_type", f"one of {', '.join(sorted(LAYOUTS))}", shown(kind))]
+    return [] if kind in _KNOWN else [Lack("model_type", f"one of {', '.join(_KNOWN)}", shown(kind))]
 
 
 def _experts(config: Mapping[str, Any], kind: str) -> Experts | None:

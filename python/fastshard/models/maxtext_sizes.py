@@ -54,7 +54,10 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         FastshardError: ``FS211`` for sizes that are none or do not divide.
     """
     if not is_maxtext(config):
-        return config_json.axes_and_facts(config)[0] if family == "llama" else {}
+        if family != "llama":
+            return {}
+        # A model type without a table may have been trained as one that has the same sizes.
+        return config_json.described(config, layout=config_json.layout_of(config) or "hf.llama")[0]
     have = sizes(config)
     names = {"H": "emb_dim", "F": "mlp_dim", "L": "num_decoder_layers", "d": "head_dim", "V": "vocab_size",
              "P": "vocab_size", "S": "trainable_position_size"}  # fmt: skip

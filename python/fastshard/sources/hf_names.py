@@ -120,11 +120,11 @@ def describe(
         source.no_table = f"{changed[1]} has changed the names ({changed[0]})"
         return
     source.dialect = huggingface.DIALECT
-    layout = config_json.layout_of(config)
+    layout = config_json.layout_of(config, label)
     source.no_table = _why_not(config, layout)
     if layout is None or source.no_table is not None:
         return
-    base = config_json.BASES.get(layout, "model.")
+    base = _base(layouts.table(layout))
     begins = None if _names_most(layout, stored) else _beginning(names)
     if not _is_of(layout, names):
         source.no_table = (
@@ -135,16 +135,16 @@ def describe(
     kind = config_json.architecture_of(config)
     source.layout, source.family = layout, layout.removeprefix("hf.")
     # The table's own names, too, where the model's begin otherwise.
-    bare = prefix.removeprefix(outer)
-    own = {base + name.removeprefix(bare) for name in stored if bare != base and name.startswith(bare)}
-    source.axes, source.facts, source.sets = config_json.described(config, label, stored | own)
+    stored |= {_own(name, base, prefix.removeprefix(outer)) for name in stored}
+    source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
     source.stored = config_json.blocks(config, layout, label)
     source.provable = True
     if prefix != base:
         source.table = _prefixed(layout, base, prefix)
     if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
         source.headless = kind.name if kind else "a model without a head, by the names of its tensors"
-        source.facts["head"] = any(name.endswith(config_json.HEADS) for name in stored)
+        by_names = layouts.table(layout).describe(None, list(stored))[1]
+        source.facts["head"] = by_names.get("head", False)
         source.findings += _own_head(kind, stored)
     if source.vocab_size:
         source.axes.pop("V", None)
@@ -155,9 +155,9 @@ def by_own_table(source: Source, names: Collection[str]) -> None:
     source.no_table = source.headless = None
     config = source.config
     own = source.layout if source.layout and layouts.table(source.layout).has_config else None
-    if config is None or (own is None and (source.axes or config_json.layout_of(config) is None)):
-        return
     label = None if source.config_file is None else str(source.config_file)
+    if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
+        return
     source.axes, source.facts, source.sets = config_json.described(config, label, names, own)
     source.stored = config_json.blocks(config, source.layout, label) if source.layout else {}
     source.dialect, source.provable = huggingface.DIALECT, True
@@ -169,8 +169,7 @@ def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
     """Why a model has no table; None if it has one."""
     model_type = config.get("model_type")
     if layout is None:
-        mixed = " with dense layers among the others" if str(model_type) in config_json.LAYOUTS else ""
-        return f"model_type {shown(model_type)}{mixed} has no table"
+        return f"model_type {shown(model_type)} has no table"
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if isinstance(quantised, dict) and method not in _PLAIN:
@@ -182,6 +181,14 @@ def _beginning(names: Iterable[str]) -> str | None:
     """What precedes ``layers.N`` in most names; None where there are no such names."""
     found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
     return found.most_common(1)[0][0] if found else None
+
+
+def _base(table: Table) -> str:
+    """What the table's names of layers begin with: those of the model itself, without its head."""
+    names = (rule.name.partition("layers.{L") for rule in table.rules)
+    begins = next((before for before, found, _ in names if found), "")
+    # One spelling will do: the others are known by the rules.
+    return begins.strip("()").partition("|")[0]
 
 
 def _of_layers(table: Table) -> Table:
@@ -203,6 +210,13 @@ def _names_most(layout: str, names: Iterable[str]) -> bool:
     table = layouts.table(layout)
     layered = [name for name in names if _LAYER.match(name)]
     return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
+
+
+def _own(name: str, base: str, prefix: str) -> str:
+    """What the table calls a tensor, by the name that it is stored under."""
+    if name.startswith(prefix):
+        return base + name.removeprefix(prefix)
+    return name.removeprefix(prefix.removesuffix(base)) if prefix.endswith(base) else name
 
 
 def _prefixed(layout: str, base: str, prefix: str) -> Table:

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any
 
+from ... import layouts
 from ...declared import Assembled, Source
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
@@ -132,8 +133,9 @@ class HfRankShards:
         hf_names.describe(source, listing, config, path, chunks)
         if config is None and (layout := config_json.layout_by_names(chunks)) is not None:
             source.layout, source.family = layout, layout.removeprefix("hf.")
+            facts = layouts.table(layout).describe(None, list(chunks))[1]
             # Rows of heads are enough to check shapes; how they divide only a config tells.
-            source.facts, source.axes = config_json.facts_by_names(chunks), {"d": 1}
+            source.facts, source.axes = facts | {"tied": not facts["head"]}, {"d": 1}
         source.findings += slices_as_wholes(
             listing, found.notes["folder"], found.files, contents, "shards of ranks"
         )
