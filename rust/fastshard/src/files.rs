@@ -206,8 +206,9 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> Placed {
                     if let Content::Records(sides) = &side.content {
                         let spans = record_frames(&file, &inside.iter().collect::<Vec<_>>());
                         let spans = spans.expect("laid out before");
+                        let by_key: HashMap<&str, &Output> = inside.iter().map(|o| (o.key(), o)).collect();
                         for ((start, frame), record) in spans.iter().zip(sides) {
-                            let tensor = inside.iter().find(|o| o.key() == record.key);
+                            let tensor = by_key.get(record.key.as_str());
                             let place = dcp::Place {
                                 file: file.name.clone(),
                                 offset: *start,

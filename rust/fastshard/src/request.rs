@@ -16,7 +16,7 @@ use crate::compose::{self, Drafted, Replicas, Source, Target};
 use crate::draft::Draft;
 use crate::error::{Finding, Result};
 use crate::layout::bind::Known;
-use crate::layout::expr::{names_in, Extents};
+use crate::layout::expr::{names_in, Extents, MAX_ATOMS};
 use crate::layout::resolve::{self, generic_entry, Instance, Outside, Placement, Registry, Unknown};
 use crate::layout::sets::Sets;
 use crate::layout::table::Table;
@@ -268,6 +268,12 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
     let known_names: std::collections::HashMap<&str, &[u64]> =
         passes[0].seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
     for (name, divided, parts) in &request.source.generic {
+        if parts.len() > MAX_ATOMS {
+            return Err(Finding::new(codes::BAD_VALUE, "parts of a dimension in layout.json")
+                .tensor(name)
+                .expected(format!("at most {MAX_ATOMS}"), parts.len())
+                .into());
+        }
         if let Some(&shape) = known_names.get(name.as_str()) {
             if divided.is_some_and(|d| d >= shape.len()) {
                 return Err(Finding::new(codes::BAD_VALUE, "tp_dim in layout.json")

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::bind::{Known, Local};
-use super::expr::{names_in, product, Derived, Extents, Factor};
+use super::expr::{names_in, product, Derived, Extents, Factor, MAX_ATOMS};
 use super::table::{Entry, ShardMap, Table};
 
 /// One dimension of a tensor that the ranks of a parallel dimension share.
@@ -21,8 +21,6 @@ pub struct Cut {
 /// Cuts of the tensors of a rule, dimension by dimension.
 pub type Cuts = Arc<[Cut]>;
 
-/// Most parts of one dimension.
-const MAX_PARTS: usize = 1 << 12;
 /// The class of rules that no rank divides. No table can name it: names of classes that it could are TOML keys.
 const UNDIVIDED: &str = " undivided";
 
@@ -60,14 +58,14 @@ fn merged(runs: Vec<(u64, bool)>) -> Option<Vec<(u64, bool)>> {
             _ => all.push((n, shared)),
         }
     }
-    (all.len() <= MAX_PARTS).then_some(all)
+    (all.len() <= MAX_ATOMS).then_some(all)
 }
 
 /// Runs of a product of two.
 fn times(outer: &[(u64, bool)], inner: &[(u64, bool)]) -> Option<Vec<(u64, bool)>> {
     match (outer, inner) {
         (_, [(n, false)]) => outer.iter().map(|(m, shared)| Some((m.checked_mul(*n)?, *shared))).collect(),
-        ([(m, false)], _) if (*m).saturating_mul(inner.len() as u64) <= MAX_PARTS as u64 => {
+        ([(m, false)], _) if (*m).saturating_mul(inner.len() as u64) <= MAX_ATOMS as u64 => {
             Some(inner.repeat(*m as usize))
         }
         _ => None,

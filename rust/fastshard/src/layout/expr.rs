@@ -23,7 +23,7 @@ pub type Derived = BTreeMap<String, Vec<Factor>>;
 /// Deepest nesting of parentheses and derived axes.
 const MAX_DEPTH: usize = 16;
 /// Most atoms of one expression.
-const MAX_ATOMS: usize = 256;
+pub const MAX_ATOMS: usize = 256;
 
 /// One factor of a dimension.
 #[derive(Debug, Clone, PartialEq, Eq)]

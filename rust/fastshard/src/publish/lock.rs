@@ -68,11 +68,18 @@ pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
         .into()
 }
 
-/// True if a live process holds the folder, or has just made it.
+/// True if a live process holds the folder or may hold it: it has just been made, or the filesystem knows no locks.
 pub(super) fn is_held(folder: &Dir) -> bool {
-    let free = |file: File| (0..5).any(|_| try_lock(&file, FlockOperation::NonBlockingLockShared));
     // Its owner makes the lock before all else.
-    !folder.read_only(LOCK).is_ok_and(free)
+    let Ok(file) = folder.read_only(LOCK) else { return true };
+    let free = || {
+        let taken = flock(&file, FlockOperation::NonBlockingLockShared);
+        if taken == Err(Errno::WOULDBLOCK) {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        taken.is_ok()
+    };
+    !(0..5).any(|_| free())
 }
 
 /// The error for a folder that a live process holds.

@@ -19,8 +19,12 @@ const NAMED: usize = 8;
 
 /// A warning for each folder of another run whose owner is gone. What cannot be looked at is passed over: this run does
 /// not depend on it.
-pub(super) fn left(place: &Place, version: u32) -> Vec<Finding> {
+pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
     let own = place.folder.as_bytes();
+    if !place.inside && !place.is_named_whole() {
+        // Another destination's folders may begin alike.
+        return Vec::new();
+    }
     let (prefix, _) = own.split_at(own.len() - DIGITS);
     let is_run = |name: &OsStr| {
         let digits = name.as_bytes().strip_prefix(prefix);
@@ -38,21 +42,33 @@ pub(super) fn left(place: &Place, version: u32) -> Vec<Finding> {
         .collect()
 }
 
-fn warning(folder: &Dir, version: u32) -> Finding {
+fn warning(folder: &Dir, version: Option<u32>) -> Finding {
     let plan = folder.read_small("plan", MAX_PLAN).ok().flatten();
     let plan: Option<serde_json::Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Plans of the first version did not say so.
     let made = plan.as_ref().map(|plan| plan.get("version").and_then(serde_json::Value::as_u64).unwrap_or(1));
-    let why = match made.filter(|made| *made != u64::from(version)) {
-        Some(made) => format!(" (made by version {made} of the plan; this is version {version})"),
-        None => String::new(),
+    let why = match (made, version) {
+        (Some(made), Some(version)) if made != u64::from(version) => {
+            format!(" (made by version {made} of the plan; this is version {version})")
+        }
+        _ => String::new(),
     };
-    let help = match folder.has("sealed").unwrap_or(false) {
-        true => "its result was complete and is in `data` there, or what was at the destination before: look before you remove it",
-        false => "it takes up space: remove it if it is not needed, or continue it by the command that it was",
+    // Of a warning, people are told the message alone.
+    let (what, help) = match folder.has("sealed").unwrap_or(false) {
+        true => (
+            "; its `data` is the complete result, or what was at the destination before: look before you remove it",
+            "the command that it was, with --resume, finishes it",
+        ),
+        false => (
+            "; it takes up space until it is removed",
+            "remove it if it is not needed; the command that it was, with --resume, continues it",
+        ),
     };
-    Finding::new(codes::LEFTOVER_RUN, format!("an interrupted run of another plan is not continued{why}"))
-        .severity(Severity::Warning)
-        .file(folder.path())
-        .help(help)
+    Finding::new(
+        codes::LEFTOVER_RUN,
+        format!("an interrupted run of another plan is not continued{why}{what}"),
+    )
+    .severity(Severity::Warning)
+    .file(folder.path())
+    .help(help)
 }

@@ -8,9 +8,15 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Access, FileType};
 
 use super::disk::{At, Dir};
-use super::older;
+use super::{lock, older, others};
 use crate::codes;
 use crate::error::{Finding, Result};
+
+/// Bytes of a destination's name in that of its staging folder.
+const MAX_SHOWN: usize = 200;
+/// What is said of another run's folder in a destination.
+const IN_THE_WAY: &str =
+    "an interrupted run of another plan: the command that it was, with --resume, continues it; removing it makes room";
 
 /// A destination and its staging folder.
 #[derive(Debug)]
@@ -80,7 +86,7 @@ impl Place {
     /// Staged in the hidden sibling of `name`; long names are cut so that it stays a valid file name.
     fn beside(out: PathBuf, parent: &Path, name: &OsStr, run: &str) -> Result<Place> {
         let base = Dir::open(parent).at(parent, "cannot open")?;
-        let shown = &name.as_bytes()[..name.len().min(200)];
+        let shown = &name.as_bytes()[..name.len().min(MAX_SHOWN)];
         let folder = [b".", shown, b".fastshard-", run.as_bytes()].concat();
         let folder = OsStr::from_bytes(&folder).to_os_string();
         Ok(Place { out, name: name.to_os_string(), base, folder, inside: false })
@@ -127,17 +133,31 @@ impl Place {
     /// Errors: what the system says of files that have to be looked at.
     pub(super) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
         let refused = self.not_to_be_replaced(occupied, overwrite)?;
-        let waits = !self.inside && self.base.has(&self.folder).unwrap_or(false);
         Ok(refused.map(|mut finding| {
-            if waits {
-                let folder = self.folder_path();
-                let waiting =
-                    format!("an interrupted run of this is kept in {}, for --resume", folder.display());
-                finding.help =
-                    Some(finding.help.map_or(waiting.clone(), |help| format!("{help}; {waiting}")));
+            for told in self.waiting() {
+                finding.help = Some(finding.help.map_or(told.clone(), |help| format!("{help}; {told}")));
             }
             finding
         }))
+    }
+
+    /// Runs that wait for the destination, in words: this one, and others where they stand in the way.
+    fn waiting(&self) -> Vec<String> {
+        let folder = self.base.sub(&self.folder).ok().filter(|_| !self.inside);
+        let own = folder.map(|folder| match lock::is_held(&folder) {
+            true => format!("another process is writing this in {}", folder.path().display()),
+            false => {
+                format!("an interrupted run of this is kept in {}, for --resume", folder.path().display())
+            }
+        });
+        let others = if self.inside { others::left(self, None) } else { Vec::new() };
+        let others = others.into_iter().filter_map(|f| Some(format!("{} holds {}", f.file?, IN_THE_WAY)));
+        own.into_iter().chain(others).collect()
+    }
+
+    /// True if the staging folder has all of the destination's name.
+    pub(super) fn is_named_whole(&self) -> bool {
+        self.name.len() <= MAX_SHOWN
     }
 
     fn not_to_be_replaced(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {

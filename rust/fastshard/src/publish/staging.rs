@@ -198,7 +198,7 @@ impl Staging {
 
     /// Warnings about what interrupted runs of other plans have left at the same destination.
     pub fn left_beside(&self, version: u32) -> Vec<Finding> {
-        others::left(&self.run.place, version)
+        others::left(&self.run.place, Some(version))
     }
 
     /// What is done so far, and what the earlier runs recorded.
