@@ -310,12 +310,14 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
     bare = _core.Table(layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
     table = train_states.table(bare, default_names())
-    assert source.opened.source.rules is not None
+    assert source.opened.source.optimizer.rules is not None
     request = {
         "source": source.opened.source.to_request(None, True) | {"layout": None},
         "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
     }
-    draft = source.opened.catalog.draft(json.dumps(request), source.opened.source.rules(True, True), table)
+    draft = source.opened.catalog.draft(
+        json.dumps(request), source.opened.source.optimizer.rules(True, True), table
+    )
     made = draft.place(json.dumps({"max_shard_size": 1 << 30}))
     document = json.loads(made.to_json())
     ops = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _core, arguments, budget, companions, regular
+from . import _core, arguments, budget, companions, layouts, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import Listing, list_roots, refuse_unprintable
@@ -99,16 +99,7 @@ def open(
         for file in sorted(contents.cut)
     )
     if options.layout:
-        from . import layouts
-
-        source.layout = layouts.register(options.layout)
-        source.family = layouts.family(source.layout)
-        source.table = source.rules = None
-        source.pass_unknown = False
-        hf_names.by_own_table(source, contents.names())
-    if not source.places:
-        places = companions.places(listing, found.notes.get("folder") or "")
-        source.places = places or list(listing.roots)
+        source = hf_names.by_own_table(source, layouts.register(options.layout), contents.names())
     findings += source.findings
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.
@@ -116,9 +107,11 @@ def open(
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in options.accept, ranks, listing.roots)
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
-    source.copies_accepted = copies.patterns(options.accept)
-    findings = copies.accepted(findings, source.copies_accepted)
-    source.optimizer_findings = copies.accepted(source.optimizer_findings, source.copies_accepted)
+    accepted = copies.patterns(options.accept)
+    findings = copies.accepted(findings, accepted)
+    optimizer = replace(source.optimizer, findings=copies.accepted(source.optimizer.findings, accepted))
+    near = source.places or companions.places(listing, found.notes.get("folder") or "") or list(listing.roots)
+    source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
 
 
@@ -240,7 +233,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def family(self) -> str | None:
         """Model family, if it is known."""
-        return self.opened.source.family
+        return self.opened.source.model.family
 
     @property
     def step(self) -> str | None:

@@ -233,15 +233,15 @@ def _along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tupl
         FastshardError: ``FS601`` if one of these names is no regular file's.
     """
     source, merged = made.source, made.target == "merge"
-    if merged and not source.hf_names:
+    if merged and not source.model.hf_names:
         return (
             sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
         )
-    config = source.config_file or companions.first(source.places, "config.json")
+    config = source.model.config_file or companions.first(source.places, "config.json")
     # Code of its own is for those who load the model under its own names.
-    own = source.hf_names and (merged or made.target == "hf")
+    own = source.model.hf_names and (merged or made.target == "hf")
     found = companions.beside(source.places, config if own else None)
     found |= tokenizer.files if tokenizer else {}
-    if config is not None and source.hf_names and (merged or made.keeps_names):
+    if config is not None and source.model.hf_names and (merged or made.keeps_names):
         found["config.json"] = config
     return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])

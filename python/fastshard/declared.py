@@ -145,9 +145,68 @@ class Dialect(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Description:
+    """What is known of the model besides its tensors: for those who must know what it computes, not for the layout engine."""
+
+    family: str | None = None
+    #: Its config as found, for a target that needs one.
+    config: dict[str, Any] | None = None
+    #: The file that it was read from.
+    config_file: Path | None = None
+    #: Whose words the config is in; None where nothing says what the model computes.
+    dialect: Dialect | None = None
+    #: What the tensors tell besides facts, by the dialect's words.
+    features: dict[str, Any] = field(default_factory=dict)
+    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    no_table: str | None = None
+    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    headless: str | None = None
+    #: The files are what ``save_pretrained`` writes: their config describes them.
+    saved_whole: bool = False
+
+    @property
+    def hf_names(self) -> bool:
+        """True if names in the files are those of Hugging Face."""
+        return self.dialect is not None and self.dialect.name == "transformers"
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with it."""
+
+    #: True if the files hold fp32 masters (or should).
+    masters: bool = False
+    #: True if the files hold optimizer state (or should), but no masters.
+    moments_only: bool = False
+    #: True if there are moments beside the weights, under names of their own.
+    moments_named: bool = False
+    #: Table for a conversion that takes the step (or not) and the state (or not), where both have such names.
+    rules: Callable[[bool, bool], Table] | None = None
+    #: True if the files say that there are no moments: it never took a step.
+    unstepped: bool = False
+    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    weights: str = "params"
+    #: True if the files hold parameters besides the masters.
+    params_stored: bool = True
+    #: What is wrong with its files; no error where only the parameters are asked for.
+    findings: list[Finding] = field(default_factory=list)
+    #: What of the state cannot be taken; it matters only where that is asked for.
+    unread: list[Finding] = field(default_factory=list)
+    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    untrained: set[str] = field(default_factory=set)
+    #: Files that hold masters.
+    state_files: list[StateFile] = field(default_factory=list)
+    #: Paths of the files that hold nothing but optimizer state.
+    files: set[str] = field(default_factory=set)
+    #: Steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
+
+
 @dataclass
 class Source:
-    """Declaration of a source: everything the layout engine must know besides the tensors."""
+    """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds it step by
+    step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`)."""
 
     framework: str
     units: list[Unit]
@@ -155,7 +214,8 @@ class Source:
     layout: str | None = None
     #: The table itself, where it is not the one of that name.
     table: Table | None = None
-    family: str | None = None
+    model: Description = field(default_factory=Description)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
     generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
     degrees: dict[str, int] = field(default_factory=dict)
@@ -169,26 +229,12 @@ class Source:
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
     provable: bool = False
-    #: The files are what ``save_pretrained`` writes: their config describes them.
-    saved_whole: bool = False
     findings: list[Finding] = field(default_factory=list)
     #: Errors about single tensors: notes where these are not asked for.
     of_tensors: list[Finding] = field(default_factory=list)
     step: str | None = None
-    #: The model's config as found, for a target that needs one.
-    config: dict[str, Any] | None = None
-    #: Whose words the config is in; None where nothing says what the model computes.
-    dialect: Dialect | None = None
-    #: What the tensors tell of the model besides facts, by the dialect's words.
-    features: dict[str, Any] = field(default_factory=dict)
-    #: The file that it was read from.
-    config_file: Path | None = None
     #: Where config and tokenizer are looked for, the nearest first.
     places: list[Path] = field(default_factory=list)
-    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
-    no_table: str | None = None
-    #: What a model of Hugging Face without an output layer is; None for one that has one.
-    headless: str | None = None
     #: Contents for the manifest.
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
@@ -199,52 +245,22 @@ class Source:
     other_prefixes: list[str] = field(default_factory=list)
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
-    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
-    weights: str = "params"
-    #: True if the files hold parameters besides the masters.
-    params_stored: bool = True
-    #: True if the files hold fp32 masters (or should).
-    masters: bool = False
-    #: True if the files hold optimizer state (or should), but no masters.
-    moments_only: bool = False
     #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
     layers_may_repeat: bool = False
     #: Glob patterns of files that were copied on purpose.
     copies_accepted: list[str] = field(default_factory=list)
-    #: What is wrong with the optimizer's files; no error where only the parameters are asked for.
-    optimizer_findings: list[Finding] = field(default_factory=list)
-    #: What of the optimizer's state cannot be taken; it matters only where that is asked for.
-    moments_unread: list[Finding] = field(default_factory=list)
-    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
-    untrained: set[str] = field(default_factory=set)
-    #: Files that hold masters.
-    state_files: list[StateFile] = field(default_factory=list)
-    #: Files that hold nothing but optimizer state.
-    optimizer_files: set[str] = field(default_factory=set)
-    #: True if the optimizer's files say that there are no moments: it never took a step.
-    unstepped: bool = False
-    #: Optimizer steps by file.
-    steps: dict[int, list[float]] = field(default_factory=dict)
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
-    #: Table for a conversion that takes the step (or not) and the optimizer's state (or not), where both lie
-    #: beside the weights under names of their own.
-    rules: Callable[[bool, bool], Table] | None = None
-    #: True if there are moments under such names.
-    moments_named: bool = False
 
     @property
-    def hf_names(self) -> bool:
-        """True if names in the files are those of Hugging Face."""
-        return self.dialect is not None and self.dialect.name == "transformers"
+    def called(self) -> str:
+        """The model, as messages call it."""
+        return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
     def weights_only(self) -> Source:
         """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
-        if not self.weights_prefix and not any(
-            is_state(name) for a in self.assembled for name, *_ in a.tensors
-        ):
-            return self
-        if not self.hf_names:
+        states = any(is_state(name) for a in self.assembled for name, *_ in a.tensors)
+        if not self.model.hf_names or not (self.weights_prefix or states):
             return self
         if self.other_prefixes:
             raise FastshardError.of(
@@ -295,7 +311,7 @@ class Source:
 
     def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
         """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
-        taken = weights or self.weights
+        taken = weights or self.optimizer.weights
         table = self.table
         if table is None and self.layout is not None:
             table = layouts.table(self.layout)
@@ -309,7 +325,7 @@ class Source:
                 if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
             ],
             "prefer_assembled": taken == "masters",
-            "untrained": sorted(self.untrained) if optimizer else [],
+            "untrained": sorted(self.optimizer.untrained) if optimizer else [],
             "twins_may_differ": weights == "params",
             "layers_may_repeat": self.layers_may_repeat,
             "copies_accepted": self.copies_accepted,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, budget
 from .checkpoint import Checkpoint
 from .convert import Source, _opened, carrying
+from .declared import Optimizer
 from .declared import Source as Declaration
 from .discover import File, is_utf8
 from .errors import FastshardError, Finding, from_core, raise_errors
@@ -79,12 +80,16 @@ def masters(
     """
     checkpoint = _opened(source, **opening)
     declared = _with_masters(checkpoint)
-    findings = [*checkpoint.opened.findings, *declared.optimizer_findings]
+    held = declared.optimizer
+    findings = [*checkpoint.opened.findings, *held.findings]
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(_request(declared)))
     outputs = plan.outputs()
-    if declared.params_stored:
+    if held.params_stored:
         findings += [Finding.from_dict(f) for f in json.loads(plan.findings())]
-    if not declared.params_stored:
+        if not outputs and not any(f.severity == "error" for f in findings):
+            why = "not checkable: no master could be compared"
+            findings.append(Finding.of("FS402", why, severity="error"))
+    else:
         findings.append(
             Finding.of(
                 "FS402",
@@ -93,8 +98,6 @@ def masters(
                 help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
             )
         )
-    elif not outputs and not any(f.severity == "error" for f in findings):
-        findings.append(Finding.of("FS402", "not checkable: no master could be compared", severity="error"))
     try:
         with Progress(progress) as bar:
             checked = json.loads(
@@ -107,7 +110,7 @@ def masters(
         raise from_core(error) from None
     findings += [Finding.from_dict(f) for f in checked["findings"]]
     differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
-    steps = sorted({step for each in declared.steps.values() for step in each})
+    steps = sorted({step for each in held.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
     return MastersReport(len(outputs), elements, differing, steps, list(dict.fromkeys(findings)))
 
@@ -121,7 +124,7 @@ def _count(shape: list[int]) -> int:
 
 def _with_masters(checkpoint: Checkpoint) -> Declaration:
     declared = checkpoint.opened.source
-    if not declared.masters:
+    if not declared.optimizer.masters:
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds no fp32 masters",
@@ -186,31 +189,31 @@ def repair_masters(
     """
     checkpoint = _opened(source, **opening)
     declared = _with_masters(checkpoint)
-    if not declared.params_stored:
+    held = declared.optimizer
+    if not held.params_stored:
         raise FastshardError.of(
             "FS402",
             "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 masters only",
             severity="error",
         )
-    optimizer_files = declared.optimizer_files
     opened = checkpoint.opened.findings
     if drop_optimizer:
-        if any(s.file not in _indices(checkpoint, optimizer_files) for s in declared.state_files):
+        if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
             raise FastshardError.of(
                 "FS514",
                 "the optimizer's state lies in the model files (ZeRO stage 0)",
                 help="rebuild the masters instead (--repair without --drop-optimizer)",
             )
-        raise_errors([f for f in opened if f.file not in optimizer_files])
+        raise_errors([f for f in opened if f.file not in held.files])
     else:
-        raise_errors([*opened, *declared.optimizer_findings])
+        raise_errors([*opened, *held.findings])
         # A step that was not looked at would be kept.
         read_in_part = {f.file: f for f in opened if f.code == "FS109"}
-        paths = [checkpoint.opened.files[s.file].path for s in declared.state_files]
+        paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
         raise_errors([replace(read_in_part[p], severity="error") for p in paths if p in read_in_part])
-        if not declared.state_files:
+        if not held.state_files:
             raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
-    files, texts, copies, left = _files(checkpoint, declared, drop_optimizer)
+    files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
     pointers = [name for name in _TRACKERS if name in texts]
     repair = json.dumps({"files": files, "texts": texts, "pointers": pointers})
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
@@ -238,10 +241,10 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 
 
 def _files(
-    checkpoint: Checkpoint, declared: Declaration, drop_optimizer: bool
+    checkpoint: Checkpoint, held: Optimizer, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
     """Files of the result: those of the catalog, tracker texts, and plain copies; and what is left behind."""
-    state = {s.file: s for s in declared.state_files}
+    state = {s.file: s for s in held.state_files}
     files: list[dict[str, Any]] = []
     taken: set[str] = {MANIFEST_NAME}
     folders: set[tuple[int, str]] = set()
@@ -250,7 +253,7 @@ def _files(
         if file.path in taken:
             continue
         taken.add(file.path)
-        if drop_optimizer and file.path in declared.optimizer_files:
+        if drop_optimizer and file.path in held.files:
             continue
         part = state.get(i)
         masters_of = part.masters if part else []
@@ -261,7 +264,7 @@ def _files(
     copies: list[tuple[str, str]] = []
     left: list[Finding] = []
     for other in checkpoint.listing.files:
-        if other.path in taken or (drop_optimizer and other.path in declared.optimizer_files):
+        if other.path in taken or (drop_optimizer and other.path in held.files):
             continue
         if _belongs(other, folders):
             taken.add(other.path)

@@ -136,14 +136,15 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         "exclude": request.exclude,
     }
     if dtype is not None:
-        side["dequantise"] = config_json.weight_block(source.config)
-        source = replace(source, config=config_json.unquantised(source.config or {}) or None)
+        side["dequantise"] = config_json.weight_block(source.model.config)
+        unquantised = config_json.unquantised(source.model.config or {}) or None
+        source = replace(source, model=replace(source.model, config=unquantised))
     target = None
     if request.to is not None:
         target = target_of(source, request)
         asked["target"] = target.side(layouts.table(target.layout) if target.layout else None)
-        if source.rules is not None and not target.is_container:
-            side["layout"] = source.rules(target.keeps_step, request.optimizer)
+        if source.optimizer.rules is not None and not target.is_container:
+            side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     broken = any(f.severity == "error" for f in findings)
     draft = _draft(opened.catalog, asked)
@@ -155,19 +156,19 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     axes = draft.axes()
     told: list[Finding] = []
     if dtype is not None:
-        told += _quantised(tensors, request.dtype, opened.source.config)
+        told += _quantised(tensors, request.dtype, opened.source.model.config)
     if not source.provable:
         told.append(
             Finding.of(
                 "FS109",
                 "completeness not provable: nothing outside the files states what must exist",
                 help="give --expect CONFIG (a config.json or the training config)"
-                if source.config is None
+                if source.model.config is None
                 else "--expect with a manifest states it, or --layout with a table of your own",
             )
         )
     told += words(source, axes, tokenizer)
-    masters = source.masters and (request.weights or source.weights) == "masters"
+    masters = source.optimizer.masters and (request.weights or source.optimizer.weights) == "masters"
     main = _main_dtype(draft.dtypes(), masters)
     completed = Completed()
     if target is not None and not any(
@@ -179,13 +180,14 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         told += completed.findings + padding(source, axes, tokenizer)
     texts = dict(completed.texts)
     keeps_names = target is not None and target.keeps_names
-    if (target is None or keeps_names) and source.hf_names and source.config:
-        config = config_json.with_rows(source.config, axes.get("V"))
+    model = source.model
+    if (target is None or keeps_names) and model.hf_names and model.config:
+        config = config_json.with_rows(model.config, axes.get("V"))
         # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
         # saved is as its config says.
-        if dtype is not None or masters or not (source.saved_whole or config_json.dtype_of(config) is None):
+        if dtype is not None or masters or not (model.saved_whole or config_json.dtype_of(config) is None):
             config = config_json.with_dtype(config, main)
-        if config != opened.source.config or (target is not None and source.config_file is None):
+        if config != opened.source.model.config or (target is not None and model.config_file is None):
             texts["config.json"] = json.dumps(config, indent=2) + "\n"
     placement = {
         "files": completed.files,
@@ -196,7 +198,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     }
     core = draft.place(json.dumps(placement))
     planned = _caused([Finding.from_dict(f) for f in json.loads(core.findings())], broken)
-    findings += (planned if source.rules is None else _grouped(planned)) + told
+    findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
     return Plan(core, findings, source, request.to or "merge", writes_arrays=arrays, keeps_names=keeps_names)
 
@@ -242,33 +244,34 @@ def _asked_for(finding: Finding, request: Request) -> Finding:
 
 def _weights(source: Source, opened: list[Finding], weights: str | None, optimizer: bool) -> list[Finding]:
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
-    held = source.masters or source.moments_only or source.moments_named
-    if (weights == "masters" and not source.masters) or (optimizer and not held):
+    state = source.optimizer
+    held = state.masters or state.moments_only or state.moments_named
+    if (weights == "masters" and not state.masters) or (optimizer and not held):
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds no fp32 masters or optimizer state",
             severity="error",
             help="only its parameters can be taken (--weights params)",
         )
-    if weights == "params" and not source.params_stored:
+    if weights == "params" and not state.params_stored:
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds its parameters as fp32 masters only (ZeRO stage 3)",
             severity="error",
             help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
         )
-    if not held or source.moments_named:
+    if not held or state.moments_named:
         return list(opened)
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
         unread = [
             Finding.of("FS402", "the optimizer holds no moments: it never took a step", severity="warning")
-            if source.unstepped
+            if state.unstepped
             else Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")
         ]
-    taken = weights or source.weights
+    taken = weights or state.weights
     # Masters are compared with the parameters unless that is declined; moments alone are compared with nothing.
-    lenient = not optimizer and (weights == "params" or source.moments_only)
+    lenient = not optimizer and (weights == "params" or state.moments_only)
 
     def weighed(finding: Finding, about_optimizer: bool) -> Finding:
         if lenient and about_optimizer and finding.severity == "error":
@@ -278,19 +281,19 @@ def _weights(source: Source, opened: list[Finding], weights: str | None, optimiz
             return replace(finding, severity="error")
         return finding
 
-    found = [weighed(f, f.file in source.optimizer_files) for f in opened]
-    found += [weighed(f, True) for f in source.optimizer_findings]
-    found += source.moments_unread if optimizer else []
+    found = [weighed(f, f.file in state.files) for f in opened]
+    found += [weighed(f, True) for f in state.findings]
+    found += state.unread if optimizer else []
     told = {
         "params": "the parameters as stored; the fp32 masters are compared with them",
         "masters": "the fp32 masters; the parameters stored beside them are compared with them"
-        if source.params_stored
+        if state.params_stored
         else "the fp32 masters, the only copy of the weights",
     }
     if not any(f.severity == "error" for f in found):
         # Otherwise what is wrong with the optimizer files is the cause.
         found += unread
-    if source.moments_only:
+    if state.moments_only:
         return found
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
 

@@ -99,7 +99,7 @@ def verify(
             text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
             found = [Finding.from_dict(f) for f in checked["findings"]]
-            findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.config)]
+            findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
             if path is not None:
                 left_out = (
                     make_plan(checkpoint.opened).index.keys() - plan.index.keys()

@@ -132,13 +132,14 @@ def read_model(source: Source) -> Model:
     Raises:
         FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
     """
-    if source.dialect is None:
-        what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
+    told = source.model
+    if told.dialect is None:
         raise FastshardError.of(
-            "FS514", f"no words are known for {what}: its tensors can be merged, not converted"
+            "FS514", f"no words are known for {source.called}: its tensors can be merged, not converted"
         )
-    evidence = Evidence(source.family or "", source.facts, source.axes, source.features)
-    read = source.dialect.read(source.config or {}, evidence)
+    read = told.dialect.read(
+        told.config or {}, Evidence(told.family or "", source.facts, source.axes, told.features)
+    )
     assert isinstance(read, Model)
     return read
 

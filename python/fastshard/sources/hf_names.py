@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def describe(
 ) -> None:
     """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
 
-    Where none does the names stay what they are, and the declaration says why in :attr:`.Source.no_table`.
+    Where none does the names stay what they are, and the declaration says why in :attr:`.Description.no_table`.
 
     Args:
         source: the declaration.
@@ -97,7 +98,7 @@ def describe(
         names: of the tensors stored.
         outer: where the model's own names begin.
     """
-    if config is None or not (source.hf_names or config.keys() & _TELLING):
+    if config is None or not (source.model.hf_names or config.keys() & _TELLING):
         return
     label = None if path is None else _label(listing, path)
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
@@ -109,7 +110,7 @@ def describe(
             got="neither",
             help="give the model's config.json; generation_config.json says nothing of the model",
         )
-    source.config, source.config_file = config, path
+    model = replace(source.model, config=config, config_file=path)
     apart = tuple(source.other_prefixes)
     names = [
         n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
@@ -117,23 +118,18 @@ def describe(
     stored = {name.removeprefix(outer) for name in names}
     if (changed := wrapped(stored)) is not None:
         # A trainer's names are no longer those that its config is for.
-        source.no_table = f"{changed[1]} has changed the names ({changed[0]})"
+        source.model = replace(model, no_table=f"{changed[1]} has changed the names ({changed[0]})")
         return
-    source.dialect = huggingface.DIALECT
     layout = config_json.layout_of(config, label)
-    source.no_table = _why_not(config, layout)
-    if layout is None or source.no_table is not None:
+    why = _why_not(config, layout, names)
+    source.model = replace(model, dialect=huggingface.DIALECT, no_table=why)
+    if layout is None or why is not None:
         return
     base = _base(layouts.table(layout))
     begins = None if _names_most(layout, stored) else _beginning(names)
-    if not _is_of(layout, names):
-        source.no_table = (
-            f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
-        )
-        return
     prefix = f"{outer}{base}" if begins is None else begins
     kind = config_json.architecture_of(config)
-    source.layout, source.family = layout, layout.removeprefix("hf.")
+    source.layout, family, headless = layout, layout.removeprefix("hf."), None
     # The table's own names, too, where the model's begin otherwise.
     stored |= {_own(name, base, prefix.removeprefix(outer)) for name in stored}
     source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
@@ -142,30 +138,33 @@ def describe(
     if prefix != base:
         source.table = _prefixed(layout, base, prefix)
     if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
-        source.headless = kind.name if kind else "a model without a head, by the names of its tensors"
+        headless = kind.name if kind else "a model without a head, by the names of its tensors"
         by_names = layouts.table(layout).describe(None, list(stored))[1]
         source.facts["head"] = by_names.get("head", False)
         source.findings += _own_head(kind, stored)
+    source.model = replace(source.model, family=family, headless=headless)
     if source.vocab_size:
         source.axes.pop("V", None)
 
 
-def by_own_table(source: Source, names: Collection[str]) -> None:
-    """Takes back that no table fits: the caller's own says what the tensors are, and the config still gives axes and facts."""
-    source.no_table = source.headless = None
-    config = source.config
-    own = source.layout if source.layout and layouts.table(source.layout).has_config else None
-    label = None if source.config_file is None else str(source.config_file)
+def by_own_table(source: Source, layout: str, names: Collection[str]) -> Source:
+    """The declaration by the caller's own table, which says what the tensors are; the config still gives axes and facts."""
+    model = replace(source.model, family=layouts.family(layout), no_table=None, headless=None)
+    optimizer = replace(source.optimizer, rules=None)
+    source = replace(source, layout=layout, table=None, pass_unknown=False, model=model, optimizer=optimizer)
+    config = model.config
+    own = layout if layouts.table(layout).has_config else None
+    label = None if model.config_file is None else str(model.config_file)
     if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
-        return
-    source.axes, source.facts, source.sets = config_json.described(config, label, names, own)
-    source.stored = config_json.blocks(config, source.layout, label) if source.layout else {}
-    source.dialect, source.provable = huggingface.DIALECT, True
+        return source
+    axes, facts, sets = config_json.described(config, label, names, own)
     if source.vocab_size:
-        source.axes.pop("V", None)
+        axes.pop("V", None)
+    model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, layout, label)
+    return replace(source, axes=axes, facts=facts, sets=sets, stored=stored, provable=True, model=model)
 
 
-def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
+def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -> str | None:
     """Why a model has no table; None if it has one."""
     model_type = config.get("model_type")
     if layout is None:
@@ -174,6 +173,8 @@ def _why_not(config: dict[str, Any], layout: str | None) -> str | None:
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if isinstance(quantised, dict) and method not in _PLAIN:
         return f"quantization_config ({shown(method)}) stores other tensors than the table has"
+    if not _is_of(layout, names):
+        return f"the tensors have other names than a {shown(model_type)} of transformers"
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import layouts
 from .._core import Table
-from ..declared import Source
+from ..declared import Description, Optimizer, Source
 from ..errors import FastshardError, Finding
 from ..layouts.train_states import Rules, place, scanned
 from ..models import config_json, maxtext, maxtext_sizes
@@ -61,12 +61,13 @@ def describe(
     stacked = any(name.startswith(_STACKED) for name in shapes)
     source.framework, source.pass_unknown = "MaxText", True
     family = _family(source, shapes, stacked, root)
-    source.config = config
     if family is None:
+        source.model = Description(config=config)
         return
-    source.family, source.layout, source.dialect = family, f"maxtext.{family}", maxtext.DIALECT
-    if config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama":
-        source.features = {"stated": config_json.axes_and_facts(config)[1]}
+    hf_llama = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama"
+    features = {"stated": config_json.axes_and_facts(config)[1]} if config and hf_llama else {}
+    source.model = Description(family, config, dialect=maxtext.DIALECT, features=features)
+    source.layout = f"maxtext.{family}"
     table = layouts.table(source.layout)
     source.axes = maxtext_sizes.axes_of(config or {}, family)
     source.provable = source.provable or bool(config)
@@ -79,10 +80,10 @@ def describe(
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
     axis, unclear = _scan_axis(table, shapes, source.axes, config or {}) if stacked else (None, None)
     rules = Rules(table, names_of(root, arrays), axis, unclear)
-    source.rules = rules
-    source.moments_named = any(MOMENT.match(name) for name in arrays)
+    moments = any(MOMENT.match(name) for name in arrays)
+    source.optimizer = Optimizer(moments_named=moments, rules=rules)
     # What is merged keeps every name, and needs no axis of the layers.
-    source.table = table.with_rules([]) if unclear else rules.whole(source.moments_named)
+    source.table = table.with_rules([]) if unclear else rules.whole(moments)
     source.values["scan_layers"] = stacked
     if stacked and unclear is None:
         source.values["param_scan_axis"] = axis
@@ -132,7 +133,7 @@ def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
 def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], path: str | None) -> None:
     """Facts that names decide, and what a config says of them."""
     where = path or "the config"
-    if source.family == "gpt3":
+    if source.model.family == "gpt3":
         source.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
         fused = flag(config, "fused_qkv") if maxtext.is_maxtext(config) else None
         if fused not in (None, source.facts["fused_qkv"]):
@@ -152,7 +153,7 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Whether heads share keys and values, on which other layouts depend, from the two projections that tell it."""
-    if source.family != "llama":
+    if source.model.family != "llama":
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
     for name, shape in shapes.items():
@@ -166,7 +167,7 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
-    rules = source.rules
+    rules = source.optimizer.rules
     if not name.startswith(_STACKED) or not isinstance(rules, Rules) or rules.scan is None:
         return None
     return place(len(shape) - 1, rules.scan)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from .. import layouts
-from ..declared import Source
+from ..declared import Description, Optimizer, Source
 from ..errors import Finding
 from ..layouts.train_states import Names, Rules
 from ..models import maxtext, maxtext_sizes
@@ -46,7 +46,7 @@ def describe(
     """
     if not is_train_state(arrays):
         return
-    source.framework, source.pass_unknown, source.config = "Paxml", True, config
+    source.framework, source.pass_unknown, source.model = "Paxml", True, Description(config=config)
     table = layouts.table("paxml.gpt3")
     strange = [name for name in arrays if name.startswith(ROOT) and table.rule_of(name) is None]
     if strange:
@@ -61,12 +61,12 @@ def describe(
             )
         )
         return
-    source.family, source.layout, source.dialect = "gpt3", "paxml.gpt3", maxtext.DIALECT
+    source.layout, source.model = "paxml.gpt3", Description("gpt3", config, dialect=maxtext.DIALECT)
     source.axes = maxtext_sizes.axes_of(config or {}, "gpt3")
     source.provable = source.provable or bool(config)
-    source.rules = Rules(table, _names(arrays))
-    source.moments_named = any(_MOMENT.match(name) for name in arrays)
-    source.table = source.rules.whole(source.moments_named)
+    rules, moments = Rules(table, _names(arrays)), any(_MOMENT.match(name) for name in arrays)
+    source.optimizer = Optimizer(moments_named=moments, rules=rules)
+    source.table = rules.whole(moments)
 
 
 def _names(arrays: Arrays) -> Names:

@@ -98,8 +98,8 @@ class NeoxTarget(Target):
                 got=str(pp),
                 help="take --to gpt_neox:pipeline",
             )
-        model = None if source.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
-        config = source.config or {}
+        model = None if source.model.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
+        config = source.model.config or {}
         facts = dict(source.facts)
         if model is not None:
             gpt_neox.refuse(model)
@@ -113,9 +113,9 @@ class NeoxTarget(Target):
                 "scalenorm": False,
                 "reward": False,
             }
-        layout = _LAYOUTS.get(source.family or "")
+        layout = _LAYOUTS.get(source.model.family or "")
         if layout is None:
-            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.family!r}")
+            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.model.family!r}")
         if "gpt_j_residual" not in facts:
             raise FastshardError.of(
                 "FS209",
@@ -123,7 +123,7 @@ class NeoxTarget(Target):
                 help="give the training config with --config (it must say gpt_j_residual: true or false)",
             )
         if model is None:
-            features = source.features
+            features = source.model.features
             read_model(source).settled("activation")
             for kind, first, last in (
                 ("attention", "attention_bias", "dense_bias"),
@@ -256,11 +256,11 @@ class NeoxTarget(Target):
 
     def _kept(self, axes: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
         """The source's own config; what the tensors say wins."""
-        config = {k: v for k, v in (self.source.config or {}).items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
+        given, features = self.source.model.config or {}, self.source.model.features
+        config = {k: v for k, v in given.items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
             config[key] = axes[axis]
         config["num_attention_heads"] = axes["g"] * axes["r"]
-        features = self.source.features
         config["norm"] = features["norm"]
         if features["gqa"]:
             config["num_kv_heads"] = axes["g"]
@@ -275,7 +275,7 @@ class NeoxTarget(Target):
         if features["gated"] or config.get("activation") is not None:
             config["activation"] = activation_of(config)
         _inner_size(config, axes["F"], axes["H"], features["gated"], self.source.facts["split_gate"])
-        findings += te_differences(self.source.config or {}, features, _CONFIG)
+        findings += te_differences(given, features, _CONFIG)
         if features["learned_positions"]:
             config["pos_emb"] = "learned"
         for key, default in (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._core import Table
-from ..declared import Source, is_state
+from ..declared import Description, Source, is_state
 from ..errors import FastshardError, Finding
 from ..models import config_json, huggingface
 from ..models.model import Model, read_model
@@ -49,26 +49,26 @@ class HfTarget(Target):
             FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
                 that decides values is unknown, or the model is.
         """
-        config = source.config or {}
-        if source.hf_names:
-            layout = config_json.layout_of(config) if source.no_table is None else None
+        told = source.model
+        config = told.config or {}
+        if told.hf_names:
+            layout = config_json.layout_of(config) if told.no_table is None else None
             quantised = config_json.quantised_by(config) is not None
-            if layout is None or source.headless or source.table is not None or quantised:
+            if layout is None or told.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
             return cls(source, layout, config_json.axes_and_facts(config)[1])
-        if source.dialect is not None:
+        if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
                 model, f"`fastshard merge` writes the whole tensors under {source.framework}'s own names"
             )
             model.settled("activation")
             return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
-        if source.no_table is not None:
-            raise _changed(source.no_table)
-        if source.family is None and source.layout is None and source.tree is None:
+        if told.no_table is not None:
+            raise _changed(told.no_table)
+        if told.family is None and source.layout is None and source.tree is None:
             raise _unknown()
-        what = f"the family {source.family!r}" if source.family else f"this model of {source.framework}"
-        raise FastshardError.of("FS514", f"no Hugging Face layout for {what} yet")
+        raise FastshardError.of("FS514", f"no Hugging Face layout for {source.called} yet")
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:
@@ -81,7 +81,7 @@ class HfTarget(Target):
         if whole.keeps_names:
             raise FastshardError.of(
                 "FS514",
-                f"{_why(source)}: nothing says what its tensors are, as {what} needs",
+                f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
                 help="describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
             )
         return whole
@@ -99,7 +99,7 @@ class HfTarget(Target):
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
         if self.model is not None and self.kind is not None:
             return huggingface.write(self.model, self.kind, axes, "config.json")
-        config = dict(self.source.config or {})
+        config = dict(self.source.model.config or {})
         if "V" in axes:
             config["vocab_size"] = axes["V"]
         return config, []
@@ -113,7 +113,7 @@ class HfTarget(Target):
         if self.keeps_names:
             return Completed(findings=[_unproven(self.source, bound)])
         config, assumed = self.config(bound.axes)
-        if not self.source.hf_names:
+        if not self.source.model.hf_names:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
         text = json.dumps(config_json.with_dtype(config, bound.dtype), indent=2) + "\n"
@@ -126,7 +126,7 @@ def model_of(source: Source, what: str) -> Model:
     Raises:
         FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which nothing is known.
     """
-    if source.dialect is None or source.hf_names:
+    if source.model.dialect is None or source.model.hf_names:
         HfTarget.known(source, what)
     return read_model(source)
 
@@ -138,12 +138,12 @@ def _kept(source: Source) -> str:
         FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no table and
             whose vocabulary is to be cut.
     """
-    if not source.config:
+    if not source.model.config:
         raise _unknown()
     if source.vocab_size is not None:
         raise FastshardError.of(
             "FS514",
-            f"--vocab-size: {_why(source)}, so that nothing tells which rows are words",
+            f"--vocab-size: {_why(source.model)}, so that nothing tells which rows are words",
             help="leave it out, or describe the model in a table of your own (--layout FILE)",
         )
     return ""
@@ -165,13 +165,13 @@ def _changed(why: str) -> FastshardError:
     )
 
 
-def _why(source: Source) -> str:
+def _why(told: Description) -> str:
     """Why the names of a model of Hugging Face stay."""
-    if source.no_table is not None:
-        return source.no_table
-    if source.headless is not None:
-        return f"architectures says {source.headless}"
-    if (method := config_json.quantised_by(source.config or {})) is not None:
+    if told.no_table is not None:
+        return told.no_table
+    if told.headless is not None:
+        return f"architectures says {told.headless}"
+    if (method := config_json.quantised_by(told.config or {})) is not None:
         return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
     return "the model lies below names of its own"
 
@@ -184,7 +184,7 @@ def _unproven(source: Source, bound: Bound) -> Finding:
         raise _changed(f"the model lies below a trainer's own key ({name})")
     return Finding.of(
         "FS109",
-        f"{_why(source)}: names and shapes stay as they are stored, and no table says that they are the model's",
+        f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
         help="--expect a manifest or --layout a table of your own proves them",
     )
 
@@ -196,10 +196,11 @@ def _held(source: Source, names: Iterable[str]) -> str | None:
     if kept is None:
         # Only a whole model has these, and none calls itself so.
         kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
+    told = source.model
     known = (
-        config_json.is_of_transformers(source.layout) and source.table is not None and source.headless is None
+        config_json.is_of_transformers(source.layout) and source.table is not None and told.headless is None
     )
-    if kept is None and known and "auto_map" not in (source.config or {}):
+    if kept is None and known and "auto_map" not in (told.config or {}):
         # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
         kept = next(iter(weights), None)
     return kept

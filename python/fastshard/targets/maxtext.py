@@ -62,13 +62,13 @@ class MaxTextTarget:
         fused_qkv, rope_type = request[FUSED_QKV], request[ROPE_TYPE]
         scan = _scan(to, request[SCAN_AXIS])
         positive(request, MULTIPLE)
-        if optimizer and not source.moments_named:
+        if optimizer and not source.optimizer.moments_named:
             raise FastshardError.of(
                 "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
             )
-        rules = source.rules if isinstance(source.rules, Rules) else None
-        own = source.dialect is maxtext.DIALECT
-        if own and source.family == "gpt3":
+        rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
+        own = source.model.dialect is maxtext.DIALECT
+        if own and source.model.family == "gpt3":
             fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
@@ -205,7 +205,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     wanted = _rope_type(rope_type)
     if wanted is None:
         return source.facts["interleaved"]
-    rope = maxtext.pairs_of(source.config or {})
+    rope = maxtext.pairs_of(source.model.config or {})
     if rope is None:
         raise FastshardError.of(
             "FS209",
@@ -258,7 +258,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText optimizers
         out["opt_type"] = "adam_pax"
     findings: list[Finding] = []
-    given = source.config or {}
+    given = source.model.config or {}
     if target.model is None and maxtext.is_maxtext(given):
         kept = ("decoder_block", "mlp_activations", "normalization_layer_epsilon", "rope_max_timescale",
                 "normalize_embedding_logits")  # fmt: skip

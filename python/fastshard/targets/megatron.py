@@ -81,7 +81,7 @@ class MegatronTarget(Target):
         positive(request, TP, PP, MULTIPLE)
         tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
         model = None
-        if source.dialect is megatron.DIALECT:
+        if source.model.dialect is megatron.DIALECT:
             facts = dict(source.facts)
             if facts["moe"]:
                 raise FastshardError.of(
@@ -89,7 +89,7 @@ class MegatronTarget(Target):
                     "a mixture of experts is not written for Megatron-LM",
                     help="convert it to hf, or merge it under Megatron's own names",
                 )
-            stated = (source.config or {}).get("make_vocab_size_divisible_by")
+            stated = (source.model.config or {}).get("make_vocab_size_divisible_by")
             if (
                 multiple is None
                 and isinstance(stated, int)
@@ -223,7 +223,7 @@ class MegatronTarget(Target):
         """The model's arguments: the source's own, or those that its Hugging Face config tells of."""
         findings: list[Finding] = []
         if self.model is None:
-            args = megatron_args.plain(self.source.config or {})
+            args = megatron_args.plain(self.source.model.config or {})
         else:
             args, findings = megatron.DIALECT.write(self.model, bound.axes, "args")
         # The names in rank files depend on it. source: Megatron-LM arguments.py, --transformer-impl

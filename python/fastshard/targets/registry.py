@@ -84,13 +84,13 @@ def target_of(source: Source, request: Request) -> Target:
             decides values is unknown, ``FS515`` for degrees that no run has.
     """
     to = str(request.to)
-    target = TARGETS[to]
-    if source.headless and not target.takes_any_head:
+    target, headless = TARGETS[to], source.model.headless
+    if headless and not target.takes_any_head:
         raise FastshardError.of(
             "FS514",
-            f"architectures says {source.headless}, which has no output layer; {to} holds models that have one",
+            f"architectures says {headless}, which has no output layer; {to} holds models that have one",
             expected="a causal language model",
-            got=source.headless,
+            got=headless,
             help="`fastshard merge`, or --to hf, keeps it as it is",
         )
     return target.of(source, request)

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from ... import layouts
-from ...declared import Assembled, Source, Unit
+from ...declared import Assembled, Description, Source, Unit
 from ...discover import File, Listing
 from ...errors import Finding
 from ...models import huggingface
@@ -118,9 +118,8 @@ class ColossalAI:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         notes = found.notes
-        source = Source(
-            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
-        )
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
         config, path = hf_names.config_of(listing, notes["folder"], options)
         hf_names.describe(source, listing, config, path, contents.names())

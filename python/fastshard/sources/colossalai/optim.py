@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
-from ...declared import Assembled, Source
+from ...declared import Assembled, Optimizer, Source
 from ...discover import File, Listing
 from ...errors import Finding
 from ..base import Contents, Found, missing
@@ -140,9 +141,9 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
     notes = found.notes["optim"]
     if notes is None:
         return
-    source.moments_only = True
-    source.optimizer_files = {f.path for f in found.files[notes["first"] :]}
-    source.optimizer_findings = findings = list(notes["findings"])
+    files = {f.path for f in found.files[notes["first"] :]}
+    source.optimizer = Optimizer(moments_only=True, findings=list(notes["findings"]), files=files)
+    findings, steps_of = source.optimizer.findings, source.optimizer.steps
     # number -> slot -> (file, tensor, shape)
     states: dict[int, dict[str, tuple[int, int, list[int]]]] = {}
     unknown: dict[str, int] = {}
@@ -159,7 +160,7 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             elif match[2] == _STEP:
                 if f'"{key}"' not in objects and not tensor["shape"]:
                     step = scalar(contents, i, number, tensor["dtype"])
-                    source.steps.setdefault(i, []).extend([] if step is None else [step])
+                    steps_of.setdefault(i, []).extend([] if step is None else [step])
                 states.setdefault(int(match[1]), {})
             elif match[2] not in _SLOTS:
                 unknown.setdefault(match[2], i)
@@ -178,7 +179,7 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             path = found.files[notes["groups"]].path
             findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
         return
-    steps = {step for each in source.steps.values() for step in each}
+    steps = {step for each in steps_of.values() for step in each}
     if len(steps) > 1:
         told = ", ".join(f"{step:g}" for step in sorted(steps))
         findings.append(
@@ -193,7 +194,7 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
         findings.append(
             Finding.of(
                 "FS402",
-                f"optimizer states carry numbers, and how those of model_type {(source.config or {}).get('model_type')!r} in "
+                f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
                 f"{len(groups)} groups follow the parameters is not told",
                 file=found.files[notes["groups"]].path,
                 expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
@@ -227,7 +228,7 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), at, moment, 0)]))
     first = min(notes["files"].values(), default=0)
     source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
-    source.unstepped = not every
+    source.optimizer = replace(source.optimizer, unstepped=not every)
 
 
 def _groups(content: Any) -> list[list[int]] | None:
@@ -250,7 +251,7 @@ def _names(
 ) -> dict[int, str] | None:
     """Name of each numbered parameter."""
     layers = source.axes.get("L", 0)
-    order = parameter_order(source.family, set(shapes), layers, source.facts.get("tied", False))
+    order = parameter_order(source.model.family, set(shapes), layers, source.facts.get("tied", False))
     if order is None:
         return None
     if len(groups) == 1 and len(groups[0]) == len(order):

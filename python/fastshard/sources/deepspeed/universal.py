@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from ...declared import Assembled, Source, Unit
+from ...declared import Assembled, Optimizer, Source, Unit
 from ...discover import File, Listing
 from ...errors import Finding
 from .. import hf_names
@@ -78,7 +78,7 @@ class Universal:
         """Whole fp32 tensors; the model files beside them say which there must be."""
         notes = found.notes
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
-        source.masters, source.weights, source.vocab_size = True, "masters", options.vocab_size
+        source.vocab_size = options.vocab_size
         ranks = [
             Model(
                 found, contents, s if isinstance(s := contents(i), dict) else {}, i, mp, {}, f"mp {mp}", str
@@ -88,6 +88,8 @@ class Universal:
         # With several model-parallel ranks the model files describe shards.
         model = ranks[0] if len(ranks) == 1 else None
         state = ranks[0].state if ranks else {}
+        stored = bool(model and state.get("module")) and not notes["sliced"]
+        source.optimizer = Optimizer(masters=True, weights="masters", params_stored=stored)
         keys = ("iteration", "global_steps", "ds_version")
         source.values = {k: state[k] for k in keys if k in state}
         listed = {
@@ -101,7 +103,7 @@ class Universal:
         padding = max(0, world - 1) if isinstance(world, int) else 0
         first = notes["models"]
         slots: dict[str, list[Any]] = {}
-        steps: dict[int, list[float]] = {}
+        steps = source.optimizer.steps
         have = {name for name, slot in notes["parts"] if slot == _VALUES}
         flat: list[str] = []
         for i, (name, slot) in enumerate(notes["parts"]):
@@ -134,13 +136,13 @@ class Universal:
                 source.findings.append(_shape(file, name, wanted, shape))
                 continue
             slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
-        source.optimizer_findings += _moments_missing(notes, slots, shapes)
+        source.optimizer.findings.extend(_moments_missing(notes, slots, shapes))
         values = slots.setdefault(_VALUES, [])
         owned = {name: (shape, ranges) for name, shape, ranges in values}
         values += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
         for slot, parts in slots.items():
             source.assembled.append(Assembled(first, {}, None, None if slot == _VALUES else slot, parts))
-        source.untrained = {name for name, *_ in values} - set(shapes) if shapes else set()
+        source.optimizer.untrained.update({name for name, *_ in values} - set(shapes) if shapes else ())
         if len(ranks) > 1:
             source.findings += _frozen_shards(ranks, have)
         if model:
@@ -161,10 +163,8 @@ class Universal:
                     )
                 )
         _steps_agree(found, steps, source)
-        source.steps = steps
         if steps:
             source.values["optimizer"] = {"step": max(max(s) for s in steps.values())}
-        source.params_stored = bool(model and state.get("module")) and not notes["sliced"]
         return source
 
     @staticmethod
@@ -179,7 +179,7 @@ class Universal:
             unit.only = stage3.buffers(contents, model.file, model.state)
             source.findings += stage3.buffers_left_out(model.found, unit, model.state)
             source.assembled += stage3.frozen(model, sliced)
-            source.untrained |= stage3.frozen_names(model)
+            source.optimizer.untrained.update(stage3.frozen_names(model))
             if model.state.get("frozen_param_shapes"):
                 # Of the other ranks' files only the fragments are wanted.
                 source.findings += stage3.ranks_agree(model, sliced)

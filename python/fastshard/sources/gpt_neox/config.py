@@ -158,7 +158,3 @@ class Model:
                 expected=f"{_MAX_SHARDS} at most",
                 got=f"{layers} times {tp}",
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The merged config, for a target that writes one of its own."""
-        return self.config

@@ -76,7 +76,6 @@ class GptNeox:
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
         model = neox_config.Model.of(args, yaml, yaml_path, source.findings)
-        source.config = model.to_dict()
         source.facts, source.axes = model.facts, dict(model.axes)
         source.provable = model.layers is not None and model.tp is not None
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")

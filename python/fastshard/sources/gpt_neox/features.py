@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...configs import shown
-from ...declared import Source, Unit
+from ...declared import Description, Source, Unit
 from ...errors import FastshardError, Finding, error_for
 from ...models import gpt_neox
 from ...models.gpt_neox import GATED
@@ -230,12 +230,11 @@ def apply(found: Found, source: Source, model: Model, values: Contents, own_layo
     }
     if parts.states:
         features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
-    source.values["features"] = source.features = features
-    source.dialect = gpt_neox.DIALECT
-    if is_llama(features):
-        source.layout, source.family = "gpt_neox.llama", "llama"
-    else:
-        source.layout, source.family = "gpt_neox.neox", "gpt_neox"
+    source.values["features"] = features
+    llama = is_llama(features)
+    source.layout = "gpt_neox.llama" if llama else "gpt_neox.neox"
+    family = "llama" if llama else "gpt_neox"
+    source.model = Description(family, config, dialect=gpt_neox.DIALECT, features=features)
     source.findings += _contradictions(source, model, features, activation)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from ... import layouts
-from ...declared import Assembled, Source
+from ...declared import Assembled, Description, Source
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import config_json, huggingface
@@ -94,9 +95,8 @@ class HfRankShards:
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Tensors as boxes; the whole reaches as far as the boxes do."""
-        source = Source(
-            found.framework, units=[], step=found.step, pass_unknown=True, dialect=huggingface.DIALECT
-        )
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
         chunks: dict[str, list[Any]] = {}
         #: What is held at the same place again.
@@ -132,7 +132,7 @@ class HfRankShards:
         config, path = hf_names.config_of(listing, found.notes["folder"], options)
         hf_names.describe(source, listing, config, path, chunks)
         if config is None and (layout := config_json.layout_by_names(chunks)) is not None:
-            source.layout, source.family = layout, layout.removeprefix("hf.")
+            source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
             facts = layouts.table(layout).describe(None, list(chunks))[1]
             # Rows of heads are enough to check shapes; how they divide only a config tells.
             source.facts, source.axes = facts | {"tied": not facts["head"]}, {"d": 1}

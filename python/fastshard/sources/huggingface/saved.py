@@ -7,7 +7,7 @@ from collections import Counter
 
 from ... import companions, regular
 from ...configs import shown
-from ...declared import Source, Unit
+from ...declared import Description, Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import huggingface
@@ -247,8 +247,7 @@ class HuggingFace:
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
             layers_may_repeat=True,
-            dialect=huggingface.DIALECT,
-            saved_whole=True,
+            model=Description(dialect=huggingface.DIALECT, saved_whole=True),
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,
         )

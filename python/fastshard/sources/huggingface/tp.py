@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from ..._core import Rule, Table
@@ -166,7 +167,7 @@ class TpSafetensors:
             dims = _divided(layout.get("tp_dim") or {}, path)
             source.expected_names = set(dims)
             if source.layout is None:
-                source.layout = source.family = "layout.json"
+                source.layout, source.model = "layout.json", replace(source.model, family="layout.json")
                 source.table = _own_table(dims, source)
                 source.axes = {k: v for k, v in source.axes.items() if k == "P"}
         if source.layout is None and options.layout is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...declared import Source
+from ...declared import Description, Source
 from ...errors import FastshardError
 from ...models import megatron
 
@@ -57,7 +57,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
     moe = mixture(args, names)
     source.axes = megatron.axes_of(args, moe)
-    source.family, source.dialect = "mixtral" if moe else "llama", megatron.DIALECT
+    source.model = Description("mixtral" if moe else "llama", dict(args), dialect=megatron.DIALECT)
 
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
@@ -82,4 +82,3 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     gated = args.get("swiglu")
     if isinstance(gated, bool):
         source.facts["gated"] = gated
-    source.config = dict(args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...declared import Assembled, Source
+from ...declared import Assembled, Optimizer, Source
 from ...errors import Finding
 
 #: Several optimizers are counted: chained_0, chained_1, ...
@@ -38,9 +38,9 @@ def divide(
             unread.append(name)
     # fp32 masters are one slot among others: nothing in these files is compared with them.
     source.assembled += [Assembled(0, {}, None, slot, found) for slot, found in slots.items()]
-    source.moments_only = bool(slots or unread)
+    source.optimizer = Optimizer(moments_only=bool(slots or unread))
     if unread:
-        source.optimizer_findings.append(
+        source.optimizer.findings.append(
             Finding.of(
                 "FS514",
                 f"{len(unread)} tensors of the optimizer's state are not kept by parameter: they are not read",

@@ -9,9 +9,10 @@ utils/zero_to_fp32.py, utils/tensor_fragment.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ...declared import Source
+from ...declared import Optimizer, Source
 from ...errors import Finding
 from ..base import Contents, Found, missing
 from . import stage0, stage3, stage12
@@ -32,7 +33,8 @@ def attach(
     for dp, mp, file in notes["optim"]:
         by_mp.setdefault(mp, []).append((dp, file))
     tp = source.degrees.get("tp", 1)
-    findings: list[Finding] = []
+    state = Optimizer()
+    findings, moments_only, unstepped = state.findings, False, False
     for i, mp in enumerate(notes["ranks"]):
         # The first file of a rank, where several roots hold it.
         if mp in notes["ranks"][:i]:
@@ -60,28 +62,27 @@ def attach(
                 named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
                 if named is not None:
                     group.keep(named)
-                    source.state_files += group.state_files()
+                    state.state_files.extend(group.state_files())
             source.assembled += group.assembled
             trained = {name for shape in shapes or [] for name in shape}
             findings += group.findings
-            source.steps |= group.steps
-            source.unstepped = group.unstepped
+            state.steps.update(group.steps)
+            unstepped = group.unstepped
             source.values.setdefault("optimizer", group.values)
         elif not is_stage3 and (held := stage0.read(model)) is not None:
             source.assembled += held.assembled
-            source.moments_unread += held.unread()
+            state.unread.extend(held.unread())
             trained = {name for name, *_ in held.members()}
-            source.steps[i] = held.steps()
+            state.steps[i] = held.steps()
             if held.key is None:
-                source.moments_only = True
-                source.unstepped = held.states == {}
+                moments_only, unstepped = True, held.states == {}
             elif held.named:
-                source.state_files.append(held.state_file())
+                state.state_files.append(held.state_file())
             else:
                 findings.append(held.unnamed())
         elif is_stage3 or stage0.partitioned(model):
             findings.append(model.missing(0, 1, bf16=True))
-        source.untrained |= {name_of(name) for name in model.names() - trained} if trained else set()
+        state.untrained.update(name_of(name) for name in model.names() - trained if trained)
         if is_stage3:
             source.assembled += stage3.frozen(model, notes["sliced"])
             source.findings += stage3.ranks_agree(model, notes["sliced"])
@@ -100,17 +101,20 @@ def attach(
         )
     # A partition that its own account gives away needs no second finding.
     known = {f.file for f in findings if f.code == "FS303"}
-    findings += [f for f in copied_files(found, contents, source) if f.file not in known]
-    findings += steps_agree(found, source)
+    findings += [f for f in copied_files(found, contents) if f.file not in known]
+    findings += steps_agree(found, state.steps)
     masters = [a for a in source.assembled if a.slot is None and not a.frozen]
     # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
     untaken = any(f.code in ("FS101", "FS402") for f in findings)
-    source.masters = bool(masters) or is_stage3 or bool(notes["optim"]) or untaken
-    source.weights = "masters" if is_stage3 else "params"
-    source.params_stored = not is_stage3
-    source.optimizer_findings = findings
-    if source.params_stored:
-        source.optimizer_files = {found.files[file].path for _, _, file in notes["optim"]}
+    source.optimizer = replace(
+        state,
+        masters=bool(masters) or is_stage3 or bool(notes["optim"]) or untaken,
+        moments_only=moments_only,
+        unstepped=unstepped,
+        weights="masters" if is_stage3 else "params",
+        params_stored=not is_stage3,
+        files=set() if is_stage3 else {found.files[file].path for _, _, file in notes["optim"]},
+    )
 
 
 def _layers(notes: dict[str, Any], tp: int) -> list[tuple[int, int]]:

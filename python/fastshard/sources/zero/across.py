@@ -6,7 +6,6 @@ import struct
 import zlib
 from typing import Any
 
-from ...declared import Source
 from ...errors import Finding
 from ..base import Contents, Found
 from .model import state_of, tensor_index
@@ -15,7 +14,7 @@ from .model import state_of, tensor_index
 _CONSTANT_BYTES = 256 << 20
 
 
-def copied_files(found: Found, contents: Contents, source: Source) -> list[Finding]:
+def copied_files(found: Found, contents: Contents) -> list[Finding]:
     """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
     seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     findings = []
@@ -54,9 +53,9 @@ def _constant(crc: int, size: int) -> bool:
     return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
 
 
-def steps_agree(found: Found, source: Source) -> list[Finding]:
+def steps_agree(found: Found, steps: dict[int, list[float]]) -> list[Finding]:
     """All ranks must have taken the same number of optimizer steps."""
-    told = {file: tuple(sorted(set(steps))) for file, steps in source.steps.items() if steps}
+    told = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
     usual = max(told.values(), key=list(told.values()).count, default=())
     ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.notes["optim"]}
     return [
@@ -66,11 +65,11 @@ def steps_agree(found: Found, source: Source) -> list[Finding]:
             file=found.files[file].path,
             rank=ranks.get(file),
             expected=f"{_listed(usual)} as on the other ranks",
-            got=_listed(steps),
+            got=_listed(each),
             help="take all optimizer files from one step",
         )
-        for file, steps in sorted(told.items())
-        if steps != usual
+        for file, each in sorted(told.items())
+        if each != usual
     ]
 
 
