@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: safetensors name -> numpy dtype, or the name of its ml_dtypes type.
+#: safetensors name -> numpy dtype.
 NUMPY_NAMES: dict[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -35,28 +35,7 @@ ML_DTYPES_NAMES = {
 }
 
 #: safetensors name -> torch dtype.
-TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "C128": "complex128",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+TORCH_NAMES = NUMPY_NAMES | ML_DTYPES_NAMES
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
