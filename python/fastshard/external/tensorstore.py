@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import budget
 from ..errors import FastshardError
@@ -26,6 +26,22 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 #: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept; in bytes
 #: where no budget is stated, at least, and at most. source: glibc malloc.c, DEFAULT_MMAP_THRESHOLD_MAX
 _HEAP_PART, _HEAP, _LEAST, _MOST = 32, 8 << 20, 1 << 20, 32 << 20
+
+
+class Box(NamedTuple):
+    """A box of an array, and how the array is stored."""
+
+    name: str
+    #: TensorStore's name of it: ``zarr`` or ``zarr3``.
+    driver: str
+    metadata: dict[str, Any]
+    #: As safetensors names it.
+    dtype: str
+    #: What is absent holds the fill value: the caller knows then that the chunk itself is there.
+    sparse: bool
+    #: First index.
+    lo: list[int]
+    extent: list[int]
 
 
 def library() -> Any:
@@ -143,78 +159,48 @@ class Store:
         one = self._ts.KvStore.KeyRange(key, key + "\0")
         return bool(self._wait(lambda: self._kv.list(one).result(), key))
 
-    def _array(self, name: str, driver: str, metadata: dict[str, Any], sparse: bool) -> Any:
+    def _array(self, box: Box) -> Any:
         with self._lock:
-            if name in self._open:
-                self._open.move_to_end(name)
-                return self._open[name]
+            if box.name in self._open:
+                self._open.move_to_end(box.name)
+                return self._open[box.name]
         spec = {
-            "driver": driver,
-            "kvstore": self._spec(name + "/"),
-            "metadata": metadata,
-            "fill_missing_data_reads": sparse,
+            "driver": box.driver,
+            "kvstore": self._spec(box.name + "/"),
+            "metadata": box.metadata,
+            "fill_missing_data_reads": box.sparse,
         }
         # The metadata may lie in another host's store.
         opening = {"open": True, "assume_metadata": True, "context": self._context}
-        array = self._wait(lambda: self._ts.open(spec, **opening).result(), name)
+        array = self._wait(lambda: self._ts.open(spec, **opening).result(), box.name)
         with self._lock:
-            self._open[name] = array
+            self._open[box.name] = array
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return array
 
-    def _box(
-        self,
-        name: str,
-        driver: str,
-        metadata: dict[str, Any],
-        dtype: str,
-        sparse: bool,
-        lo: list[int],
-        extent: list[int],
-    ) -> Any:
-        array = self._array(name, driver, metadata, sparse)
-        if array.dtype.numpy_dtype != (wanted := numpy_dtype(dtype)):
-            array = self._wait(lambda: self._ts.cast(array, self._ts.dtype(wanted)), name)
-        place = tuple(slice(at, at + n) for at, n in zip(lo, extent, strict=True))
-        return self._wait(lambda: array[place] if place else array, name)
+    def _view(self, box: Box) -> Any:
+        array = self._array(box)
+        if array.dtype.numpy_dtype != (wanted := numpy_dtype(box.dtype)):
+            array = self._wait(lambda: self._ts.cast(array, self._ts.dtype(wanted)), box.name)
+        place = tuple(slice(at, at + n) for at, n in zip(box.lo, box.extent, strict=True))
+        return self._wait(lambda: array[place] if place else array, box.name)
 
-    def decode(
-        self,
-        name: str,
-        driver: str,
-        metadata: dict[str, Any],
-        dtype: str,
-        sparse: bool,
-        lo: list[int],
-        extent: list[int],
-        view: memoryview,
-    ) -> None:
-        """Fills ``view`` with the C-ordered elements of a box of an array, as safetensors' ``dtype``.
-
-        With ``sparse`` what is absent holds the fill value; the caller knows then that the chunk itself is there.
+    def decode(self, box: Box, view: memoryview) -> None:
+        """Fills ``view`` with the C-ordered elements of a box.
 
         Raises:
             FastshardError: ``FS601`` if a chunk is missing or cannot be decoded.
         """
         import numpy as np
 
-        box = self._box(name, driver, metadata, dtype, sparse, lo, extent)
+        stored = self._view(box)
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
-        target = self._ts.array(np.frombuffer(view, box.dtype.numpy_dtype).reshape(extent))
-        self._wait(lambda: target.write(box).result(), name)
+        target = self._ts.array(np.frombuffer(view, stored.dtype.numpy_dtype).reshape(box.extent))
+        self._wait(lambda: target.write(stored).result(), box.name)
 
-    def decoded(
-        self,
-        name: str,
-        driver: str,
-        metadata: dict[str, Any],
-        dtype: str,
-        sparse: bool,
-        lo: list[int],
-        extent: list[int],
-    ) -> bytes:
+    def decoded(self, box: Box) -> bytes:
         """The same as bytes."""
-        box = self._box(name, driver, metadata, dtype, sparse, lo, extent)
-        found: bytes = self._wait(lambda: box.read(order="C").result(), name).tobytes()
+        stored = self._view(box)
+        found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()
         return found

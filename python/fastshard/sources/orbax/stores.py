@@ -250,7 +250,7 @@ class Reader:
         chunk = key[len(array.name) + 1 :]
         try:
             self._compare(array, key, lo, extent, holders)
-            holders[0].store.decode(array.name, *self._how(array), lo, extent, view)
+            holders[0].store.decode(self._box(array, lo, extent), view)
         except FastshardError as error:
             told = (replace(f, message=f"chunk {chunk}: {f.message}") for f in error.findings)
             raise error_for(list(told)) from None
@@ -263,14 +263,11 @@ class Reader:
                 help="wait until nothing changes the checkpoint, then run again",
             )
 
-    def _how(self, array: Array) -> tuple[str, dict[str, Any], str, bool]:
-        """Driver, metadata, dtype, and whether parts of a shard may be absent: they hold the fill value then."""
-        return (
-            "zarr" if array.zarr == 2 else "zarr3",
-            array.metadata,
-            array.dtype,
-            array.partial and not self._stores_fill,
-        )
+    def _box(self, array: Array, lo: list[int], extent: list[int]) -> tensorstore.Box:
+        driver = "zarr" if array.zarr == 2 else "zarr3"
+        # Parts of a shard may be absent.
+        sparse = array.partial and not self._stores_fill
+        return tensorstore.Box(array.name, driver, array.metadata, array.dtype, sparse, lo, extent)
 
     def _compare(self, array: Array, key: str, lo: list[int], extent: list[int], holders: list[Held]) -> None:
         with self._lock:
@@ -285,7 +282,8 @@ class Reader:
             # What was compared is this block; a chunk may have others.
             alike = False
             # Compressed anew the bytes may be others and the elements the same.
-            one, two = (h.store.decoded(array.name, *self._how(array), lo, extent) for h in (first, other))
+            box = self._box(array, lo, extent)
+            one, two = (h.store.decoded(box) for h in (first, other))
             if one != two:
                 raise FastshardError.of(
                     "FS302",
