@@ -18,6 +18,7 @@ from .. import hf_names, zero
 from ..base import Contents, Found, Options, as_dict, lacking, missing
 from ..steps import Step, choose
 from ..zero import stage3
+from ..zero.across import same_step
 from ..zero.model import tensor_index
 from ..zero.pipelines import pipeline_names
 
@@ -261,21 +262,7 @@ def _plain(
 def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Model-parallel ranks must all be there and of one step."""
     ranks, folder = found.notes["ranks"], found.notes["folder"]
-    for key in ("iteration", "global_steps"):
-        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
-        for i, value in seen:
-            if value != seen[0][1]:
-                findings.append(
-                    Finding.of(
-                        "FS107",
-                        f"{key} differs between ranks",
-                        file=found.files[i].path,
-                        rank=f"mp {ranks[i]}",
-                        expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
-                        got=str(value),
-                        help="take all files from one step",
-                    )
-                )
+    findings += same_step(found, states, "mp")
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
     pattern = (
         "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"

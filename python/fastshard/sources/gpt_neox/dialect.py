@@ -15,6 +15,7 @@ from ...discover import Listing
 from ...errors import FastshardError, Finding
 from .. import zero
 from ..base import Contents, Found, Options, as_dict, missing
+from ..zero.across import same_step
 from ..zero.pipelines import pipeline_names
 from . import config as neox_config
 from . import features
@@ -281,21 +282,7 @@ def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Findi
 
 def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """The rank files must tell of one step and one set of arguments."""
-    for key in ("iteration", "global_steps"):
-        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
-        for i, value in seen:
-            if value != seen[0][1]:
-                findings.append(
-                    Finding.of(
-                        "FS107",
-                        f"{key} differs between ranks",
-                        file=found.files[i].path,
-                        rank=f"mp rank {found.notes['ranks'][i]}",
-                        expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
-                        got=str(value),
-                        help="take all files from one step",
-                    )
-                )
+    findings += same_step(found, states, "mp rank")
     step = _number(found.step or "")
     iteration = states[0].get("iteration") if states else None
     if isinstance(iteration, int) and step >= 0 and iteration != step:

@@ -1,4 +1,4 @@
-"""Checks across the optimizer files of all ranks."""
+"""Checks across the files of all ranks."""
 
 from __future__ import annotations
 
@@ -51,6 +51,27 @@ def _constant(crc: int, size: int) -> bool:
     if size > _CONSTANT_BYTES:
         return False
     return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
+
+
+def same_step(found: Found, states: list[dict[str, Any]], word: str) -> list[Finding]:
+    """The model files must tell of one step; ``word`` is what their framework calls a rank."""
+    findings = []
+    for key in ("iteration", "global_steps"):
+        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
+        findings += [
+            Finding.of(
+                "FS107",
+                f"{key} differs between ranks",
+                file=found.files[i].path,
+                rank=f"{word} {found.notes['ranks'][i]}",
+                expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                got=str(value),
+                help="take all files from one step",
+            )
+            for i, value in seen
+            if value != seen[0][1]
+        ]
+    return findings
 
 
 def steps_agree(found: Found, steps: dict[int, list[float]]) -> list[Finding]:
