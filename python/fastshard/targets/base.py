@@ -11,6 +11,7 @@ from .._core import Table
 from ..configs import shown
 from ..declared import MAX_DEGREE, Source
 from ..errors import FastshardError, Finding
+from ..models.model import Model
 from ..placing import Option
 from ..request import Request
 from ..tokenizer import Tokenizer
@@ -141,3 +142,38 @@ class Target(ABC):
     @abstractmethod
     def complete(self, bound: Bound) -> Completed:
         """What follows once the draft has bound the axes."""
+
+
+@dataclass
+class TrainerTarget(Target):
+    """What a trainer goes on from: files of tensor-parallel ranks and pipeline stages, the vocabulary padded for them."""
+
+    source: Source
+    name: str
+    tp: int
+    pp: int
+    #: Each rank holds a multiple of this many rows of the vocabulary.
+    multiple: int
+    facts: dict[str, bool]
+    #: The model; None for a source that carries the trainer's own values.
+    model: Model | None
+
+    def side(self, table: Table | None) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {
+            "name": self.name,
+            "layout": table,
+            "degrees": {"tp": self.tp},
+            "facts": self.facts,
+            "pad_multiple": self.multiple * self.tp,
+        }
+
+    def padded(self, axes: dict[str, int]) -> int:
+        """Rows of the padded vocabulary."""
+        multiple = self.multiple * self.tp
+        return -(-axes["V"] // multiple) * multiple
+
+    def iteration(self) -> int:
+        """The iteration that is continued; 0 for models that come from elsewhere."""
+        value = self.source.values.get("iteration") if self.model is None else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -16,18 +16,17 @@ from typing import Any
 
 import yaml
 
-from .._core import Table
 from ..configs import shown
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..models import gpt_neox
 from ..models.fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
-from ..models.model import Model, read_model
+from ..models.model import read_model
 from ..placing import MULTIPLE, PP, TP
 from ..request import Request
 from ..trees import TensorOf, tree
-from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
+from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
 from .huggingface import model_of
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
@@ -61,19 +60,11 @@ _NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), 
 
 
 @dataclass
-class NeoxTarget(Target):
+class NeoxTarget(TrainerTarget):
     """A GPT-NeoX checkpoint to be made of a source."""
 
-    source: Source
-    name: str
     pipeline: bool
-    tp: int
-    pp: int
-    multiple: int
     layout: str
-    facts: dict[str, bool]
-    #: The model; None for a source that carries GPT-NeoX's own config.
-    model: Model | None
     names = ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
     options = (TP, PP, MULTIPLE)
 
@@ -144,31 +135,13 @@ class NeoxTarget(Target):
                     raise FastshardError.of(
                         "FS211", f"config: {key}", expected=f"{MAX_MULTIPLE} at most", got=str(multiple)
                     )
-        return cls(source, to, pipeline, tp, pp, multiple, layout, facts, model)
-
-    def side(self, table: Table | None) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return {
-            "name": self.name,
-            "layout": table,
-            "degrees": {"tp": self.tp},
-            "facts": self.facts,
-            "pad_multiple": self.multiple * self.tp,
-        }
-
-    def step(self) -> int:
-        """The step that is continued; 0 for models that come from elsewhere."""
-        iteration = self.source.values.get("iteration") if self.model is None else None
-        if isinstance(iteration, bool) or not isinstance(iteration, int):
-            return 0
-        return max(iteration, 0)
+        return cls(source, to, tp, pp, multiple, facts, model, pipeline, layout)
 
     def complete(self, bound: Bound) -> Completed:
         """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""
-        folder = f"global_step{self.step()}"
+        folder = f"global_step{self.iteration()}"
         config, findings = self._config(bound.axes, bound.dtype)
-        multiple = self.multiple * self.tp
-        state = self._state(config, -(-bound.axes["V"] // multiple) * multiple)
+        state = self._state(config, self.padded(bound.axes))
         suffixes = _norm_names(config, bound.stored)
         by_layer: dict[int, list[str]] = {}
         for name in sorted(bound.tensors):
@@ -207,7 +180,7 @@ class NeoxTarget(Target):
 
     def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
         """What a rank file holds besides its module."""
-        step = self.step()
+        step = self.iteration()
         samples = self.source.values.get("global_samples")
         dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
         return {

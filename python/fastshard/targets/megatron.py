@@ -17,12 +17,11 @@ from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..models import megatron
-from ..models.model import Model
 from ..placing import MULTIPLE, PP, TP
 from ..request import Request
 from ..trees import Object, TensorOf, tree
 from . import megatron_args
-from .base import MAX_MULTIPLE, Bound, Completed, Target, positive
+from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
 from .dcp import Records
 from .huggingface import model_of
 
@@ -55,17 +54,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass
-class MegatronTarget(Target):
+class MegatronTarget(TrainerTarget):
     """A Megatron-LM checkpoint to be made of a source."""
 
-    source: Source
-    name: str
-    tp: int
-    pp: int
-    multiple: int
-    facts: dict[str, bool]
-    #: The model; None for a source that carries Megatron's own arguments.
-    model: Model | None
     layout: str = "megatron.legacy"
     names = ("megatron", "megatron:legacy", "megatron:legacy-local", "megatron:torch_dist")
     options = (TP, PP, MULTIPLE)
@@ -109,19 +100,7 @@ class MegatronTarget(Target):
 
     def side(self, table: Table | None) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return {
-            "name": self.name,
-            "layout": table,
-            "degrees": {"tp": self.tp},
-            "facts": self.facts,
-            "pad_multiple": self.multiple * self.tp,
-            "chunks": self.name == "megatron:torch_dist",
-        }
-
-    def iteration(self) -> int:
-        """The iteration that is continued; 0 for models that come from elsewhere."""
-        value = self.source.values.get("iteration") if self.model is None else None
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+        return super().side(table) | {"chunks": self.name == "megatron:torch_dist"}
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, the tracker, and what the arguments had to assume."""
@@ -230,7 +209,6 @@ class MegatronTarget(Target):
         args.setdefault("transformer_impl", "transformer_engine")
         if self.name == "megatron:legacy-local":
             args["transformer_impl"] = "local"
-        multiple = self.multiple * self.tp
         args |= {key: value for key, value in _PLACED.items() if key in args}
         if "transformer_pipeline_model_parallel_size" in args:
             args["transformer_pipeline_model_parallel_size"] = self.pp
@@ -238,7 +216,7 @@ class MegatronTarget(Target):
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": None,
-            "padded_vocab_size": -(-bound.axes["V"] // multiple) * multiple,
+            "padded_vocab_size": self.padded(bound.axes),
             "make_vocab_size_divisible_by": self.multiple,
             "use_distributed_optimizer": False,
             "iteration": self.iteration(),
