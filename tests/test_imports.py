@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -160,6 +161,16 @@ def questions(file: Path) -> int:
     return count
 
 
+def changes(file: Path) -> list[str]:
+    """What a file sets of a source, or of a part of one, in place."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load)
+        if re.search(r"\b(source|declared)\b", ast.unparse(node.value))
+    ]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, set[Import]]:
     return imports(PACKAGE)
@@ -178,6 +189,12 @@ def test_no_part_imports_what_it_must_not(found: dict[str, set[Import]]) -> None
 
 def test_which_model_it_is_is_asked_in_models_alone() -> None:
     assert [n for n, file in modules(PACKAGE).items() if questions(file) and not within(n, "models")] == []
+
+
+def test_nothing_changes_a_source_that_is_declared() -> None:
+    assert {
+        n: seen for n, f in modules(PACKAGE).items() if (seen := changes(f)) and not within(n, "sources")
+    } == {}
 
 
 # --- the reader itself
@@ -222,3 +239,11 @@ def test_questions_are_counted(tmp_path: Path) -> None:
         'a = s.layout == "x"\nb = "features" not in v\nc = s.layout == other\nd = "feature" in v\n'
     )
     assert questions(file) == 2
+
+
+def test_changes_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "sets.py"
+    file.write_text(
+        "o.source.step = 1\nself.source = source\nsource.axes['V'] += 1\nx = source.axes\na, source.model.b = 1, 2\n"
+    )
+    assert sorted(changes(file)) == ["o.source.step", "source.axes['V']", "source.model.b"]
