@@ -204,6 +204,18 @@ def test_other_heads_than_the_causal_one(kind: str, head: str, size: str, tmp_pa
         assert_refused(tmp_path / "hf", tmp_path / "not", "FS102", exit=3)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_every_tensor_of_another_head_is_missed(kind: str, head: str, tmp_path: Path) -> None:
+    of = HEADS[head].from_config(TYPES[kind])
+    of.save_pretrained(tmp_path / "hf")
+    heads = [n for n in of.state_dict() if n.startswith(("score.", "classifier.", "qa_outputs."))]
+    assert bool(heads) == (head != "base")
+    for name in heads:
+        copy(tmp_path / "hf", tmp_path / name)
+        edit_safetensors(tmp_path / name / "model.safetensors", lambda tensors, name=name: tensors.pop(name))
+        assert_refused(tmp_path / name, tmp_path / "out", "FS102", exit=3)
+
+
 def test_a_lost_head_is_missed(tmp_path: Path) -> None:
     of = HEADS["classification"].from_config(TYPES["llama"])
     of.save_pretrained(tmp_path / "hf")

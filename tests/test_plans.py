@@ -10,10 +10,10 @@ from typing import Any
 import fastshard
 import pytest
 import torch
-from fastshard import planning
+from fastshard import layouts, planning
 from fastshard.targets.registry import TARGETS
 from helpers import HF, NEOX, cli
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from transformers import Phi3Config, Phi3ForCausalLM
@@ -135,3 +135,93 @@ def test_a_run_of_an_older_plan_is_named_and_not_resumed(tmp_path: Path) -> None
         assert ran.code == 0 and told and str(left) in str(told), ran.findings
         assert (left / "data/model.safetensors").read_bytes() == b"somebody's hours"
         shutil.rmtree(tmp_path / "out")
+
+
+def test_parts_of_a_vocabulary_are_put_together_as_they_say(tmp_path: Path) -> None:
+    whole = torch.arange(16.0).view(8, 2)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for rank in range(2):
+        shares = [part.chunk(2)[rank] for part in whole.split(4)]
+        save_file({"embed_tokens.weight": torch.cat(shares)}, folder / f"tp_rank_{rank:02d}.safetensors")
+    for more in ({}, {"vocab_size": 8, "padded_vocab_size": 8}):
+        layout = {"tp": 2, "tp_dim": {"embed_tokens.weight": {"dim": 0, "parts": [4, 4]}}, **more}
+        (folder / "layout.json").write_text(json.dumps(layout))
+        fastshard.merge(folder, tmp_path / "out", overwrite=True)
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["embed_tokens.weight"], whole), more
+
+
+def test_parts_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4, 2)}, tmp_path / "tp_rank_00.safetensors")
+    layout = {"tp": 1, "tp_dim": {"w": {"dim": 0, "parts": [(1 << 40) - 2] * 300_000}}}
+    (tmp_path / "layout.json").write_text(json.dumps(layout))
+    ran = cli("plan", tmp_path)
+    assert ran.code == 2 and ran.having("FS211", tensor="w"), ran.findings
+
+
+def test_padding_of_the_only_rank_goes_by_what_layout_json_says(tmp_path: Path) -> None:
+    fastshard.convert(HF, tmp_path / "out", "tp-safetensors", make_vocab_size_divisible_by=64)
+    layout = json.loads((tmp_path / "out/layout.json").read_text())
+    assert layout["padded_vocab_size"] > layout["vocab_size"] and layout["tp"] == 1
+    for name in ("config.json", "fastshard.manifest.json"):
+        (tmp_path / "out" / name).unlink()
+    fastshard.merge(tmp_path / "out", tmp_path / "back")
+    assert fastshard.diff(HF, tmp_path / "back") == []
+
+
+_OWN = """
+layout = "{name}"
+family = "mine"
+extends = "hf.llama"
+[config]
+model_type = ["llama"]
+"""
+
+
+def test_a_table_given_for_one_call_counts_for_that_call(tmp_path: Path) -> None:
+    before = fastshard.plan(HF, "hf").digest
+    for name in ("mine", "mine.too"):
+        (tmp_path / "own.toml").write_text(_OWN.format(name=name))
+        assert fastshard.plan(HF, "hf", layout=tmp_path / "own.toml").source.layout == name
+        assert fastshard.plan(HF, "hf").digest == before
+
+
+def test_a_table_of_one_s_own_stands_beside_a_layout_json(fused: Path, tmp_path: Path) -> None:
+    fastshard.convert(fused, tmp_path / "ranks", "tp-safetensors", tp=2)
+    (tmp_path / "own.toml").write_text(
+        layouts.get("hf.phi3").replace('layout = "hf.phi3"', 'layout = "mine"')
+    )
+    fastshard.merge(tmp_path / "ranks", tmp_path / "back", layout=tmp_path / "own.toml")
+    assert fastshard.diff(fused, tmp_path / "back") == []
+
+
+def test_ranks_whose_shares_nothing_can_say_are_refused(tmp_path: Path) -> None:
+    """A table that interleaves shares: more parts than a shape can have."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file({"w": torch.ones(1200, 2)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "hidden_size": 2, "inner": 4}))
+    (tmp_path / "own.toml").write_text(
+        'layout = "toy"\nfamily = "toy"\n[shard]\ntp = ["F"]\n[config]\nmodel_type = ["toy"]\n[config.axes]\n'
+        'H = "hidden_size"\nF = "inner"\n[[tensor]]\nname = "w"\nshape = "[r*F, H]"\nas = "w"\n'
+    )
+    ran = cli("convert", folder, tmp_path / "out", "--to", "tp-safetensors", "--tp", "2", "--layout", tmp_path / "own.toml")  # fmt: skip
+    assert ran.code == 2 and ran.having("FS514", tensor="w"), ran.findings
+    done = cli(
+        "convert", folder, tmp_path / "dcp", "--to", "dcp", "--tp", "2", "--layout", tmp_path / "own.toml"
+    )
+    assert done.code == 0 and fastshard.diff(folder / "model.safetensors", tmp_path / "dcp") == []
+
+
+def test_another_plan_s_run_within_the_destination_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    left = out / ".fastshard-0123456789abcdef"
+    left.mkdir(parents=True, mode=0o700)
+    (left / "lock").touch()
+    (left / "plan").write_text("{}")
+    monkeypatch.chdir(out)
+    ran = cli("merge", HF, out)
+    told = ran.having("FS504")
+    assert ran.code == 2 and told and "an interrupted run of another plan" in str(told) and left.exists()

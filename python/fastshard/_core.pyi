@@ -13,6 +13,7 @@ __all__ = [
     "DEBUG_BUILD",
     "Catalog",
     "CoreError",
+    "Draft",
     "Plan",
     "ResultWriter",
     "Rule",
@@ -205,6 +206,7 @@ class Draft:
     def place(self, placement: str) -> Plan:
         """The plan, with every output in a file."""
 
+@final
 class Plan:
     """A plan with the open files that it reads."""
 

@@ -99,7 +99,7 @@ def open(
         for file in sorted(contents.cut)
     )
     if options.layout:
-        source = hf_names.by_own_table(source, layouts.register(options.layout), contents.names())
+        source = hf_names.by_own_table(source, layouts.parse(options.layout), contents.names())
     findings += source.findings
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.

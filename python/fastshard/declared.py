@@ -214,6 +214,8 @@ class Source:
     layout: str | None = None
     #: The table itself, where it is not the one of that name.
     table: Table | None = None
+    #: The caller's own, which says what the tensors are; it has the name.
+    own_table: Table | None = None
     model: Description = field(default_factory=Description)
     optimizer: Optimizer = field(default_factory=Optimizer)
     #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
@@ -251,6 +253,13 @@ class Source:
     copies_accepted: list[str] = field(default_factory=list)
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
+
+    @property
+    def usual_table(self) -> Table | None:
+        """The table of the layout's name."""
+        if self.own_table is not None or self.layout is None:
+            return self.own_table
+        return layouts.table(self.layout)
 
     @property
     def called(self) -> str:
@@ -302,9 +311,9 @@ class Source:
 
     def _table_below(self) -> Table | None:
         """The table with names as they are below the prefix; None for the one that is called so anyhow."""
-        if self.table is None or self.layout is None:
+        usual = self.usual_table
+        if self.table is None or usual is None:
             return None
-        usual = layouts.table(self.layout)
         rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
         same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
         return None if same else self.table.with_rules(rules)
@@ -312,11 +321,8 @@ class Source:
     def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
         """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
         taken = weights or self.optimizer.weights
-        table = self.table
-        if table is None and self.layout is not None:
-            table = layouts.table(self.layout)
         return {
-            "layout": table,
+            "layout": self.usual_table if self.table is None else self.table,
             "generic": self.generic,
             "units": [unit.to_dict() for unit in self.units],
             "assembled": [

@@ -16,7 +16,7 @@ from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
 from .request import DTYPES, MERGE, Request
-from .targets.base import Bound, Completed, Drafted
+from .targets.base import Bound, Completed, Drafted, Target
 from .targets.registry import check, keeps_all, target_of
 from .words import padding, words
 
@@ -142,7 +142,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     target = None
     if request.to is not None:
         target = target_of(source, request)
-        asked["target"] = target.side(layouts.table(target.layout) if target.layout else None)
+        asked["target"] = target.side(_table_of(target, source))
         if source.optimizer.rules is not None and not target.is_container:
             side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
@@ -210,9 +210,17 @@ def _taken(source: Source, request: Request) -> Source:
     if request.vocab_size is not None:
         axes = {k: v for k, v in source.axes.items() if k != "V"}
         source = replace(source, vocab_size=request.vocab_size, axes=axes)
-    if source.layout is not None and source.table is None and source.layout not in layouts.names():
+    named = source.table is None and source.own_table is None and source.layout is not None
+    if named and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     return source
+
+
+def _table_of(target: Target, source: Source) -> _core.Table | None:
+    """The table that a target is written by: the caller's own, where that is the one."""
+    if source.own_table is not None and target.layout == source.layout:
+        return source.own_table
+    return layouts.table(target.layout) if target.layout else None
 
 
 def _caused(findings: list[Finding], broken: bool) -> list[Finding]:

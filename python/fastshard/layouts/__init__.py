@@ -12,7 +12,7 @@ from importlib import resources
 from .. import _core, regular
 from ..errors import FastshardError, from_core
 
-__all__ = ["family", "get", "is_registered", "names", "of_config", "register", "table"]
+__all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
 
 _registered: dict[str, str] = {}
 #: Those that were parsed, by name.
@@ -31,8 +31,7 @@ def register(source: str | os.PathLike[str]) -> str:
     Raises:
         FastshardError: ``FS210`` if the table is not valid; what keeps the file from being read.
     """
-    given = isinstance(source, str) and "\n" in source
-    text = str(source) if given else regular.read_text(source, regular.MAX_CONFIG, code="FS211")
+    text = _text(source)
     name = _read(text, ()).name
     before = dict(_registered)
     _registered[name] = text
@@ -45,6 +44,24 @@ def register(source: str | os.PathLike[str]) -> str:
         _registered.update(before)
         raise
     return name
+
+
+def parse(source: str | os.PathLike[str]) -> _core.Table:
+    """A table of the caller's own, for one use of it: nothing else finds it.
+
+    Args:
+        source: TOML text, or the path of a TOML file.
+
+    Raises:
+        FastshardError: as :func:`register`.
+    """
+    return _read(_text(source), ())
+
+
+def _text(source: str | os.PathLike[str]) -> str:
+    if isinstance(source, str) and "\n" in source:
+        return source
+    return regular.read_text(source, regular.MAX_CONFIG, code="FS211")
 
 
 def get(name: str) -> str:
@@ -121,10 +138,10 @@ def of_config(config: str, file: str | None = None) -> str | None:
         FastshardError: ``FS210`` if two are, ``FS211`` for a value that does not fit.
     """
     try:
-        found = [name for name in names() if table(name).is_for(config, file)]
+        found = [name for name in sorted(_registered) if table(name).is_for(config, file)]
+        found = found or [name for name in names() if table(name).is_for(config, file)]
     except _core.CoreError as error:
         raise from_core(error) from None
-    found = [name for name in found if name in _registered] or found
     if len(found) > 1:
         raise FastshardError.of(
             "FS210", f"layouts {' and '.join(found)} are for the same model_type", file=file

@@ -10,12 +10,15 @@ from typing import Any
 
 from .. import _core, layouts
 from ..configs import shown
-from ..errors import FastshardError, from_core
+from ..errors import from_core
 
+#: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
+_DEPTH = 32
 #: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
 _OTHER_HEADS = {
-    "ForSequenceClassification": "score.weight", "ForTokenClassification": "score.weight",
-    "GPTNeoXForTokenClassification": "classifier.weight", "ForQuestionAnswering": "qa_outputs.weight",
+    "ForSequenceClassification": ("score.weight",), "ForTokenClassification": ("score.weight", "score.bias"),
+    "GPTNeoXForTokenClassification": ("classifier.weight", "classifier.bias"),
+    "ForQuestionAnswering": ("qa_outputs.weight", "qa_outputs.bias"),
 }  # fmt: skip
 
 
@@ -26,8 +29,8 @@ class Architecture:
     name: str
     #: True for one with an output layer over the vocabulary.
     is_causal: bool
-    #: The tensor that it has in the place of one, if its name tells.
-    head: str | None = None
+    #: The tensors that it has in the place of one, if its name tells.
+    head: tuple[str, ...] = ()
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture | None:
@@ -38,7 +41,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
         return None
     # Code of its own may call things otherwise.
     ends = [end for end in _OTHER_HEADS if name.endswith(end)] if "auto_map" not in config else []
-    head = _OTHER_HEADS[max(ends, key=len)] if ends else None
+    head = _OTHER_HEADS[max(ends, key=len)] if ends else ()
     return Architecture(name, "ForCausalLM" in name or "LMHeadModel" in name, head)
 
 
@@ -48,7 +51,7 @@ def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
     Raises:
         FastshardError: as :func:`fastshard.layouts.of_config`.
     """
-    return layouts.of_config(_json(config, file), file)
+    return layouts.of_config(_json(config), file)
 
 
 def is_of_transformers(layout: str | None) -> bool:
@@ -63,7 +66,10 @@ Described = tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int
 
 
 def described(
-    config: dict[str, Any], file: str | None = None, names: Iterable[str] = (), layout: str | None = None
+    config: dict[str, Any],
+    file: str | None = None,
+    names: Iterable[str] = (),
+    layout: str | _core.Table | None = None,
 ) -> Described:
     """What a config says of a layout's axes (as stored by one unsharded file), facts and sets.
 
@@ -81,41 +87,55 @@ def described(
     if layout is None:
         return {}, {}, {}
     try:
-        return layouts.table(layout).describe(_json(config, file), list(names), file)
+        return _table(layout).describe(_json(config), list(names), file)
     except _core.CoreError as error:
         raise from_core(error) from None
 
 
-def blocks(config: dict[str, Any], layout: str, file: str | None = None) -> dict[str, list[int]]:
+def blocks(
+    config: dict[str, Any], layout: str | _core.Table, file: str | None = None
+) -> dict[str, list[int]]:
     """Extents of a block of elements that share a scale, by storage form of a layout.
 
     Raises:
         FastshardError: ``FS211`` for a value that does not fit.
     """
     try:
-        return layouts.table(layout).blocks(_json(config, file), file)
+        return _table(layout).blocks(_json(config), file)
     except _core.CoreError as error:
         raise from_core(error) from None
 
 
-def _json(config: dict[str, Any], file: str | None) -> str:
-    """A config as the core reads it; one that was YAML may hold dates, whose text nothing asks for.
+def is_for(table: _core.Table, config: dict[str, Any]) -> bool:
+    """True if a table is for a model, as its ``[config]`` says.
 
     Raises:
-        FastshardError: ``FS211`` for one that nests too deep.
+        FastshardError: ``FS211`` for a value that does not fit.
     """
     try:
-        return json.dumps(_finite(config), default=str)
-    except RecursionError:
-        raise FastshardError.of("FS211", "config: nested too deeply", file=file) from None
+        return table.is_for(_json(config))
+    except _core.CoreError as error:
+        raise from_core(error) from None
 
 
-def _finite(value: Any) -> Any:
-    """The same without numbers that JSON has none of: transformers writes some limits as Infinity."""
+def _table(layout: str | _core.Table) -> _core.Table:
+    return layouts.table(layout) if isinstance(layout, str) else layout
+
+
+def _json(config: dict[str, Any]) -> str:
+    """A config as the core reads it; one that was YAML may hold dates, whose text nothing asks for."""
+    return json.dumps(_finite(config, _DEPTH), default=str)
+
+
+def _finite(value: Any, depth: int) -> Any:
+    """The same without numbers that JSON has none of, as transformers writes some limits as Infinity; and without what
+    lies deeper than any table looks."""
+    if isinstance(value, (dict, list)) and not depth:
+        return None
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(one, depth - 1) for key, one in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(one, depth - 1) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -147,20 +147,23 @@ def describe(
         source.axes.pop("V", None)
 
 
-def by_own_table(source: Source, layout: str, names: Collection[str]) -> Source:
+def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
     """The declaration by the caller's own table, which says what the tensors are; the config still gives axes and facts."""
-    model = replace(source.model, family=layouts.family(layout), no_table=None, headless=None)
+    model = replace(source.model, family=table.family, no_table=None, headless=None)
     optimizer = replace(source.optimizer, rules=None)
-    source = replace(source, layout=layout, table=None, pass_unknown=False, model=model, optimizer=optimizer)
+    source = replace(
+        source, layout=table.name, table=None, own_table=table, generic=[], pass_unknown=False, model=model,
+        optimizer=optimizer,
+    )  # fmt: skip
     config = model.config
-    own = layout if layouts.table(layout).has_config else None
+    own = table if table.has_config else None
     label = None if model.config_file is None else str(model.config_file)
     if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
         return source
     axes, facts, sets = config_json.described(config, label, names, own)
     if source.vocab_size:
         axes.pop("V", None)
-    model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, layout, label)
+    model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, table, label)
     return replace(source, axes=axes, facts=facts, sets=sets, stored=stored, provable=True, model=model)
 
 
@@ -233,9 +236,9 @@ def _prefixed(layout: str, base: str, prefix: str) -> Table:
 
 def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:
     """What an architecture has in the place of the output layer must be there."""
-    head = kind.head if kind else None
-    if kind is None or head is None or any(name == head or name.endswith(f".{head}") for name in names):
+    if kind is None:
         return []
+    stored = tuple(names)
     return [
         Finding.of(
             "FS102",
@@ -243,4 +246,6 @@ def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> li
             tensor=head,
             help="the file that holds it is missing or was cut short: copy it again",
         )
+        for head in kind.head
+        if not any(name == head or name.endswith(f".{head}") for name in stored)
     ]

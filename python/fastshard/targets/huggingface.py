@@ -52,11 +52,12 @@ class HfTarget(Target):
         told = source.model
         config = told.config or {}
         if told.hf_names:
-            layout = config_json.layout_of(config) if told.no_table is None else None
+            layout = _layout_of(source, config)
             quantised = config_json.quantised_by(config) is not None
             if layout is None or told.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
-            return cls(source, layout, config_json.axes_and_facts(config)[1])
+            table = source.own_table if layout == source.layout else None
+            return cls(source, layout, config_json.described(config, layout=table or layout)[1])
         if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
@@ -131,6 +132,14 @@ def model_of(source: Source, what: str) -> Model:
     return read_model(source)
 
 
+def _layout_of(source: Source, config: dict[str, Any]) -> str | None:
+    """Name of the table that a model of transformers is loaded by; None if there is none. The caller's own says what
+    the tensors are called that are there; that transformers calls them so, only its ``model_type`` says."""
+    if source.own_table is not None and config_json.is_for(source.own_table, config):
+        return source.layout
+    return None if source.model.no_table is not None else config_json.layout_of(config)
+
+
 def _kept(source: Source) -> str:
     """No layout: names and shapes stay.
 
@@ -197,9 +206,8 @@ def _held(source: Source, names: Iterable[str]) -> str | None:
         # Only a whole model has these, and none calls itself so.
         kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
     told = source.model
-    known = (
-        config_json.is_of_transformers(source.layout) and source.table is not None and told.headless is None
-    )
+    renamed = source.own_table is None and source.table is not None and told.headless is None
+    known = renamed and config_json.is_of_transformers(source.layout)
     if kept is None and known and "auto_map" not in (told.config or {}):
         # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
         kept = next(iter(weights), None)

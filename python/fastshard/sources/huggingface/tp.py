@@ -211,7 +211,7 @@ def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
                 expected='a dimension, null, or {"dim": dimension, "parts": sizes of the parts of a fused tensor}',
                 got=shown(value),
             )
-        divided[name] = dim, parts
+        divided[name] = dim, list(parts or ())
     return divided
 
 
@@ -222,7 +222,10 @@ def _is_number(value: Any, below: int) -> bool:
 def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
     """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
     padded, vocab = source.axes.get("P"), source.vocab_size
-    rows = [n for n, (d, _) in dims.items() if d == 0 and _VOCABULARY.search(n)] if padded and vocab else []
+    # The only rank has all of the rows, whose dimension nothing divides.
+    whole = (None, 0) if source.degrees.get("tp") == 1 else (0,)
+    of_words = [n for n, (d, parts) in dims.items() if d in whole and not parts and _VOCABULARY.search(n)]
+    rows = of_words if padded and vocab else []
     source.generic = [(name, *divided) for name, divided in dims.items() if name not in rows]
     rules = [Rule.literal(name, f"[V~P, H{i}]", name) for i, name in enumerate(rows)]
     return Table.of("layout.json", "V", {"tp": ["V~P"]}, rules)
