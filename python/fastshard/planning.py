@@ -16,7 +16,7 @@ from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
 from .request import DTYPES, MERGE, Request
-from .targets.base import Bound, Completed, Drafted, Target
+from .targets.base import Bound, Completed, Drafted
 from .targets.registry import check, keeps_all, target_of
 from .words import padding, words
 
@@ -142,7 +142,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     target = None
     if request.to is not None:
         target = target_of(source, request)
-        asked["target"] = target.side(_table_of(target, source))
+        asked["target"] = target.side()
         if source.optimizer.rules is not None and not target.is_container:
             side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
@@ -180,14 +180,11 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         told += completed.findings + padding(source, axes, tokenizer)
     texts = dict(completed.texts)
     keeps_names = target is not None and target.keeps_names
-    model = source.model
-    if (target is None or keeps_names) and model.hf_names and model.config:
-        config = config_json.with_rows(model.config, axes.get("V"))
-        # With another one transformers would cast the tensors, or take them for quantised ones. What transformers itself has
-        # saved is as its config says.
-        if dtype is not None or masters or not (model.saved_whole or config_json.dtype_of(config) is None):
-            config = config_json.with_dtype(config, main)
-        if config != opened.source.model.config or (target is not None and model.config_file is None):
+    if target is None or keeps_names:
+        cast = dtype is not None or masters
+        config = _kept_config(source, axes, main, cast)
+        unwritten = target is not None and source.model.config_file is None
+        if config is not None and (config != opened.source.model.config or unwritten):
             texts["config.json"] = json.dumps(config, indent=2) + "\n"
     placement = {
         "files": completed.files,
@@ -216,11 +213,19 @@ def _taken(source: Source, request: Request) -> Source:
     return source
 
 
-def _table_of(target: Target, source: Source) -> _core.Table | None:
-    """The table that a target is written by: the caller's own, where that is the one."""
-    if source.own_table is not None and target.layout == source.layout:
-        return source.own_table
-    return layouts.table(target.layout) if target.layout else None
+def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: bool) -> dict[str, Any] | None:
+    """The config.json that goes with tensors under Hugging Face's own names; None if there is none.
+
+    With another dtype transformers would cast the tensors, or take them for quantised ones. What transformers itself has
+    saved is as its config says, unless it is cast here.
+    """
+    model = source.model
+    if not (model.hf_names and model.config):
+        return None
+    config = config_json.with_rows(model.config, axes.get("V"))
+    if cast or not (model.saved_whole or config_json.dtype_of(config) is None):
+        config = config_json.with_dtype(config, main)
+    return config
 
 
 def _caused(findings: list[Finding], broken: bool) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .._core import Table
+from .. import layouts
 from ..configs import shown
 from ..declared import MAX_DEGREE, Source
 from ..errors import FastshardError, Finding
@@ -117,8 +117,6 @@ class Target(ABC):
     writes_arrays: ClassVar[bool] = False
     #: The name that was asked for.
     name: str
-    #: Name of the layout table; empty if names and shapes stay.
-    layout: str
 
     @classmethod
     @abstractmethod
@@ -136,8 +134,8 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def side(self, table: Table | None) -> dict[str, Any]:
-        """The target's side of the core's request, with the table."""
+    def side(self) -> dict[str, Any]:
+        """The target's side of the core's request, with its table."""
 
     @abstractmethod
     def complete(self, bound: Bound) -> Completed:
@@ -157,12 +155,14 @@ class TrainerTarget(Target):
     facts: dict[str, bool]
     #: The model; None for a source that carries the trainer's own values.
     model: Model | None
+    #: Name of the layout table.
+    layout: str
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {
             "name": self.name,
-            "layout": table,
+            "layout": layouts.table(self.layout),
             "degrees": {"tp": self.tp},
             "facts": self.facts,
             "pad_multiple": self.multiple * self.tp,

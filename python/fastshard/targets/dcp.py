@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._core import Table
 from ..declared import Source
 from ..naming.dcp import METADATA, chunk_name
 from ..placing import TP
@@ -74,7 +73,6 @@ class DcpTarget(Target):
 
     whole: HfTarget
     tp: int
-    layout: str
     name: str = "dcp"
     names = ("dcp",)
     options = (TP,)
@@ -90,17 +88,17 @@ class DcpTarget(Target):
         positive(request, TP)
         tp = request[TP]
         whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
-        return cls(whole, tp, whole.layout)
+        return cls(whole, tp)
 
     @property
     def keeps_names(self) -> bool:
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
-        return {**self.whole.side(table), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
+        return {**self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, several where the tensors of a rank are many, and config.json."""

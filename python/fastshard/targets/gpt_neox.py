@@ -64,7 +64,6 @@ class NeoxTarget(TrainerTarget):
     """A GPT-NeoX checkpoint to be made of a source."""
 
     pipeline: bool
-    layout: str
     names = ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")
     options = (TP, PP, MULTIPLE)
 
@@ -135,7 +134,7 @@ class NeoxTarget(TrainerTarget):
                     raise FastshardError.of(
                         "FS211", f"config: {key}", expected=f"{MAX_MULTIPLE} at most", got=str(multiple)
                     )
-        return cls(source, to, tp, pp, multiple, facts, model, pipeline, layout)
+        return cls(source, to, tp, pp, multiple, facts, model, layout, pipeline)
 
     def complete(self, bound: Bound) -> Completed:
         """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""

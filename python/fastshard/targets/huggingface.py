@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import layouts
 from .._core import Table
 from ..declared import Description, Source, is_state
 from ..errors import FastshardError, Finding
@@ -37,6 +38,8 @@ class HfTarget(Target):
     #: The model and the class of transformers that computes it; None for one that is transformers' already.
     model: Model | None = None
     kind: huggingface.Class | None = None
+    #: The caller's own table, where the model is loaded by it.
+    own: Table | None = None
     name: str = "hf"
     names = ("hf",)
     is_whole = takes_any_head = True
@@ -52,12 +55,15 @@ class HfTarget(Target):
         told = source.model
         config = told.config or {}
         if told.hf_names:
-            layout = _layout_of(source, config)
+            own = source.own_table
+            if own is not None and not config_json.is_for(own, config):
+                # It says what the tensors are called here; what transformers calls them is not changed by it.
+                own = None
+            layout = _layout_of(source, own)
             quantised = config_json.quantised_by(config) is not None
             if layout is None or told.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
-            table = source.own_table if layout == source.layout else None
-            return cls(source, layout, config_json.described(config, layout=table or layout)[1])
+            return cls(source, layout, config_json.described(config, layout=own or layout)[1], own=own)
         if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
@@ -92,9 +98,11 @@ class HfTarget(Target):
         """True where no table says what the names mean, so that they stay."""
         return not self.layout
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return {"name": self.name} | ({"layout": table, "facts": self.facts} if self.layout else {})
+        if not self.layout:
+            return {"name": self.name}
+        return {"name": self.name, "layout": self.own or layouts.table(self.layout), "facts": self.facts}
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
@@ -132,12 +140,11 @@ def model_of(source: Source, what: str) -> Model:
     return read_model(source)
 
 
-def _layout_of(source: Source, config: dict[str, Any]) -> str | None:
-    """Name of the table that a model of transformers is loaded by; None if there is none. The caller's own says what
-    the tensors are called that are there; that transformers calls them so, only its ``model_type`` says."""
-    if source.own_table is not None and config_json.is_for(source.own_table, config):
-        return source.layout
-    return None if source.model.no_table is not None else config_json.layout_of(config)
+def _layout_of(source: Source, own: Table | None) -> str | None:
+    """Name of the table that a model of transformers is loaded by; None if there is none."""
+    if own is not None:
+        return own.name
+    return None if source.model.no_table is not None else config_json.layout_of(source.model.config or {})
 
 
 def _kept(source: Source) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core import Table
+from .. import layouts
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..layouts import train_states
@@ -87,11 +87,13 @@ class MaxTextTarget:
         names = rules.names if same and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request, with the table that is derived."""
-        assert table is not None, "a train state has a layout"
         derived = train_states.table(
-            table, self.names, scan=self.scan, optimizer="kept" if self.optimizer else "absent"
+            layouts.table(self.layout),
+            self.names,
+            scan=self.scan,
+            optimizer="kept" if self.optimizer else "absent",
         )
         padded = {} if self.multiple is None else {"pad_multiple": self.multiple}
         return {"name": self.name, "layout": derived, "facts": self.facts, **padded}

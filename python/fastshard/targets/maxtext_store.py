@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._core import Table
 from ..declared import Source
 from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2
 from ..request import Request
@@ -23,7 +22,6 @@ class MaxTextStore(Target):
 
     state: MaxTextTarget
     store: OrbaxTarget
-    layout: str
     name: str
     names = NAMES
     options = (MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, ZARR2)
@@ -33,11 +31,11 @@ class MaxTextStore(Target):
     def of(cls, source: Source, request: Request) -> MaxTextStore:
         """What the source allows: see :meth:`.MaxTextTarget.of`."""
         state = MaxTextTarget.of(source, request)
-        return cls(state, OrbaxTarget.of(source, request), state.layout, state.name)
+        return cls(state, OrbaxTarget.of(source, request), state.name)
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return self.state.side(table)
+        return self.state.side()
 
     def complete(self, bound: Bound) -> Completed:
         """The store, the yml that says what the model is, and what had to be assumed."""

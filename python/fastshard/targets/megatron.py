@@ -13,7 +13,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..models import megatron
@@ -98,9 +97,9 @@ class MegatronTarget(TrainerTarget):
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
-        return super().side(table) | {"chunks": self.name == "megatron:torch_dist"}
+        return super().side() | {"chunks": self.name == "megatron:torch_dist"}
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, the tracker, and what the arguments had to assume."""

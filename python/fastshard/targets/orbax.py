@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError, Finding
 from ..external.dtypes import HELD
@@ -49,7 +48,6 @@ class OrbaxTarget(Target):
     #: Arrays of one zero that the source does not hold: name -> dtype.
     zeros: dict[str, str] = field(default_factory=dict)
     name: str = "orbax"
-    layout: str = ""
     names = ("orbax",)
     options = (ZARR2,)
     is_whole = is_container = takes_any_head = writes_arrays = True
@@ -70,7 +68,7 @@ class OrbaxTarget(Target):
             custom=dict(tree.custom) if tree else {},
         )
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
         return {"name": self.name}
 

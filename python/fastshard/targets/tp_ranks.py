@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .._core import Table
 from ..declared import Source
 from ..errors import FastshardError
 from ..placing import MULTIPLE, TP
@@ -25,7 +24,6 @@ class TpTarget(Target):
     whole: HfTarget
     tp: int
     multiple: int
-    layout: str
     name: str = "tp-safetensors"
     names = ("tp-safetensors",)
     options = (TP, MULTIPLE)
@@ -41,18 +39,18 @@ class TpTarget(Target):
         positive(request, TP, MULTIPLE)
         tp = request[TP]
         whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
-        return cls(whole, tp, request[MULTIPLE] or _VOCAB_MULTIPLE, whole.layout)
+        return cls(whole, tp, request[MULTIPLE] or _VOCAB_MULTIPLE)
 
     @property
     def keeps_names(self) -> bool:
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def side(self, table: Table | None) -> dict[str, Any]:
+    def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
         multiple = self.multiple * self.tp
         return {
-            **self.whole.side(table), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
+            **self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
         }  # fmt: skip
 
     def complete(self, bound: Bound) -> Completed:

@@ -68,18 +68,18 @@ pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
         .into()
 }
 
-/// True if a live process holds the folder or may hold it: it has just been made, or the filesystem knows no locks.
-pub(super) fn is_held(folder: &Dir) -> bool {
+/// Whether a live process holds the folder, or has just made it; `None` where the filesystem knows no locks.
+pub(super) fn is_held(folder: &Dir) -> Option<bool> {
     // Its owner makes the lock before all else.
-    let Ok(file) = folder.read_only(LOCK) else { return true };
-    let free = || {
-        let taken = flock(&file, FlockOperation::NonBlockingLockShared);
-        if taken == Err(Errno::WOULDBLOCK) {
-            std::thread::sleep(Duration::from_millis(20));
+    let Ok(file) = folder.read_only(LOCK) else { return Some(true) };
+    for _ in 0..5 {
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => return Some(false),
+            Err(Errno::WOULDBLOCK) => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) => return None,
         }
-        taken.is_ok()
-    };
-    !(0..5).any(|_| free())
+    }
+    Some(true)
 }
 
 /// The error for a folder that a live process holds.

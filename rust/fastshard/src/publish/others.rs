@@ -36,7 +36,7 @@ pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
     names.sort();
     let folders = names.iter().filter_map(|name| place.base.sub(name).ok());
     folders
-        .filter(|folder| !lock::is_held(folder))
+        .filter(|folder| lock::is_held(folder) == Some(false))
         .take(NAMED)
         .map(|folder| warning(&folder, version))
         .collect()

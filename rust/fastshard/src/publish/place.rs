@@ -145,8 +145,8 @@ impl Place {
     fn waiting(&self) -> Vec<String> {
         let folder = self.base.sub(&self.folder).ok().filter(|_| !self.inside);
         let own = folder.map(|folder| match lock::is_held(&folder) {
-            true => format!("another process is writing this in {}", folder.path().display()),
-            false => {
+            Some(true) => format!("another process is writing this in {}", folder.path().display()),
+            _ => {
                 format!("an interrupted run of this is kept in {}, for --resume", folder.path().display())
             }
         });

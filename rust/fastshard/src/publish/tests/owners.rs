@@ -73,6 +73,23 @@ fn runs_of_other_plans_are_named_and_left_alone() {
 }
 
 #[test]
+fn a_live_run_is_not_called_interrupted() {
+    let s = Setting::new();
+    let live = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap();
+    live.journal().append(b"done").unwrap();
+    // Another plan's result has come meanwhile.
+    put(&s.out(), &old());
+    let told = || {
+        let error = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::OUT_EXISTS);
+        error.findings()[0].help.clone().unwrap()
+    };
+    assert!(told().contains("another process is writing this in"), "{}", told());
+    drop(live);
+    assert!(told().contains("an interrupted run of this is kept in"), "{}", told());
+}
+
+#[test]
 fn concurrent_begins_of_one_run() {
     for options in [PLAIN, RESUME] {
         for _ in 0..10 {
