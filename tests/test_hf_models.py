@@ -372,8 +372,8 @@ def titan(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("form", ["dcp", "hf"])
-def test_a_table_of_one_s_own_says_what_other_names_are(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form, typed", [("dcp", True), ("hf", True), ("hf", False)])
+def test_a_table_of_one_s_own_says_what_other_names_are(form: str, typed: bool, tmp_path: Path) -> None:
     of = model("llama", tmp_path / "plain")
     state = {titan(name).removeprefix("model."): tensor.clone() for name, tensor in of.state_dict().items()}
     config_at(tmp_path / "run", of)
@@ -382,8 +382,8 @@ def test_a_table_of_one_s_own_says_what_other_names_are(form: str, tmp_path: Pat
     else:
         save_file(state, tmp_path / "run/model.safetensors")
     text = fastshard.layouts.get("hf.llama").replace('layout = "hf.llama"', 'layout = "titan.llama"')
-    # It is not what transformers calls the tensors of a model type.
-    lines = (line for line in text.splitlines() if not line.startswith("model_type"))
+    # Copied with its model_type, it is still not what transformers calls the tensors.
+    lines = (line for line in text.splitlines() if typed or not line.startswith("model_type"))
     named = (titan(line).replace('"model.', '"') if line.startswith("name = ") else line for line in lines)
     (tmp_path / "titan.toml").write_text("\n".join(named))
     ran = cli(

@@ -55,11 +55,7 @@ class HfTarget(Target):
         told = source.model
         config = told.config or {}
         if told.hf_names:
-            own = source.own_table
-            if own is not None and not config_json.is_for(own, config):
-                # It says what the tensors are called here; what transformers calls them is not changed by it.
-                own = None
-            layout = _layout_of(source, own)
+            layout, own = _layout_of(source, config)
             quantised = config_json.quantised_by(config) is not None
             if layout is None or told.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
@@ -140,11 +136,17 @@ def model_of(source: Source, what: str) -> Model:
     return read_model(source)
 
 
-def _layout_of(source: Source, own: Table | None) -> str | None:
-    """Name of the table that a model of transformers is loaded by; None if there is none."""
+def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Table | None]:
+    """Name of the table that a model of transformers is loaded by, and the table where it is the caller's own; None if
+    there is none. The caller's own says what the tensors are called here, and for a model without another table of the
+    family what transformers calls them."""
+    layout = None if source.model.no_table is not None else config_json.layout_of(config)
+    own = source.own_table
     if own is not None:
-        return own.name
-    return None if source.model.no_table is not None else config_json.layout_of(source.model.config or {})
+        other = layout not in (None, own.name) and layouts.family(str(layout)) == own.family
+        if not other and config_json.is_for(own, config):
+            return own.name, own
+    return layout, None
 
 
 def _kept(source: Source) -> str:
