@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MastersReport", "masters", "repair_masters"]
 
-#: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 #: Where DeepSpeed looks for the step, the last one first. source: DeepSpeed runtime/engine.py
 _TRACKERS = ("latest_universal", "latest")
+#: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
   0.10.2 to 0.12.6    load_optimizer_states=False leaves the masters as they were initialised, and the first

@@ -98,6 +98,11 @@ def positive(request: Request, *options: Option) -> None:
             raise FastshardError.of("FS515", option.flag, expected=f"{largest} at most", got=shown(value))
 
 
+def padded_rows(axes: dict[str, int], multiple: int) -> int:
+    """Rows of a vocabulary that is padded to a multiple."""
+    return -(-axes["V"] // multiple) * multiple
+
+
 class Target(ABC):
     """What a conversion makes of a source. What it can hold and which options it takes, its class says."""
 
@@ -170,8 +175,7 @@ class TrainerTarget(Target):
 
     def padded(self, axes: dict[str, int]) -> int:
         """Rows of the padded vocabulary."""
-        multiple = self.multiple * self.tp
-        return -(-axes["V"] // multiple) * multiple
+        return padded_rows(axes, self.multiple * self.tp)
 
     def iteration(self) -> int:
         """The iteration that is continued; 0 for models that come from elsewhere."""

@@ -20,7 +20,7 @@ from ..models.model import Model
 from ..naming.maxtext import FILE, default_names
 from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
 from ..request import Request
-from .base import Bound, Completed, positive
+from .base import Bound, Completed, padded_rows, positive
 from .huggingface import model_of
 
 NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
@@ -100,8 +100,7 @@ class MaxTextTarget:
 
     def vocabulary(self, axes: dict[str, int]) -> int:
         """Rows of the embedding."""
-        multiple = self.multiple or 1
-        return -(-axes["V"] // multiple) * multiple
+        return padded_rows(axes, self.multiple or 1)
 
     def counters(self, outputs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
         """Counters whose type changes: name -> (type in the source, type to be written).

@@ -10,7 +10,7 @@ from ..declared import Source
 from ..errors import FastshardError
 from ..placing import MULTIPLE, TP
 from ..request import Request
-from .base import Bound, Completed, Drafted, Target, positive
+from .base import Bound, Completed, Drafted, Target, padded_rows, positive
 from .huggingface import HfTarget
 
 #: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
@@ -67,10 +67,9 @@ class TpTarget(Target):
         ]
         layout: dict[str, Any] = {"tp": self.tp}
         if "V" in bound.axes:
-            multiple = self.multiple * self.tp
             layout |= {
                 "vocab_size": bound.axes["V"],
-                "padded_vocab_size": -(-bound.axes["V"] // multiple) * multiple,
+                "padded_vocab_size": padded_rows(bound.axes, self.multiple * self.tp),
                 "make_vocab_size_divisible_by": self.multiple,
             }
         layout["tp_dim"] = {name: _divided(name, bound.tensors[name]) for name in names}

@@ -215,7 +215,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
                 let cuts = cut.entry(want.entry).or_insert_with(|| {
                     cuts::of(table, entry, whole.of(&entry.class), local.of(&entry.class))
                 });
-                let whole = Some(extents_of(&whole)).filter(|whole| *whole != output.shape);
+                let uncut = cuts.as_ref().is_some_and(|cuts| cuts.is_empty());
+                let whole = (!uncut).then(|| extents_of(&whole)).filter(|whole| *whole != output.shape);
                 outputs.push(Drafted { coords: want.coords.clone(), output, whole, cuts: cuts.clone() });
             }
             Ok(_) => {}

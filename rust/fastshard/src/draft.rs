@@ -86,10 +86,7 @@ impl Draft {
         findings.extend(found);
         (plan.outputs, plan.files, plan.texts) = (outputs, files, placement.texts);
         plan.index = has_index.then(|| INDEX_NAME.to_string());
-        plan.pointers = match placement.pointers.is_empty() {
-            true => pointer(&plan).into_iter().collect(),
-            false => placement.pointers,
-        };
+        plan.point(placement.pointers);
         findings.extend(files::beyond(&plan));
         findings.extend(lookalikes::lookalikes(catalog, &plan));
         findings.extend(lookalikes::unsummed(catalog, &plan));
@@ -103,10 +100,4 @@ impl Draft {
         }
         Planned { plan, findings }
     }
-}
-
-/// Where a reader starts, if no target says: the index, else the first file.
-pub(crate) fn pointer(plan: &Plan) -> Option<String> {
-    let first = || plan.files.first()?.name.split('/').next();
-    plan.index.as_deref().or_else(first).map(str::to_string)
 }

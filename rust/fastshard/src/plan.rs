@@ -494,6 +494,13 @@ impl Plan {
         files
     }
 
+    /// Sets the pointers: those that are stated, else where a reader starts, the index or the first file.
+    pub(crate) fn point(&mut self, stated: Vec<String>) {
+        let first = || self.files.first()?.name.split('/').next();
+        let usual = || self.index.as_deref().or_else(first).map(str::to_string).into_iter().collect();
+        self.pointers = if stated.is_empty() { usual() } else { stated };
+    }
+
     /// Bytes of all output files.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|f| f.size).sum::<u64>()

@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::catalog::Catalog;
 use crate::codes;
-use crate::draft::{pointer, Planned};
+use crate::draft::Planned;
 use crate::error::{Finding, Result, Severity};
 use crate::format::torch_zip;
 use crate::plan::{
@@ -174,10 +174,7 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     plan.rules = vec!["masters".into()];
     (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
     plan.texts = repair.texts.clone();
-    plan.pointers = match repair.pointers.is_empty() {
-        true => pointer(&plan).into_iter().collect(),
-        false => repair.pointers.clone(),
-    };
+    plan.point(repair.pointers.clone());
     plan.topology = request.source.degrees.clone();
     plan.roots = catalog.roots.iter().map(|r| r.display().to_string()).collect();
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
