@@ -4,11 +4,15 @@
 //! tile whatever the size of a tensor, and hashing goes in any order.
 
 mod blocks;
+mod budget;
 mod checksums;
+mod evidence;
 mod gather;
 mod release;
+mod report;
 mod scales;
 mod shards;
+mod share;
 mod tile;
 
 use std::collections::BTreeMap;
@@ -21,40 +25,23 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
-use crate::memory::anonymous_memory;
-use crate::plan::{Combine, Op, Output, Part, Plan, StoredTensor};
+use crate::plan::{Combine, Output, Part, Plan};
 use crate::stats::{Gather, Level, Seen};
 use crate::storage::SourceFile;
 
+pub use budget::{admit, MemoryUse};
 use checksums::Checksums;
+pub use evidence::Evidence;
 use gather::Sources;
 pub use release::{decoding, Decoding};
-use scales::Scales;
+pub(crate) use report::{limit, place};
+pub use share::{all_tiles, divide, tiling, Share, TileRun};
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.
 const MIN_TILE: u64 = 256 << 10;
-/// Tile size for runs that are read in order.
-const PLAIN_TILE: u64 = 1 << 20;
-/// Source runs of a transposed read should be at least this long.
-const MIN_RUN: u64 = 4096;
-/// The same where the source is decoded into memory first.
-const MIN_RUN_IN_MEMORY: u64 = 256;
-/// Most bytes of decoded blocks held, where there is memory for more.
-const MAX_BLOCKS: u64 = 1 << 30;
 /// Bytes of decoded blocks held where a range of one tensor is read.
 const READ_BLOCKS: u64 = 64 << 20;
-/// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
-const DECODING: u64 = 2;
-/// Memory that such a library takes besides.
-const LIBRARY: u64 = 24 << 20;
-/// Bytes of memory per byte of a name of an output, for what is written of it: headers, a manifest and its text.
-const PER_NAME_BYTE: u64 = 4;
-/// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
-const ENCODING: u64 = 4;
-/// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
-const CHECKSUMS_PART: u64 = 16;
-const MAX_CHECKSUMS: u64 = 16 << 20;
 /// Most findings of one code that are kept; the rest is counted.
 const MAX_FINDINGS_PER_CODE: usize = 1000;
 
@@ -81,6 +68,15 @@ pub trait Sink: Sync {
     /// # Errors
     /// Whatever keeps the records from being read.
     fn claimed(&self, _output: usize, _index: u64, _size: u64) -> Result<Option<TileDone>> {
+        Ok(None)
+    }
+
+    /// The record of tile `index`, of tiles of `size` bytes, that another process has written and whose evidence the
+    /// run was given: it is taken as it is.
+    ///
+    /// # Errors
+    /// Whatever keeps the records from being read.
+    fn adopted(&self, _output: usize, _index: u64, _size: u64) -> Result<Option<TileDone>> {
         Ok(None)
     }
 
@@ -181,119 +177,6 @@ pub struct Report {
     pub decoded: (u64, u64),
 }
 
-/// Where the memory goes, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryUse {
-    /// Anonymous memory of the process when the run began.
-    pub baseline: u64,
-    /// Workers that fit.
-    pub workers: u64,
-    /// Largest tile.
-    pub tile: u64,
-    /// Checksums of what is read out of order.
-    pub checksums: u64,
-    /// Decoded blocks held.
-    pub held: u64,
-    /// The same with what decoding takes besides.
-    pub blocks: u64,
-    /// Baseline + checksums + scales + workers x (tile + scratch) + blocks.
-    pub bound: u64,
-}
-
-/// The tile size an output would like: long source runs for transposed reads, else cache-sized.
-fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
-    let item = output.dtype.size() as u64;
-    let mut wanted = PLAIN_TILE;
-    for part in output.parts.iter().filter(|p| p.volume() > 0) {
-        let stored = &plan.stored[part.sources[0] as usize];
-        let steps = stored.steps(&part.axes);
-        let inner = (0..steps.len()).min_by_key(|&k| part.axes[k].dst);
-        if inner.is_some_and(|k| steps[k] > 1) {
-            if let Some(run) = part.axes.iter().zip(&steps).find_map(|(a, &s)| (s == 1).then_some(a)) {
-                let least = if encoded(plan, stored) { MIN_RUN_IN_MEMORY } else { MIN_RUN };
-                let rows = (least / item).clamp(1, run.n);
-                wanted = wanted.max((rows * run.dst * item).next_power_of_two());
-            }
-        }
-    }
-    wanted.min(output.nbytes().next_power_of_two().max(1024))
-}
-
-/// True if a tensor's elements have to be decoded.
-fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
-    shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
-}
-
-/// Checks that the memory budget holds what the plan needs, before anything is made for it.
-///
-/// # Errors
-/// `FS512` with the least that is needed.
-pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
-    budget(plan, options).map(|_| ())
-}
-
-/// Divides the memory budget: tile sizes per output and the number of workers.
-fn budget(plan: &Plan, options: &Options) -> Result<(Vec<u64>, MemoryUse)> {
-    kernel::trim();
-    let baseline = anonymous_memory();
-    // The library that decodes and encodes has threads and tables of its own.
-    let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
-    let scales = Scales::memory(plan);
-    let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
-    let own = scales.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
-    let available = options.memory.saturating_sub(baseline + own);
-    // A worker reads from one block while another may be decoded.
-    let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
-    let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
-    let decoding = decoding.saturating_mul(DECODING);
-    let per_worker = decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each);
-    let least = per_worker.saturating_add(Workspace::bytes(MIN_TILE));
-    if available < least {
-        let what = match per_worker {
-            0 => "one tile".to_string(),
-            _ => format!("one tile + what the blocks take, {} MiB", per_worker.div_ceil(1 << 20)),
-        };
-        return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
-            .expected(
-                format!(
-                    "at least {} MiB (baseline {} MiB + {what})",
-                    (baseline + own + least).div_ceil(1 << 20),
-                    baseline >> 20
-                ),
-                format!("{} MiB", options.memory >> 20),
-            )
-            .help("raise --memory")
-            .into());
-    }
-    let tracks = shards::tracked(plan).contains(&true);
-    let checksums = if tracks { ((available - least) / CHECKSUMS_PART).min(MAX_CHECKSUMS) } else { 0 };
-    let available = available - checksums;
-    let wanted: Vec<u64> = plan.outputs.iter().map(|o| wanted_tile(plan, o)).collect();
-    let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
-    // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
-    let mut workers = options.threads.max(1) as u64;
-    while workers > 1 && Workspace::bytes(largest.min(PLAIN_TILE)) + per_worker > available / workers {
-        workers -= 1;
-    }
-    // Half of what is left is for blocks, where there are any.
-    let left = available - workers * per_worker;
-    let for_tiles = if block > 0 { left / 2 } else { left };
-    let mut cap = MIN_TILE;
-    while Workspace::bytes(cap * 2) <= for_tiles / workers {
-        cap *= 2;
-    }
-    let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
-    let tile = tiles.iter().copied().max().unwrap_or(0);
-    let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
-    let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
-    let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
-    let blocks = held + workers * decoding;
-    let encodes = workers * options.encodes * (1 + ENCODING);
-    let tiled = workers * (Workspace::bytes(tile) + scales.each);
-    let bound = baseline + own + checksums + tiled + blocks + encodes;
-    Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
-}
-
 /// A panic as an error, so that it stops the run as any other: workers, staging and all.
 fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     // What it leaves is not looked at again: the run ends.
@@ -324,18 +207,25 @@ struct Run<'a> {
     sources: Sources<'a>,
     sink: &'a dyn Sink,
     control: &'a Control,
+    /// Size of each output's tiles.
     tiles: Vec<u64>,
-    /// Outputs in the order in which they are made, and the first global tile index of each.
-    order: Vec<usize>,
+    /// What is made, in this order, and the number of tiles before each run.
+    runs: Vec<TileRun>,
     first: Vec<u64>,
     total_tiles: u64,
     next: AtomicU64,
+    /// Paddings that are looked at.
+    pads: Vec<u32>,
     next_pad: AtomicU32,
     outputs: Vec<Mutex<Progress>>,
     stats: Gather,
     remaining: Vec<AtomicU64>,
     /// Outputs that still read a blob.
     readers: Vec<AtomicU32>,
+    /// Blobs that are read beyond this run too: what it has not read of them is not known to be nobody's.
+    read_elsewhere: Vec<bool>,
+    /// Whether this run is a share, whose evidence is judged with that of the others.
+    is_share: bool,
     releases: release::Releases,
     blobs_of: Vec<Vec<u32>>,
     findings: Mutex<Vec<Finding>>,
@@ -374,84 +264,70 @@ pub fn execute_tiled(
     control: &Control,
 ) -> Result<Report> {
     plan.validate()?;
-    let (mut tiles, memory) = budget(plan, options)?;
+    let (mut sizes, memory) = budget::divide(plan, options, None)?;
     if let Some(tile) = tile {
-        tiles.fill(tile.next_power_of_two().max(1024));
+        sizes.fill(tile.next_power_of_two().max(1024));
     }
-    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
-    let readers: Vec<AtomicU32> = (0..plan.blobs.len()).map(|_| AtomicU32::new(0)).collect();
-    // An empty output has no tile that could be its last.
-    for (blobs, _) in blobs_of.iter().zip(&plan.outputs).filter(|(_, o)| o.nbytes() > 0) {
-        blobs.iter().for_each(|&b| {
-            readers[b as usize].fetch_add(1, Ordering::Relaxed);
-        });
+    run_whole(plan, files, sink, options, sizes, memory, &[], control)
+}
+
+/// Makes one process's share of a plan, whose tiles have these sizes; what it learnt, for [`conclude`].
+///
+/// # Errors
+/// As [`execute`]; `FS512` also if the budget does not hold a tile of the sizes given.
+pub fn work(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sink: &dyn Sink,
+    options: &Options,
+    sizes: &[u64],
+    share: &Share,
+    control: &Control,
+) -> Result<Evidence> {
+    plan.validate()?;
+    let (sizes, memory) = budget::divide(plan, options, Some(sizes))?;
+    let run = Run::new(plan, files, sink, options, sizes, &memory, Some(share), control);
+    run.make_all(files, &memory)?;
+    Ok(run.evidence(share.pads))
+}
+
+/// Executes a plan of which others have made shares: what the sink says is adopted is not looked at, all else is made,
+/// and everything is judged together.
+///
+/// # Errors
+/// As [`work`].
+pub fn conclude(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sink: &dyn Sink,
+    options: &Options,
+    sizes: &[u64],
+    evidence: &[Evidence],
+    control: &Control,
+) -> Result<Report> {
+    plan.validate()?;
+    let (sizes, memory) = budget::divide(plan, options, Some(sizes))?;
+    run_whole(plan, files, sink, options, sizes, memory, evidence, control)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn run_whole(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sink: &dyn Sink,
+    options: &Options,
+    sizes: Vec<u64>,
+    memory: MemoryUse,
+    evidence: &[Evidence],
+    control: &Control,
+) -> Result<Report> {
+    let mut run = Run::new(plan, files, sink, options, sizes, &memory, None, control);
+    for evidence in evidence {
+        run.learn(evidence)?;
+        let known = evidence.pads();
+        run.pads.retain(|pad| !known.contains(pad));
     }
-    let mut first = Vec::with_capacity(plan.outputs.len());
-    let mut total_tiles = 0;
-    let count = |o: &Output, t: u64| o.nbytes().div_ceil(t);
-    let order = release::order(plan, &blobs_of);
-    for &index in &order {
-        first.push(total_tiles);
-        total_tiles += count(&plan.outputs[index], tiles[index]);
-    }
-    let progress = |o: &Output, t: u64| {
-        Mutex::new(Progress {
-            hashes: TileHashes::new(t, o.nbytes()),
-            hash: None,
-            non_finite: 0,
-            drift: BTreeMap::new(),
-            undecided: BTreeMap::new(),
-        })
-    };
-    let run = Run {
-        plan,
-        sources: Sources::new(
-            plan,
-            files,
-            options.scratch_dir.clone(),
-            Checksums::new(plan, memory.checksums),
-            memory.held,
-        ),
-        releases: release::Releases::new(plan, &blobs_of),
-        sink,
-        control,
-        order,
-        first,
-        total_tiles,
-        next: AtomicU64::new(0),
-        next_pad: AtomicU32::new(0),
-        outputs: plan.outputs.iter().zip(&tiles).map(|(o, &t)| progress(o, t)).collect(),
-        stats: Gather::new(options.stats, plan.outputs.len()),
-        remaining: plan.outputs.iter().zip(&tiles).map(|(o, &t)| AtomicU64::new(count(o, t))).collect(),
-        tiles,
-        readers,
-        blobs_of,
-        findings: Mutex::new(Vec::new()),
-        twins: Mutex::default(),
-        failed: Mutex::new(None),
-    };
-    control.total.store(plan.outputs.iter().map(Output::nbytes).sum(), Ordering::Relaxed);
-    control.done.store(0, Ordering::Relaxed);
-    std::thread::scope(|scope| {
-        for _ in 1..memory.workers {
-            scope.spawn(|| run.work());
-        }
-        run.work();
-    });
-    if let Some(error) = lock(&run.failed).take() {
-        return Err(error);
-    }
-    if control.cancel.load(Ordering::Relaxed) {
-        return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
-            .help("run again with --resume to continue")
-            .into());
-    }
-    for file in files {
-        file.unchanged()?;
-        if let Some(warning) = file.touched()? {
-            run.find(warning);
-        }
-    }
+    run.make_all(files, &memory)?;
     without_panic(|| run.report(memory))
 }
 
@@ -472,7 +348,113 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
     blobs
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    /// A run of the whole plan, or of a share of it.
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        plan: &'a Plan,
+        files: &'a [Arc<SourceFile>],
+        sink: &'a dyn Sink,
+        options: &Options,
+        sizes: Vec<u64>,
+        memory: &MemoryUse,
+        share: Option<&Share>,
+        control: &'a Control,
+    ) -> Run<'a> {
+        let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
+        let count = |o: &Output, size: u64| o.nbytes().div_ceil(size);
+        let (runs, pads) = match share {
+            Some(share) => (share.tiles.clone(), share.pads.0..share.pads.1),
+            None => {
+                let whole =
+                    |i: usize| TileRun { output: i as u32, first: 0, end: count(&plan.outputs[i], sizes[i]) };
+                // An empty output has no tiles.
+                let order = release::order(plan, &blobs_of).into_iter().map(whole);
+                (order.filter(|run| run.end > 0).collect(), 0..plan.pads.len() as u32)
+            }
+        };
+        let mut remaining = vec![0; plan.outputs.len()];
+        let mut first = Vec::with_capacity(runs.len());
+        let mut total_tiles = 0;
+        for run in &runs {
+            first.push(total_tiles);
+            total_tiles += run.end - run.first;
+            remaining[run.output as usize] += run.end - run.first;
+        }
+        let readers: Vec<AtomicU32> = (0..plan.blobs.len()).map(|_| AtomicU32::new(0)).collect();
+        let mut read_elsewhere = vec![false; plan.blobs.len()];
+        for (i, blobs) in blobs_of.iter().enumerate() {
+            let all = count(&plan.outputs[i], sizes[i]);
+            for &blob in blobs {
+                readers[blob as usize].fetch_add(u32::from(remaining[i] > 0), Ordering::Relaxed);
+                read_elsewhere[blob as usize] |= remaining[i] < all;
+            }
+        }
+        let progress = |o: &Output, size: u64| {
+            Mutex::new(Progress {
+                hashes: TileHashes::new(size, o.nbytes()),
+                hash: None,
+                non_finite: 0,
+                drift: BTreeMap::new(),
+                undecided: BTreeMap::new(),
+            })
+        };
+        let checksums = Checksums::new(plan, memory.checksums);
+        let sources = Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.held);
+        let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
+        control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
+        control.done.store(0, Ordering::Relaxed);
+        Run {
+            plan,
+            sources,
+            releases,
+            sink,
+            control,
+            runs,
+            first,
+            total_tiles,
+            next: AtomicU64::new(0),
+            pads: pads.collect(),
+            next_pad: AtomicU32::new(0),
+            outputs: plan.outputs.iter().zip(&sizes).map(|(o, &size)| progress(o, size)).collect(),
+            stats: Gather::new(options.stats, plan.outputs.len()),
+            remaining: remaining.into_iter().map(AtomicU64::new).collect(),
+            tiles: sizes,
+            readers,
+            read_elsewhere,
+            is_share: share.is_some(),
+            blobs_of,
+            findings: Mutex::new(Vec::new()),
+            twins: Mutex::default(),
+            failed: Mutex::new(None),
+        }
+    }
+
+    /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
+    fn make_all(&self, files: &[Arc<SourceFile>], memory: &MemoryUse) -> Result<()> {
+        std::thread::scope(|scope| {
+            for _ in 1..memory.workers {
+                scope.spawn(|| self.work());
+            }
+            self.work();
+        });
+        if let Some(error) = lock(&self.failed).take() {
+            return Err(error);
+        }
+        if self.control.cancel.load(Ordering::Relaxed) {
+            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
+                .help("run again with --resume to continue")
+                .into());
+        }
+        for file in files {
+            file.unchanged()?;
+            if let Some(warning) = file.touched()? {
+                self.find(warning);
+            }
+        }
+        Ok(())
+    }
+
     fn stopped(&self) -> bool {
         self.control.cancel.load(Ordering::Relaxed) || lock(&self.failed).is_some()
     }
@@ -501,9 +483,10 @@ impl Run<'_> {
             if global >= self.total_tiles || self.stopped() {
                 break;
             }
-            // The last output that starts at or before this tile; empty outputs have no tiles.
+            // The last run that starts at or before this tile.
             let place = self.first.partition_point(|f| *f <= global) - 1;
-            self.tile(self.order[place], global - self.first[place], work)?;
+            let run = self.runs[place];
+            self.tile(run.output as usize, run.first + global - self.first[place], work)?;
         }
         Ok(())
     }
@@ -513,6 +496,8 @@ impl Run<'_> {
         let (size, total) = (self.tiles[index], output.nbytes());
         let (start, end) = (tile * size, ((tile + 1) * size).min(total));
         match self.keep(index, tile, start, end, work)? {
+            // Of a share, whoever puts it together with the others takes the tiles from the sink.
+            Some(_) if self.is_share => {}
             Some(kept) => {
                 let mut progress = lock(&self.outputs[index]);
                 progress.hashes.add(tile, kept.value);
@@ -546,6 +531,10 @@ impl Run<'_> {
         work: &mut Workspace,
     ) -> Result<Option<TileDone>> {
         let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        if let Some(done) = self.sink.adopted(index, tile, size)? {
+            self.sink.kept(index, &done);
+            return Ok(Some(done));
+        }
         // Comparisons of copies and statistics are not in a record.
         let alone =
             |p: &Part| p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty();
@@ -577,8 +566,10 @@ impl Run<'_> {
         self.sink.write(index, start, bytes)?;
         self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
         let mut progress = lock(&self.outputs[index]);
-        progress.hashes.add(tile, value);
-        progress.non_finite += non_finite;
+        if !self.is_share {
+            progress.hashes.add(tile, value);
+            progress.non_finite += non_finite;
+        }
         for (part, drift) in &seen.drift {
             progress.drift.entry(*part).or_default().merge(drift);
         }
@@ -595,7 +586,9 @@ impl Run<'_> {
 
     /// Verifies a blob's checksum once its last reader is done.
     fn finish_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
-        self.verify_blob(blob, work)?;
+        if !self.read_elsewhere[blob as usize] {
+            self.verify_blob(blob, work)?;
+        }
         self.sources.release(blob);
         Ok(())
     }
@@ -605,6 +598,10 @@ impl Run<'_> {
             return Ok(());
         }
         self.sources.finish(blob, work.span())?;
+        if self.is_share {
+            // Whoever has all the checksums compares them.
+            return Ok(());
+        }
         let about = &self.plan.blobs[blob as usize];
         if let Some(want) = about.crc32 {
             let got = self.sources.crc(blob, 0, about.len);
@@ -648,10 +645,11 @@ impl Run<'_> {
     fn work_pads(&self, work: &mut Workspace) -> Result<()> {
         loop {
             let next = self.next_pad.fetch_add(1, Ordering::Relaxed) as usize;
-            let Some(pad) = self.plan.pads.get(next) else { return Ok(()) };
+            let Some(&pad) = self.pads.get(next) else { return Ok(()) };
             if self.stopped() {
                 return Ok(());
             }
+            let pad = &self.plan.pads[pad as usize];
             if let Some(finding) = tile::check_pad(self.plan, &self.sources, pad, work)? {
                 self.find(self.place(pad.stored, finding));
             }
@@ -662,170 +660,6 @@ impl Run<'_> {
     fn place(&self, stored: u32, finding: Finding) -> Finding {
         place(self.plan, stored, finding)
     }
-
-    fn report(&self, memory: MemoryUse) -> Result<Report> {
-        let mut outputs = Vec::with_capacity(self.plan.outputs.len());
-        for (index, output) in self.plan.outputs.iter().enumerate() {
-            let progress = lock(&self.outputs[index]);
-            // An empty output has no tile that could be its last.
-            let hash = progress.hash.or_else(|| progress.hashes.finish());
-            outputs.push(OutputReport {
-                hash: hash.expect("every tile is done"),
-                non_finite: progress.non_finite,
-                seen: self.stats.take(index, output),
-            });
-            if progress.non_finite > 0 {
-                self.find(
-                    Finding::new(codes::NON_FINITE, "NaN or infinite elements")
-                        .tensor(&output.name)
-                        .expected("0", progress.non_finite)
-                        .help(
-                            "look at the run that wrote this checkpoint: such a model usually cannot be used",
-                        ),
-                );
-            }
-            for (&p, drift) in &progress.drift {
-                if drift.differing > 0 {
-                    self.find(self.drift_finding(output, p, drift));
-                }
-            }
-            for (&p, fact) in &progress.undecided {
-                let finding = crate::layout::resolve::unknown_fact(fact);
-                let stored = output.parts[p].sources[0];
-                self.find(self.place(stored, finding).tensor(&output.name));
-            }
-            for part in &output.parts {
-                if part.ops.iter().any(|op| !op.is_exact()) {
-                    let ops: Vec<String> = part
-                        .ops
-                        .iter()
-                        .map(|op| match op {
-                            Op::Scale(x) => format!("x {x}"),
-                            Op::Add(x) => format!("+ {x}"),
-                        })
-                        .collect();
-                    self.find(
-                        Finding::new(codes::LOSSY, format!("values changed: {}", ops.join(" ")))
-                            .tensor(&output.name),
-                    );
-                    break;
-                }
-            }
-        }
-        for (&pair, drift) in lock(&self.twins).iter().filter(|(_, d)| d.differing > 0) {
-            self.find(self.twin_finding(pair, drift));
-        }
-        let mut findings = std::mem::take(&mut *lock(&self.findings));
-        findings.extend(shards::copies(self.plan, &self.sources)?);
-        findings.extend(shards::duplicates(self.plan, &self.sources)?);
-        findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
-        findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
-        let (files, blocks) = shards::copied(self.plan, &self.sources)?;
-        findings.extend(blocks);
-        shards::told_once(&mut findings, files);
-        findings.iter_mut().for_each(|finding| shards::accept(self.plan, finding));
-        let decoded = self.sources.blocks.traffic();
-        Ok(Report { outputs, findings: limit(findings), memory, decoded })
-    }
-
-    /// A parameter and its master that are not the same tensor. The finding names the master's file.
-    fn twin_finding(&self, (stored, twin): (u32, u32), drift: &Drift) -> Finding {
-        let tensor = &self.plan.stored[stored as usize];
-        let other = &self.plan.stored[twin as usize];
-        let (master, parameter) =
-            if other.dtype.size() > tensor.dtype.size() { (twin, stored) } else { (stored, twin) };
-        let narrow = self.plan.stored[parameter as usize].dtype;
-        let finding = Finding::new(
-            codes::MASTERS_DIFFER,
-            format!("the fp32 master rounded to {narrow} is not the parameter"),
-        )
-        .expected(
-            format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),
-            format!("{} that differ, by up to {:e}", drift.differing, drift.largest),
-        )
-        .help("one of the two is stale: --weights params takes the parameters, `fastshard masters --repair OUT` rebuilds the masters from them; if the parameters are the damaged ones, restore their file");
-        let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
-        self.place(master, finding.severity(severity))
-    }
-
-    fn drift_finding(&self, output: &Output, p: usize, drift: &Drift) -> Finding {
-        let part = &output.parts[p];
-        let (first, other) = (part.sources[0], part.sources[drift.source]);
-        let names = (&self.plan.stored[first as usize].name, &self.plan.stored[other as usize].name);
-        if names.0 != names.1 {
-            let finding = Finding::new(
-                codes::TIED_DIFFER,
-                format!("differs from {} though the config ties them", names.0),
-            )
-            .expected(
-                "equal values",
-                format!("{} elements differ by up to {:e}", drift.differing, drift.largest),
-            )
-            .help("correct the config (tied or not), or take the right file");
-            return self.place(other, finding);
-        }
-        let what = format!("{} elements differ by up to {:e}", drift.differing, drift.largest);
-        let against =
-            self.plan.stored[first as usize].rank.clone().unwrap_or_else(|| "the first copy".into());
-        // What is no number cannot be averaged: its first copy was taken.
-        if part.combine == Combine::Mean && self.plan.stored[first as usize].dtype.is_float() {
-            Finding::new(
-                codes::REPLICAS_AVERAGED,
-                format!("copies differ from {against}'s; averaged in float32"),
-            )
-            .tensor(&output.name)
-            .expected("equal copies", what)
-        } else {
-            let finding = Finding::new(codes::REPLICAS_DIFFER, format!("this copy differs from {against}'s"))
-                .expected("equal copies", what)
-                .help("a file of another step or layer: copy the right one; if the run let replicas drift, --replicas mean averages them");
-            self.place(other, finding)
-        }
-    }
-}
-
-/// Names tensor, file and rank of a stored tensor in a finding.
-pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
-    let tensor = &plan.stored[stored as usize];
-    finding.tensor.get_or_insert_with(|| tensor.name.clone());
-    if finding.rank.is_none() {
-        finding.rank = tensor.rank.clone();
-    }
-    if let Some(blob) = shards::blobs_of(tensor).first() {
-        let file = plan.blobs[*blob as usize].file;
-        finding.file.get_or_insert_with(|| plan.label(file));
-    }
-    finding
-}
-
-/// Keeps the first findings of each code and counts the rest.
-pub(crate) fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
-    findings.sort_by(|a, b| {
-        (std::cmp::Reverse(a.severity), a.code, &a.file, &a.tensor).cmp(&(
-            std::cmp::Reverse(b.severity),
-            b.code,
-            &b.file,
-            &b.tensor,
-        ))
-    });
-    let mut counts: BTreeMap<codes::Code, usize> = BTreeMap::new();
-    let mut out: Vec<Finding> = Vec::new();
-    for finding in findings {
-        let n = counts.entry(finding.code).or_default();
-        *n += 1;
-        if *n <= MAX_FINDINGS_PER_CODE {
-            out.push(finding);
-        }
-    }
-    for (code, n) in counts {
-        if n > MAX_FINDINGS_PER_CODE {
-            out.push(
-                Finding::new(code, format!("and {} more like these", n - MAX_FINDINGS_PER_CODE))
-                    .severity(Severity::Note),
-            );
-        }
-    }
-    out
 }
 
 /// Reads bytes of one output from byte `start` (a whole number of elements) into `bytes`.

@@ -158,6 +158,11 @@ impl Segments {
             || joins(offset + len, self.seen.contains_key(&(offset + len)))
     }
 
+    /// All of them: offset, length, CRC32.
+    pub fn all(&self) -> impl Iterator<Item = (u64, u64, u32)> + '_ {
+        self.seen.iter().map(|(&offset, &(len, crc))| (offset, len, crc))
+    }
+
     /// Number of segments.
     pub fn len(&self) -> usize {
         self.seen.len()

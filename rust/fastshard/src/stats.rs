@@ -29,7 +29,7 @@ use crate::plan::{Output, Plan};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 pub use accumulate::Accumulator;
-pub use gather::{Gather, Level, Seen};
+pub use gather::{Gather, Level, Partial, Seen};
 pub use number::Number;
 pub use zero_slab::ZeroSlab;
 

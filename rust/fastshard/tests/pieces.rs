@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use common::{cases, element, errors, options, run_with, temp, Dice};
+use common::{cases, divided, element, errors, options, run_alone, temp, Dice};
 use fastshard::engine;
 use fastshard::error::Result;
 use fastshard::plan::{
@@ -341,8 +341,9 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
     // With little room decoded blocks are put aside and read from there.
     let held = dice.pick(&[None, Some(0), Some(300)]);
     let options = engine::Options { held, ..options(threads, dir.path()) };
-    let (got, report) = run_with(&plan, &open, &options, Some(tile)).unwrap();
+    let (got, report) = run_alone(&plan, &open, &options, Some(tile)).unwrap();
     assert!(reads.lock().unwrap().values().all(|n| *n == 1), "each block is decoded once: {reads:?}");
+    divided(&plan, &open, &options, Some(tile), &got, &report);
     assert!(errors(&report.findings).is_empty(), "{:#?}", report.findings);
     for ((output, got), want) in plan.outputs.iter().zip(&got).zip(&want) {
         assert!(got == want, "{output:#?} of {:#?}", plan.stored[output.parts[0].sources[0] as usize]);
@@ -437,7 +438,7 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
     let (tell, told) = std::sync::mpsc::channel();
     // Not joined: a worker that waits for ever is what this is about.
     std::thread::spawn(move || {
-        let _ = tell.send(run_with(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
+        let _ = tell.send(run_alone(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
     });
     let result = told.recv_timeout(std::time::Duration::from_secs(60)).expect("the run ends");
     assert_eq!(result.unwrap_err().findings()[0].code, fastshard::codes::INTERNAL);

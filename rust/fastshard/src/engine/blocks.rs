@@ -139,6 +139,11 @@ impl Blocks {
         Some(self.samples[blob as usize].load(Ordering::Relaxed)).filter(|sample| *sample != 0)
     }
 
+    /// Takes over the sample of a block that another process has decoded.
+    pub fn know(&self, blob: u32, sample: u64) {
+        self.samples[blob as usize].store(sample, Ordering::Relaxed);
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

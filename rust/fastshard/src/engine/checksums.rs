@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::hash::{crc32, Segments};
 use crate::plan::Plan;
 
+use super::evidence::Segment;
 use super::shards;
 
 /// Memory of a segment, in bytes: an entry of a tree whose nodes are half full.
@@ -72,12 +73,31 @@ impl Checksums {
         self.is_tracked(blob).then(|| self.of(blob).crc(lo, hi))?
     }
 
+    /// The segments of a blob whose checksum is known.
+    pub fn segments(&self, blob: u32) -> Vec<Segment> {
+        if !self.is_tracked(blob) {
+            return Vec::new();
+        }
+        self.of(blob).all().collect()
+    }
+
+    /// Takes over what another process has seen of a blob, as far as there is room.
+    pub fn know(&self, blob: u32, segments: &[Segment]) {
+        if self.is_tracked(blob) {
+            segments.iter().for_each(|&(offset, len, crc)| self.note(blob, offset, len, crc, Note::Spare));
+        }
+    }
+
     /// Takes the checksum of `bytes`, which lie at `offset` of a blob, if it is tracked.
     pub fn add(&self, blob: u32, offset: u64, bytes: &[u8], note: Note) {
         if !self.is_tracked(blob) {
             return;
         }
-        let (crc, len, cuts) = (crc32(bytes), bytes.len() as u64, &self.cuts[blob as usize]);
+        self.note(blob, offset, bytes.len() as u64, crc32(bytes), note);
+    }
+
+    fn note(&self, blob: u32, offset: u64, len: u64, crc: u32, note: Note) {
+        let cuts = &self.cuts[blob as usize];
         let mut segments = self.of(blob);
         let before = segments.len();
         let full = before >= FEW && self.held.load(Ordering::Relaxed) >= self.most;

@@ -14,6 +14,7 @@ use crate::tensor::c_strides;
 
 use super::blocks::{Block, Blocks};
 use super::checksums::{Checksums, Note};
+use super::evidence::Segment;
 use super::scales::Scales;
 
 /// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
@@ -156,6 +157,16 @@ impl<'p> Sources<'p> {
     /// The CRC32 of a range of a blob, as far as reading has told it.
     pub fn crc(&self, blob: u32, lo: u64, hi: u64) -> Option<u32> {
         self.checksums.crc(blob, lo, hi)
+    }
+
+    /// What reading has told of a blob's checksums.
+    pub fn segments(&self, blob: u32) -> Vec<Segment> {
+        self.checksums.segments(blob)
+    }
+
+    /// Takes over what another process has read.
+    pub fn know(&self, blob: u32, segments: &[Segment]) {
+        self.checksums.know(blob, segments);
     }
 
     /// Whether checksums are kept for a blob.

@@ -8,6 +8,7 @@ use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 use super::blocks::Blocks;
 use super::shards;
+use super::share::TileRun;
 
 /// Outputs in the order in which they are made: those of one decoded tensor together, so that its blocks
 /// can go before the next one's come, and those that read one tracked blob together, so that the checksums
@@ -51,13 +52,30 @@ pub(super) struct Releases {
 }
 
 impl Releases {
-    pub(super) fn new(plan: &Plan, blobs_of: &[Vec<u32>]) -> Self {
+    /// For the tiles that are made, by output: what lies beside them needs no block.
+    pub(super) fn new(plan: &Plan, blobs_of: &[Vec<u32>], sizes: &[u64], runs: &[TileRun]) -> Self {
+        let mut made: Vec<Vec<Span>> = vec![Vec::new(); plan.outputs.len()];
+        for run in runs {
+            let output = run.output as usize;
+            made[output].push(run.span(sizes[output], plan.outputs[output].nbytes()));
+        }
         let readers: Vec<AtomicU32> = plan.blobs.iter().map(|_| AtomicU32::new(0)).collect();
-        let ahead = |(output, blobs): (&Output, &Vec<u32>)| {
+        let ahead = |((output, blobs), made): ((&Output, &Vec<u32>), &mut Vec<Span>)| {
             let mut ahead = Ahead::default();
             let encoded = |b: &u32| plan.blobs[*b as usize].encoded;
-            if output.nbytes() > 0 && blobs.iter().any(encoded) {
+            if !made.is_empty() && blobs.iter().any(encoded) {
                 let spans = spans(plan, output);
+                made.sort_unstable();
+                let mut at = 0;
+                for &mut (lo, hi) in made {
+                    if at < lo {
+                        ahead.beyond.insert(at, lo);
+                    }
+                    at = hi;
+                }
+                if at < output.nbytes() {
+                    ahead.beyond.insert(at, output.nbytes());
+                }
                 ahead.blocks = blobs
                     .iter()
                     .filter(|b| encoded(b))
@@ -71,7 +89,7 @@ impl Releases {
             }
             Mutex::new(ahead)
         };
-        let outputs = plan.outputs.iter().zip(blobs_of).map(ahead).collect();
+        let outputs = plan.outputs.iter().zip(blobs_of).zip(&mut made).map(ahead).collect();
         Releases { outputs, readers }
     }
 

@@ -1,5 +1,7 @@
 //! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops.
 
+use serde::{Deserialize, Serialize};
+
 use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result};
@@ -13,11 +15,12 @@ use super::gather::{Into, Sources};
 const CHUNK: u64 = 64 << 10;
 
 /// What was seen while a part's sources were combined.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Drift {
     /// Elements in which copies differ.
     pub differing: u64,
     /// Largest absolute difference.
+    #[serde(with = "bits")]
     pub largest: f32,
     /// Index (in the part's sources) of the first copy that differs.
     pub source: usize,
@@ -31,6 +34,19 @@ impl Drift {
         }
         self.differing += other.differing;
         self.largest = self.largest.max(other.largest);
+    }
+}
+
+/// A float by its bits: it may be infinite.
+mod bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(x: &f32, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_u32(x.to_bits())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<f32, D::Error> {
+        u32::deserialize(d).map(f32::from_bits)
     }
 }
 

@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
+use serde::{Deserialize, Serialize};
+
 use super::slabs::Slabs;
 use super::tally::{Moments, Tally};
 use super::{numbers_per_element, TensorStats, ZeroSlab, BLOCK};
 use crate::tensor::Dtype;
 
-#[derive(Default)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Totals {
     tally: Tally,
     numbers: u64,
@@ -17,12 +19,30 @@ struct Totals {
     later: BTreeMap<u64, (u64, Moments)>,
 }
 
+/// What an [`Accumulator`] holds, to be joined with that of others which had other tiles of the tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Per dimension that is looked at, a bit for each index at which something is not zero.
+    slabs: Vec<Vec<u64>>,
+    totals: Option<Totals>,
+}
+
 /// Gathers one tensor's statistics. Threads may add tiles at the same time.
 pub struct Accumulator {
     dtype: Dtype,
     slabs: Option<Slabs>,
     /// None if only zero slabs are asked for.
     totals: Option<Mutex<Totals>>,
+}
+
+impl Totals {
+    /// Joins moments in the order of the tensor, whatever the order of arrival.
+    fn settle(&mut self) {
+        while let Some((end, moments)) = self.later.remove(&self.joined) {
+            self.joined = end;
+            self.tally.moments.join(&moments);
+        }
+    }
 }
 
 impl Accumulator {
@@ -57,12 +77,41 @@ impl Accumulator {
         totals.numbers += (bytes.len() / item) as u64 * numbers_per_element(self.dtype);
         totals.later.insert(start, (start + bytes.len() as u64, tally.moments));
         totals.tally.add_counts(&tally);
-        // In the order of the tensor, whatever the order of arrival.
-        let Totals { tally: all, joined, later, .. } = &mut *totals;
-        while let Some((end, moments)) = later.remove(joined) {
-            *joined = end;
-            all.moments.join(&moments);
+        totals.settle();
+    }
+
+    /// What is held now.
+    pub fn state(&self) -> State {
+        let totals = self.totals.as_ref().map(|t| t.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        State { slabs: self.slabs.as_ref().map(Slabs::words).unwrap_or_default(), totals }
+    }
+
+    /// Adds what another one held, of other tiles of the same tensor; none if it is of another tensor, or had a tile
+    /// of this one's.
+    pub fn join(&self, state: &State) -> Option<()> {
+        match &self.slabs {
+            Some(slabs) => slabs.join(&state.slabs)?,
+            None if state.slabs.is_empty() => {}
+            None => return None,
         }
+        let (totals, other) = match (&self.totals, &state.totals) {
+            (Some(totals), Some(other)) => (totals, other),
+            (None, None) => return Some(()),
+            _ => return None,
+        };
+        let mut totals = totals.lock().unwrap_or_else(PoisonError::into_inner);
+        if totals.joined > 0 && other.joined > 0 {
+            return None;
+        }
+        totals.numbers += other.numbers;
+        totals.tally.add_counts(&other.tally);
+        if other.joined > 0 {
+            // The beginning of the tensor: nothing of this one's is joined yet.
+            (totals.joined, totals.tally.moments) = (other.joined, other.tally.moments);
+        }
+        totals.later.extend(&other.later);
+        totals.settle();
+        Some(())
     }
 
     /// The slabs that are zero in all that was added.

@@ -2,6 +2,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
+
+use super::accumulate::State;
 use super::{Accumulator, TensorStats, ZeroSlab};
 use crate::plan::Output;
 
@@ -18,7 +21,7 @@ pub enum Level {
 }
 
 /// What was gathered about an output.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub enum Seen {
     /// Nothing was asked for.
     #[default]
@@ -46,6 +49,15 @@ impl Seen {
             _ => None,
         }
     }
+}
+
+/// What one process has gathered about an output.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Partial {
+    /// From all of its tiles.
+    Whole(Seen),
+    /// From some of them: their bytes, and what is to be joined with what others have.
+    Part(u64, Box<State>),
 }
 
 /// An output whose tiles are coming in.
@@ -105,6 +117,41 @@ impl Gather {
             slot.seen = self.finished(&accumulator);
             slot.accumulator = None;
         }
+    }
+
+    /// What was gathered about an output, for another process; none if no tile of it was added.
+    pub fn partial(&self, index: usize, output: &Output) -> Option<Partial> {
+        let slot = self.slot(index)?;
+        match &slot.accumulator {
+            Some(accumulator) => Some(Partial::Part(slot.bytes, Box::new(accumulator.state()))),
+            None if slot.bytes > 0 && slot.bytes == output.nbytes() => {
+                Some(Partial::Whole(slot.seen.clone()))
+            }
+            None => None,
+        }
+    }
+
+    /// Takes over what another process has gathered; none if it is of another output, or of tiles that were seen
+    /// already.
+    pub fn join(&self, index: usize, output: &Output, partial: &Partial) -> Option<()> {
+        let Some(mut slot) = self.slot(index) else { return Some(()) };
+        match partial {
+            Partial::Whole(seen) if slot.bytes == 0 => {
+                (slot.bytes, slot.seen) = (output.nbytes(), seen.clone());
+            }
+            Partial::Part(bytes, state) if slot.bytes + bytes <= output.nbytes() => {
+                let accumulator =
+                    Arc::clone(slot.accumulator.get_or_insert_with(|| Arc::new(self.accumulator(output))));
+                accumulator.join(state)?;
+                slot.bytes += bytes;
+                if slot.bytes == output.nbytes() {
+                    slot.seen = self.finished(&accumulator);
+                    slot.accumulator = None;
+                }
+            }
+            _ => return None,
+        }
+        Some(())
     }
 
     /// What was gathered about an output, once all its tiles were added.

@@ -116,3 +116,31 @@ where
     }
     d.deserialize_seq(Visitor::<T, MOST>(std::marker::PhantomData))
 }
+
+/// A float by its bits, so that it comes back as it was, infinities and NaN too.
+pub(super) mod bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(x: &f64, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_u64(x.to_bits())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<f64, D::Error> {
+        u64::deserialize(d).map(f64::from_bits)
+    }
+}
+
+/// Counts of a fixed number.
+pub(super) mod array {
+    use serde::{de, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer, const N: usize>(counts: &[u64; N], s: S) -> Result<S::Ok, S::Error> {
+        counts.as_slice().serialize(s)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>, const N: usize>(d: D) -> Result<[u64; N], D::Error> {
+        let list: Vec<u64> = super::at_most::<_, _, N>(d)?;
+        list.try_into()
+            .map_err(|list: Vec<u64>| de::Error::invalid_length(list.len(), &"another number of counts"))
+    }
+}

@@ -281,6 +281,27 @@ impl Slabs {
         wide.remainder().chunks_exact(ITEM).any(|x| self.element::<ITEM>(x))
     }
 
+    /// The bits of each dimension.
+    pub fn words(&self) -> Vec<Vec<u64>> {
+        let words = |dim: &Dim| dim.seen.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        self.dims.iter().map(words).collect()
+    }
+
+    /// Adds bits that others have seen; none if they are of another tensor.
+    pub fn join(&self, words: &[Vec<u64>]) -> Option<()> {
+        let fits = |(dim, seen): (&Dim, &Vec<u64>)| dim.seen.len() == seen.len();
+        if self.dims.len() != words.len() || !self.dims.iter().zip(words).all(fits) {
+            return None;
+        }
+        for (dim, seen) in self.dims.iter().zip(words) {
+            seen.iter()
+                .enumerate()
+                .filter(|(_, bits)| **bits != 0)
+                .for_each(|(word, &bits)| dim.see(word, bits));
+        }
+        Some(())
+    }
+
     /// The slabs that are zero; none if all of the tensor is.
     pub fn finish(&self) -> Vec<ZeroSlab> {
         self.dims.iter().filter_map(Dim::slab).collect()

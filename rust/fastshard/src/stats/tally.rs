@@ -1,14 +1,18 @@
 //! Counting and summing the numbers of a run of bytes.
 
-use super::{bin, Number, BINS, BLOCK};
+use serde::{Deserialize, Serialize};
+
+use super::{bin, number, Number, BINS, BLOCK};
 use crate::kernel::{self, FloatBlock};
 use crate::tensor::Dtype;
 
 /// Mean and sum of squared deviations of some numbers.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Moments {
     pub n: u64,
+    #[serde(with = "number::bits")]
     pub mean: f64,
+    #[serde(with = "number::bits")]
     pub squares: f64,
 }
 
@@ -37,7 +41,7 @@ impl Moments {
 }
 
 /// What was seen in some numbers.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Tally {
     pub zeros: u64,
     pub nan: u64,
@@ -45,6 +49,7 @@ pub(super) struct Tally {
     pub min: Option<Number>,
     pub max: Option<Number>,
     pub moments: Moments,
+    #[serde(with = "number::array")]
     pub histogram: [u64; BINS],
 }
 

@@ -3,15 +3,15 @@
 
 pub mod world;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use fastshard::catalog::Catalog;
 use fastshard::codes::Code;
 use fastshard::draft::{Placement, Planned};
-use fastshard::engine::{self, Control, Options, Report, Sink};
+use fastshard::engine::{self, Control, Evidence, Options, Report, Sink, TileDone};
 use fastshard::error::{Error, Finding, Result, Severity};
 use fastshard::format::safetensors;
 use fastshard::plan::Plan;
@@ -235,6 +235,18 @@ pub fn run_with(
     options: &Options,
     tile: Option<u64>,
 ) -> Result<(Vec<Vec<u8>>, Report)> {
+    let (outputs, report) = run_alone(plan, files, options, tile)?;
+    divided(plan, files, options, tile, &outputs, &report);
+    Ok((outputs, report))
+}
+
+/// A run by one process.
+pub fn run_alone(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    options: &Options,
+    tile: Option<u64>,
+) -> Result<(Vec<Vec<u8>>, Report)> {
     let sink = Memory::new(plan);
     let report = engine::execute_tiled(plan, files, &sink, options, tile, &Control::default())?;
     let outputs = sink.into_bytes();
@@ -242,6 +254,72 @@ pub fn run_with(
         assert_eq!(about.hash, *blake3::hash(bytes).as_bytes(), "the reported hash is that of the bytes");
     }
     Ok((outputs, report))
+}
+
+/// A result that several processes write, and the records of their tiles.
+struct Shared {
+    memory: Memory,
+    records: Mutex<BTreeMap<(usize, u64), TileDone>>,
+    /// Whether the records are those of others by now.
+    adopts: AtomicBool,
+}
+
+impl Sink for Shared {
+    fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.memory.write(output, offset, bytes)
+    }
+
+    fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
+        self.records.lock().unwrap().insert((output, tile.index), *tile);
+        Ok(())
+    }
+
+    fn adopted(&self, output: usize, index: u64, _size: u64) -> Result<Option<TileDone>> {
+        let records = self.records.lock().unwrap();
+        Ok(records.get(&(output, index)).copied().filter(|_| self.adopts.load(Ordering::Relaxed)))
+    }
+}
+
+/// Makes the plan once more in shares, some of which fail to come, and judges them together: it comes to the same.
+pub fn divided(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    options: &Options,
+    tile: Option<u64>,
+    outputs: &[Vec<u8>],
+    report: &Report,
+) {
+    let mut sizes = engine::tiling(plan, options).unwrap();
+    if let Some(tile) = tile {
+        sizes.fill(tile.next_power_of_two().max(1024));
+    }
+    let control = Control::default();
+    let parts = 2 + plan.outputs.iter().map(|o| o.nbytes()).sum::<u64>() % 4;
+    for comes in [parts, parts / 2] {
+        let sink =
+            Shared { memory: Memory::new(plan), records: Mutex::default(), adopts: AtomicBool::new(false) };
+        let shares =
+            engine::divide(plan, &sizes, &engine::all_tiles(plan, &sizes, &|_| false), parts as usize);
+        let mut evidence: Vec<Evidence> = Vec::new();
+        for share in shares.iter().take(comes as usize) {
+            let one = engine::work(plan, files, &sink, options, &sizes, share, &control).unwrap();
+            // As it is written down and read again.
+            let text = serde_json::to_string(&one).unwrap();
+            evidence.insert(evidence.len() / 2, serde_json::from_str(&text).unwrap());
+            assert_eq!(evidence[(evidence.len() - 1) / 2], one);
+        }
+        sink.adopts.store(true, Ordering::Relaxed);
+        let together = engine::conclude(plan, files, &sink, options, &sizes, &evidence, &control).unwrap();
+        let all = |report: &Report| -> BTreeSet<String> {
+            report.findings.iter().map(|f| serde_json::to_string(f).unwrap()).collect()
+        };
+        assert_eq!(all(&together), all(report), "{comes} of {parts} shares");
+        assert_eq!(together.findings.len(), report.findings.len());
+        for (a, b) in together.outputs.iter().zip(&report.outputs) {
+            assert_eq!((a.hash, a.non_finite, &a.seen), (b.hash, b.non_finite, &b.seen));
+        }
+        assert!(sink.memory.into_bytes() == outputs, "{comes} of {parts} shares");
+    }
 }
 
 pub fn errors(findings: &[Finding]) -> Vec<&Finding> {

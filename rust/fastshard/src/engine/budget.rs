@@ -1,0 +1,154 @@
+//! Divides the memory budget: tile sizes, workers, blocks and checksums.
+
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::kernel;
+use crate::memory::anonymous_memory;
+use crate::plan::{Output, Plan, StoredTensor};
+
+use super::scales::Scales;
+use super::shards;
+use super::tile::Workspace;
+use super::{Options, MIN_TILE};
+
+/// Tile size for runs that are read in order.
+const PLAIN_TILE: u64 = 1 << 20;
+/// Source runs of a transposed read should be at least this long.
+const MIN_RUN: u64 = 4096;
+/// The same where the source is decoded into memory first.
+const MIN_RUN_IN_MEMORY: u64 = 256;
+/// Most bytes of decoded blocks held, where there is memory for more.
+const MAX_BLOCKS: u64 = 1 << 30;
+/// Memory that decoding a block takes, in blocks: what is stored, and the decoder's own copy of the result.
+const DECODING: u64 = 2;
+/// Memory that such a library takes besides.
+const LIBRARY: u64 = 24 << 20;
+/// Bytes of memory per byte of a name of an output, for what is written of it: headers, a manifest and its text.
+const PER_NAME_BYTE: u64 = 4;
+/// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
+const ENCODING: u64 = 4;
+/// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
+const CHECKSUMS_PART: u64 = 16;
+const MAX_CHECKSUMS: u64 = 16 << 20;
+
+/// Where the memory goes, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Anonymous memory of the process when the run began.
+    pub baseline: u64,
+    /// Workers that fit.
+    pub workers: u64,
+    /// Largest tile.
+    pub tile: u64,
+    /// Checksums of what is read out of order.
+    pub checksums: u64,
+    /// Decoded blocks held.
+    pub held: u64,
+    /// The same with what decoding takes besides.
+    pub blocks: u64,
+    /// Baseline + checksums + scales + workers x (tile + scratch) + blocks.
+    pub bound: u64,
+}
+
+/// The tile size an output would like: long source runs for transposed reads, else cache-sized.
+fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
+    let item = output.dtype.size() as u64;
+    let mut wanted = PLAIN_TILE;
+    for part in output.parts.iter().filter(|p| p.volume() > 0) {
+        let stored = &plan.stored[part.sources[0] as usize];
+        let steps = stored.steps(&part.axes);
+        let inner = (0..steps.len()).min_by_key(|&k| part.axes[k].dst);
+        if inner.is_some_and(|k| steps[k] > 1) {
+            if let Some(run) = part.axes.iter().zip(&steps).find_map(|(a, &s)| (s == 1).then_some(a)) {
+                let least = if encoded(plan, stored) { MIN_RUN_IN_MEMORY } else { MIN_RUN };
+                let rows = (least / item).clamp(1, run.n);
+                wanted = wanted.max((rows * run.dst * item).next_power_of_two());
+            }
+        }
+    }
+    wanted.min(output.nbytes().next_power_of_two().max(1024))
+}
+
+/// True if a tensor's elements have to be decoded.
+fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
+    shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
+}
+
+/// Checks that the memory budget holds what the plan needs, before anything is made for it.
+///
+/// # Errors
+/// `FS512` with the least that is needed.
+pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
+    divide(plan, options, None).map(|_| ())
+}
+
+/// Divides the memory budget: tile sizes per output, unless `fixed` states them, and the number of workers.
+///
+/// # Errors
+/// `FS512` with the least that is needed.
+pub(super) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> Result<(Vec<u64>, MemoryUse)> {
+    kernel::trim();
+    let baseline = anonymous_memory();
+    // The library that decodes and encodes has threads and tables of its own.
+    let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
+    let scales = Scales::memory(plan);
+    let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
+    let own = scales.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
+    let available = options.memory.saturating_sub(baseline + own);
+    // A worker reads from one block while another may be decoded.
+    let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
+    let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
+    let decoding = decoding.saturating_mul(DECODING);
+    let per_worker = decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each);
+    let smallest =
+        fixed.map_or(MIN_TILE, |sizes| sizes.iter().copied().max().unwrap_or(MIN_TILE).max(MIN_TILE));
+    let least = per_worker.saturating_add(Workspace::bytes(smallest));
+    if available < least {
+        let what = match per_worker {
+            0 => "one tile".to_string(),
+            _ => format!("one tile + what the blocks take, {} MiB", per_worker.div_ceil(1 << 20)),
+        };
+        return Err(Finding::new(codes::MEMORY_BUDGET, "the memory budget is too small")
+            .expected(
+                format!(
+                    "at least {} MiB (baseline {} MiB + {what})",
+                    (baseline + own + least).div_ceil(1 << 20),
+                    baseline >> 20
+                ),
+                format!("{} MiB", options.memory >> 20),
+            )
+            .help("raise --memory")
+            .into());
+    }
+    let tracks = shards::tracked(plan).contains(&true);
+    let checksums = if tracks { ((available - least) / CHECKSUMS_PART).min(MAX_CHECKSUMS) } else { 0 };
+    let available = available - checksums;
+    let wanted: Vec<u64> = match fixed {
+        Some(sizes) => sizes.to_vec(),
+        None => plan.outputs.iter().map(|o| wanted_tile(plan, o)).collect(),
+    };
+    let largest = wanted.iter().copied().max().unwrap_or(MIN_TILE);
+    // Wide tiles matter more than a worker for transposes; plain tiles are small enough for all.
+    let needed = if fixed.is_some() { largest } else { largest.min(PLAIN_TILE) };
+    let mut workers = options.threads.max(1) as u64;
+    while workers > 1 && Workspace::bytes(needed) + per_worker > available / workers {
+        workers -= 1;
+    }
+    // Half of what is left is for blocks, where there are any.
+    let left = available - workers * per_worker;
+    let for_tiles = if block > 0 { left / 2 } else { left };
+    let mut cap = smallest;
+    while Workspace::bytes(cap * 2) <= for_tiles / workers {
+        cap *= 2;
+    }
+    let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
+    let tile = tiles.iter().copied().max().unwrap_or(0);
+    let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
+    let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
+    let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
+    let blocks = held + workers * decoding;
+    let encodes = workers * options.encodes * (1 + ENCODING);
+    let tiled = workers * (Workspace::bytes(tile) + scales.each);
+    let bound = baseline + own + checksums + tiled + blocks + encodes;
+    Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
+}

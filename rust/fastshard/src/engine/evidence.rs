@@ -1,0 +1,120 @@
+//! What a process has learnt of the sources and of the result while it made its share: written down, so that whoever
+//! puts the shares together judges them as if it had made all tiles itself.
+
+use serde::{Deserialize, Serialize};
+
+use super::tile::Drift;
+use super::{lock, Run};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::plan::Plan;
+use crate::stats::Partial;
+
+/// Bytes of a blob whose checksum is known: offset, length, CRC32.
+pub(super) type Segment = (u64, u64, u32);
+
+/// What was learnt beside the tiles.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Evidence {
+    /// Copies that differ, by output and part of it.
+    drift: Vec<(u32, u32, Drift)>,
+    /// Values that must be zero and are not, by output and part, with the fact they hang on.
+    undecided: Vec<(u32, u32, String)>,
+    /// Stored tensors against their twins.
+    twins: Vec<(u32, u32, Drift)>,
+    /// Checksums of what was read, by blob.
+    segments: Vec<(u32, Vec<Segment>)>,
+    /// Samples of blocks that were decoded.
+    samples: Vec<(u32, u64)>,
+    /// Paddings that were looked at.
+    pads: (u32, u32),
+    /// Statistics of outputs, or of parts of them.
+    stats: Vec<(u32, Partial)>,
+    /// What was found.
+    findings: Vec<Finding>,
+}
+
+impl Evidence {
+    /// Paddings that need not be looked at again.
+    pub(super) fn pads(&self) -> std::ops::Range<u32> {
+        self.pads.0..self.pads.1
+    }
+
+    /// Checks that it speaks of things that `plan` has.
+    fn check(&self, plan: &Plan) -> Result<()> {
+        let part = |output: u32, part: u32| {
+            plan.outputs.get(output as usize).is_some_and(|o| (part as usize) < o.parts.len())
+        };
+        let stored = |i: u32| (i as usize) < plan.stored.len();
+        let blob = |i: u32| (i as usize) < plan.blobs.len();
+        let good = self.drift.iter().all(|(o, p, _)| part(*o, *p))
+            && self.undecided.iter().all(|(o, p, _)| part(*o, *p))
+            && self.twins.iter().all(|(a, b, _)| stored(*a) && stored(*b))
+            && self.segments.iter().all(|(b, _)| blob(*b))
+            && self.samples.iter().all(|(b, _)| blob(*b))
+            && self.pads.1 as usize <= plan.pads.len()
+            && self.stats.iter().all(|(o, _)| (*o as usize) < plan.outputs.len());
+        match good {
+            true => Ok(()),
+            false => Err(foreign()),
+        }
+    }
+}
+
+fn foreign() -> Error {
+    Finding::new(codes::INTERNAL, "what a process noted of its share does not fit the plan").into()
+}
+
+impl Run<'_> {
+    /// What this run has learnt.
+    pub(super) fn evidence(&self, pads: (u32, u32)) -> Evidence {
+        let mut evidence = Evidence { pads, ..Evidence::default() };
+        for (i, (output, progress)) in (0u32..).zip(self.plan.outputs.iter().zip(&self.outputs)) {
+            let progress = lock(progress);
+            evidence.drift.extend(progress.drift.iter().map(|(p, d)| (i, *p as u32, d.clone())));
+            evidence
+                .undecided
+                .extend(progress.undecided.iter().map(|(p, fact)| (i, *p as u32, fact.clone())));
+            evidence.stats.extend(self.stats.partial(i as usize, output).map(|partial| (i, partial)));
+        }
+        evidence.twins = lock(&self.twins).iter().map(|((a, b), d)| (*a, *b, d.clone())).collect();
+        for blob in 0..self.plan.blobs.len() as u32 {
+            let segments = self.sources.segments(blob);
+            if !segments.is_empty() {
+                evidence.segments.push((blob, segments));
+            }
+            evidence.samples.extend(self.sources.blocks.sample(blob).map(|sample| (blob, sample)));
+        }
+        evidence.findings = std::mem::take(&mut *lock(&self.findings));
+        evidence
+    }
+
+    /// Takes over what other processes have learnt.
+    ///
+    /// # Errors
+    /// If it is not about this plan.
+    pub(super) fn learn(&self, evidence: &Evidence) -> Result<()> {
+        evidence.check(self.plan)?;
+        for (output, part, drift) in &evidence.drift {
+            lock(&self.outputs[*output as usize]).drift.entry(*part as usize).or_default().merge(drift);
+        }
+        for (output, part, fact) in &evidence.undecided {
+            lock(&self.outputs[*output as usize]).undecided.insert(*part as usize, fact.clone());
+        }
+        for (stored, twin, drift) in &evidence.twins {
+            lock(&self.twins).entry((*stored, *twin)).or_default().merge(drift);
+        }
+        for (blob, segments) in &evidence.segments {
+            self.sources.know(*blob, segments);
+        }
+        for (blob, sample) in &evidence.samples {
+            self.sources.blocks.know(*blob, *sample);
+        }
+        for (output, partial) in &evidence.stats {
+            let about = &self.plan.outputs[*output as usize];
+            self.stats.join(*output as usize, about, partial).ok_or_else(foreign)?;
+        }
+        lock(&self.findings).extend(evidence.findings.iter().cloned());
+        Ok(())
+    }
+}
