@@ -83,6 +83,13 @@ struct RunOptions {
     /// The sources were compared with a manifest of theirs.
     #[serde(default)]
     expected: bool,
+    /// Seconds that other processes of a run are given to show a sign of life.
+    #[serde(default = "patience")]
+    patience: f64,
+}
+
+fn patience() -> f64 {
+    5.0
 }
 
 /// Statistics that a run gathers.
@@ -519,6 +526,8 @@ impl Plan {
                 .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
             stats: options.stats == Statistics::Full,
             expected: options.expected,
+            patience: std::time::Duration::try_from_secs_f64(options.patience)
+                .unwrap_or(std::time::Duration::MAX),
         };
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let ended = run_telling(py, progress, tell, {

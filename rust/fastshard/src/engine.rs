@@ -35,7 +35,7 @@ pub use evidence::Evidence;
 use gather::Sources;
 pub use release::{decoding, Decoding};
 pub(crate) use report::{limit, place};
-pub use share::{all_tiles, divide, tiling, Share, TileRun};
+pub use share::{all_tiles, divide, tiling, without, Share, TileRun};
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.

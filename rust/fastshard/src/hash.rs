@@ -11,13 +11,41 @@ pub type ChainingValue = [u8; 32];
 /// at least 1024; the last one may be shorter).
 pub fn tile_value(bytes: &[u8], index: u64, tile: u64, total: u64) -> ChainingValue {
     debug_assert!(tile.is_power_of_two() && tile >= 1024);
-    let mut hasher = blake3::Hasher::new();
-    if total <= tile {
-        return *hasher.update(bytes).finalize().as_bytes();
-    }
-    hasher.set_input_offset(index * tile);
+    let mut hasher = TileHasher::new(index, tile, total);
     hasher.update(bytes);
-    hasher.finalize_non_root()
+    hasher.value()
+}
+
+/// [`tile_value`] of bytes that come one after another.
+#[derive(Debug)]
+pub struct TileHasher {
+    hasher: blake3::Hasher,
+    is_root: bool,
+}
+
+impl TileHasher {
+    /// For tile `index` of a tensor of `total` bytes cut in tiles of `tile` bytes.
+    pub fn new(index: u64, tile: u64, total: u64) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        let is_root = total <= tile;
+        if !is_root {
+            hasher.set_input_offset(index * tile);
+        }
+        TileHasher { hasher, is_root }
+    }
+
+    /// Takes the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+    }
+
+    /// The value of all of them.
+    pub fn value(&self) -> ChainingValue {
+        match self.is_root {
+            true => *self.hasher.finalize().as_bytes(),
+            false => self.hasher.finalize_non_root(),
+        }
+    }
 }
 
 /// The BLAKE3 hash of a tensor from its tiles' values, in any order. Subtrees are merged as soon as they are

@@ -70,6 +70,28 @@ impl ManifestFile {
     }
 }
 
+/// A run of several processes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Provenance {
+    /// Which run it was: 32 hex digits.
+    pub run: String,
+    /// Who made which part of it.
+    pub parts: Vec<Maker>,
+}
+
+/// The maker of a part.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Maker {
+    /// Number of the part, from 0.
+    pub part: Option<u32>,
+    /// The round of the run in which it was made, from 1.
+    pub round: u32,
+    /// Name of the host.
+    pub host: String,
+    /// Bytes of tensors that it made.
+    pub bytes: u64,
+}
+
 /// The manifest.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
@@ -106,6 +128,9 @@ pub struct Manifest {
     /// Warnings and notes that were accepted.
     #[serde(default)]
     pub findings: Vec<Finding>,
+    /// Who made it, where several processes did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provenance: Option<Provenance>,
     /// What the manifest does not prove.
     pub not_proven: String,
 }
@@ -174,6 +199,7 @@ impl Manifest {
             value_ops: BTreeMap::new(),
             values: serde_json::Value::Null,
             findings: Vec::new(),
+            provenance: None,
             not_proven: NOT_PROVEN.into(),
         }
     }

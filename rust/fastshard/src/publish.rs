@@ -44,18 +44,23 @@
 mod content;
 mod disk;
 #[cfg(test)]
-mod fault;
+pub(crate) mod fault;
 mod file;
 mod folder;
 mod journal;
 mod kept;
 mod lock;
+pub mod meeting;
+mod member;
+mod mounts;
 mod older;
 mod others;
 mod place;
 mod preflight;
+mod process;
 mod rename;
 mod seal;
+pub mod shared;
 mod staging;
 #[cfg(test)]
 mod tests;
@@ -63,7 +68,10 @@ mod tests;
 pub use content::{hash_of_file, is_plain};
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use preflight::{preflight, Needs};
+pub use member::{Edge, Log, Member, Watch, Who};
+pub use mounts::told as storage_of;
+pub use preflight::{preflight, preflight_part, Needs};
+pub use process::Process;
 pub use staging::Staging;
 
 /// How a result is published.

@@ -1,12 +1,18 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
 mod arrays;
+mod pages;
+mod part;
 mod records;
+pub mod shared;
 mod sink;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use crate::codes;
 use crate::engine::{self, Control, Discard, Report};
@@ -23,6 +29,7 @@ use crate::storage::SourceFile;
 pub use crate::files::INDEX_NAME;
 use arrays::Arrays;
 pub use arrays::{Array, ArrayWriter};
+use shared::Prior;
 use sink::StagedSink;
 
 /// Bytes copied at a time.
@@ -49,6 +56,8 @@ pub struct Options {
     pub stats: bool,
     /// True if the sources were compared with a manifest of theirs, so that nothing in them can be swapped.
     pub expected: bool,
+    /// How long other processes of the same run are given to show a sign of life.
+    pub patience: Duration,
 }
 
 /// Roots of the sources, for the check that the destination is not among them.
@@ -84,11 +93,7 @@ pub fn write(
     // Before anything is made for it, on disk or in memory.
     engine::admit(plan, &engine_options(plan, options, out))?;
     publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
-    let document = serde_json::json!({
-        "plan": run, "version": plan.version, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
-    });
-    let document = serde_json::to_vec(&document).expect("plain data");
-    let mut staging = Staging::begin(out, &run, &document, &options.publish)?;
+    let mut staging = Staging::begin(out, &run, &document(plan), &options.publish)?;
     let mut findings = staging.left_beside(plan.version);
     let notices = || control.notices.lock().unwrap_or_else(PoisonError::into_inner);
     notices().extend(findings.iter().cloned());
@@ -100,9 +105,25 @@ pub fn write(
             return roll_forward(staging, plan, out, findings, control);
         }
     }
+    if let Some(shared) = staging.shared()? {
+        return shared::go_on_alone(plan, files, roots, staging, shared, out, options, findings, control);
+    }
     notices().extend(staging.forecast());
+    complete(plan, files, staging, options, None, findings, control)
+}
+
+/// Makes what is not made yet, judges all of it, and publishes.
+fn complete(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    staging: Staging,
+    options: &Options,
+    prior: Option<&Prior>,
+    mut findings: Vec<Finding>,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
     let folder = staging.folder().to_path_buf();
-    let done = fill(plan, files, &staging, &run, options, control).and_then(|filled| {
+    let done = fill(plan, files, &staging, options, prior, control).and_then(|filled| {
         // The last look at the sources: what was read is what is there.
         files.iter().try_for_each(|f| f.unchanged())?;
         Ok(filled)
@@ -134,6 +155,14 @@ pub fn write(
             }
         }
     }
+}
+
+/// What a staging folder says of its plan.
+pub fn document(plan: &Plan) -> Vec<u8> {
+    let document = serde_json::json!({
+        "plan": plan.digest(), "version": plan.version, "target": plan.target, "outputs": plan.outputs.len(), "records": RECORDS_VERSION,
+    });
+    serde_json::to_vec(&document).expect("plain data")
 }
 
 /// Version of the journal's records: those of another are not continued.
@@ -353,23 +382,26 @@ fn fill(
     plan: &Plan,
     files: &[Arc<SourceFile>],
     staging: &Staging,
-    run: &str,
     options: &Options,
+    prior: Option<&Prior>,
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let space = if options.sparse { Space::Sparse } else { Space::Reserved };
-    let out = |f: &crate::plan::OutFile| match f.form {
+    let is_complete = |file: usize| prior.is_some_and(|prior| prior.complete[file]);
+    let out = |(i, f): (usize, &crate::plan::OutFile)| match f.form {
         Form::Arrays(_) => Ok(None),
+        _ if is_complete(i) => staging.read_only(&f.name, f.size).map(Some),
         _ => staging.file(&f.name, f.size, space).map(Some),
     };
-    if staging.resumed() {
+    if staging.resumed() || prior.is_some() {
         forget_lost(plan, staging)?;
     }
-    let outs: Vec<Option<OutFile>> = plan.files.iter().map(out).collect::<Result<_>>()?;
+    let outs: Vec<Option<OutFile>> = plan.files.iter().enumerate().map(out).collect::<Result<_>>()?;
     let arrays = Arrays::begin(plan, &staging.path(), options.arrays.as_ref())?;
     let by_file = plan.by_file();
     let frames = frames(plan, &by_file, files)?;
-    for (file, frame) in outs.iter().zip(&frames).filter_map(|(file, frame)| Some((file.as_ref()?, frame))) {
+    let framed = outs.iter().zip(&frames).enumerate().filter(|(i, _)| !is_complete(*i));
+    for (file, frame) in framed.filter_map(|(_, (file, frame))| Some((file.as_ref()?, frame))) {
         frame.pieces.iter().try_for_each(|(at, bytes)| file.write_all_at(*at, bytes))?;
     }
     for ((about, inside), file) in plan.files.iter().zip(&by_file).zip(&outs) {
@@ -378,10 +410,15 @@ fn fill(
             underlay(&files[*source as usize], &outputs, &about.zeros, file, control)?;
         }
     }
-    let sink = StagedSink::new(plan, staging, &frames, outs, arrays, options)?;
+    let sink = StagedSink::new(plan, staging, &frames, outs, arrays, prior, options)?;
     let engine_options = engine_options(plan, options, staging.folder());
-    let done = engine::execute(plan, files, &sink, &engine_options, control)
-        .and_then(|report| sink.finish(&frames, control).map(|()| report));
+    let executed = match prior {
+        Some(Prior { sizes, evidence, .. }) => {
+            engine::conclude(plan, files, &sink, &engine_options, sizes, evidence, control)
+        }
+        None => engine::execute(plan, files, &sink, &engine_options, control),
+    };
+    let done = executed.and_then(|report| sink.finish(&frames, control).map(|()| report));
     // Only what may be published is completed.
     let clean = |report: &Report| report.findings.iter().all(|f| f.severity != Severity::Error);
     let done = done.and_then(|report| match &sink.arrays {
@@ -416,7 +453,8 @@ fn fill(
     }
     // On the descriptors that wrote: others may not be told of a write that failed.
     sink.files.iter().flatten().try_for_each(OutFile::sync)?;
-    let mut manifest = manifest(plan, run, &report, options);
+    let mut manifest = manifest(plan, &report, options);
+    manifest.provenance = prior.map(|prior| prior.provenance.clone());
     let mut identities = HashMap::new();
     for (((file, inside), frame), out) in plan.files.iter().zip(&by_file).zip(&frames).zip(&sink.files) {
         let identity = match &file.form {
@@ -533,9 +571,9 @@ fn index(plan: &Plan) -> Vec<u8> {
     serde_json::to_vec_pretty(&json).expect("plain data")
 }
 
-fn manifest(plan: &Plan, run: &str, report: &Report, options: &Options) -> Manifest {
+fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manifest {
     let mut manifest = Manifest::new(&plan.target);
-    manifest.plan = run.into();
+    manifest.plan = plan.digest();
     manifest.sources = plan.sources.clone();
     manifest.topology = plan.topology.clone();
     manifest.axes = plan.axes.clone();

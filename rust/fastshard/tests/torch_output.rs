@@ -94,6 +94,7 @@ fn write_out(
         arrays: None,
         stats: false,
         expected: false,
+        patience: std::time::Duration::ZERO,
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
@@ -278,6 +279,7 @@ fn safetensors_files_can_be_prescribed() {
         arrays: None,
         stats: false,
         expected: false,
+        patience: std::time::Duration::ZERO,
     };
     let (manifest, _) =
         write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())

@@ -1,5 +1,7 @@
 //! How a plan's work is divided among processes: runs of tiles of equal size in bytes, and of paddings to look at.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::{budget, release, Options};
@@ -115,6 +117,29 @@ pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Ve
     shares
 }
 
+/// What of `tiles` is not in `done`.
+pub fn without(tiles: &[TileRun], done: &[TileRun]) -> Vec<TileRun> {
+    let mut by_output: BTreeMap<u32, Vec<(u64, u64)>> = BTreeMap::new();
+    for run in done {
+        by_output.entry(run.output).or_default().push((run.first, run.end));
+    }
+    by_output.values_mut().for_each(|runs| runs.sort_unstable());
+    let mut left = Vec::new();
+    for run in tiles {
+        let mut at = run.first;
+        for &(first, end) in by_output.get(&run.output).into_iter().flatten() {
+            if first > at && first < run.end {
+                left.push(TileRun { output: run.output, first: at, end: first });
+            }
+            at = at.max(end);
+        }
+        if at < run.end {
+            left.push(TileRun { output: run.output, first: at, end: run.end });
+        }
+    }
+    left
+}
+
 /// Bytes that runs of tiles make.
 fn bytes(plan: &Plan, sizes: &[u64], tiles: &[TileRun]) -> u64 {
     tiles.iter().map(|run| run.bytes(plan, sizes)).sum()
@@ -159,6 +184,11 @@ mod tests {
             };
             let made: Vec<TileRun> = shares.iter().flat_map(|s| s.tiles.clone()).collect();
             prop_assert_eq!(tiles(&made), tiles(&all));
+            // What some have made is taken out, and nothing else.
+            let (done, left): (Vec<_>, Vec<_>) = shares.iter().enumerate().partition(|(i, _)| i % 2 == 0);
+            let done: Vec<TileRun> = done.into_iter().rev().flat_map(|(_, s)| s.tiles.clone()).collect();
+            let left: Vec<TileRun> = left.into_iter().flat_map(|(_, s)| s.tiles.clone()).collect();
+            prop_assert_eq!(tiles(&without(&all, &done)), tiles(&left));
             let each = lengths.iter().sum::<u64>() / parts as u64;
             let largest = sizes.iter().copied().max().unwrap();
             for share in &shares {

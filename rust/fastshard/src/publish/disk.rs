@@ -93,6 +93,11 @@ impl Dir {
         Ok(Dir { fd: openat(&self.fd, name, flags, Mode::empty())?, path: self.path.join(name) })
     }
 
+    /// The same directory once more.
+    pub(super) fn again(&self) -> io::Result<Dir> {
+        Ok(Dir { fd: self.fd.try_clone()?, path: self.path.clone() })
+    }
+
     /// What it was opened as.
     pub(super) fn path(&self) -> &Path {
         &self.path
@@ -170,7 +175,7 @@ impl Dir {
     pub(super) fn folder_of<'n>(&self, name: &'n str, make: bool) -> io::Result<(Dir, &'n OsStr)> {
         let mut parts: Vec<&OsStr> = name.split('/').map(OsStr::new).collect();
         let last = parts.pop().unwrap_or_default();
-        let mut at = Dir { fd: self.fd.try_clone()?, path: self.path.clone() };
+        let mut at = self.again()?;
         for part in parts {
             at = match at.sub(part) {
                 Err(e) if make && e.kind() == io::ErrorKind::NotFound => {
@@ -201,6 +206,18 @@ impl Dir {
     pub(super) fn open_or_create(&self, name: &OsStr) -> io::Result<File> {
         gate("open", &self.join(name), || {})?;
         self.file(name, OFlags::RDWR | OFlags::CREATE, 0o666)
+    }
+
+    /// Opens a file that is there for reading and writing.
+    pub(super) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
+        gate("open", &self.join(name), || {})?;
+        self.file(name, OFlags::RDWR, 0)
+    }
+
+    /// Creates a file that is not there yet, mode by umask: of several who try, one succeeds.
+    pub(super) fn create_new(&self, name: &OsStr) -> io::Result<File> {
+        gate("create", &self.join(name), || {})?;
+        self.file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, 0o666)
     }
 
     /// Creates an empty file for writing, mode by umask, in place of one that may be there.
@@ -358,6 +375,30 @@ pub(super) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> i
 pub(super) fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     gate("read", path, || {})?;
     file.read_exact_at(bytes, offset)
+}
+
+/// Bytes copied at a time.
+const COPIED: usize = 1 << 20;
+
+/// Makes `to`, which is empty, a copy of `from`: of its blocks where the filesystem can share them, else of its bytes,
+/// holes left out.
+pub(super) fn copy(from: &File, to: &File, path: &Path, size: u64) -> io::Result<()> {
+    gate("copy", path, || {})?;
+    if rustix::fs::ioctl_ficlone(to, from).is_ok() {
+        return Ok(());
+    }
+    to.set_len(size)?;
+    let mut bytes = vec![0; COPIED];
+    let mut at = 0;
+    while at < size {
+        let n = (COPIED as u64).min(size - at) as usize;
+        from.read_exact_at(&mut bytes[..n], at)?;
+        if bytes[..n].iter().any(|b| *b != 0) {
+            to.write_all_at(&bytes[..n], at)?;
+        }
+        at += n as u64;
+    }
+    Ok(())
 }
 
 /// Sets the length in bytes.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// What happens at the chosen call.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// This call alone fails with the error number.
     Once(i32),
     /// This call is done in part, then it and all later ones fail: the process as good as died here.
@@ -25,7 +25,7 @@ struct State {
 thread_local!(static STATE: RefCell<State> = RefCell::default());
 
 /// Arms a fault at call `at` (counted from 0) and forgets the calls seen so far.
-pub(super) fn arm(at: usize, fault: Fault) {
+pub(crate) fn arm(at: usize, fault: Fault) {
     STATE.with_borrow_mut(|s| {
         s.fault = Some((at, fault));
         s.calls.clear();
@@ -33,7 +33,7 @@ pub(super) fn arm(at: usize, fault: Fault) {
 }
 
 /// Disarms; the calls seen since the last `arm` or `disarm`, in order.
-pub(super) fn disarm() -> Vec<(&'static str, PathBuf)> {
+pub(crate) fn disarm() -> Vec<(&'static str, PathBuf)> {
     STATE.with_borrow_mut(|s| {
         s.fault = None;
         std::mem::take(&mut s.calls)

@@ -45,6 +45,32 @@ impl OutFile {
         Ok(OutFile { file, path, size, kept, synced })
     }
 
+    /// Opens `name`, which is there with exactly `size` bytes.
+    pub(super) fn existing(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
+        let path = folder.join(name);
+        let file = folder.open_existing(name).at(&path, "cannot open")?;
+        Self::of_size(file, path, size)
+    }
+
+    /// The same, for reading only.
+    pub(super) fn for_reading(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
+        let path = folder.join(name);
+        let file = folder.read_only(name).at(&path, "cannot open")?;
+        Self::of_size(file, path, size)
+    }
+
+    fn of_size(file: File, path: PathBuf, size: u64) -> Result<Self> {
+        let len = file.metadata().at(&path, "cannot stat")?.len();
+        if len == size {
+            return Ok(OutFile { file, path, size, kept: true, synced: true });
+        }
+        Err(Finding::new(codes::WRITTEN_DIFFERS, "a file of the result has another size than it was made with")
+            .file(&path)
+            .expected(format!("{size} bytes"), len)
+            .help("something else writes to the staging folder, or the destination is not the storage it seems to be")
+            .into())
+    }
+
     /// Path in the staging folder.
     pub fn path(&self) -> &Path {
         &self.path

@@ -6,6 +6,7 @@ use std::io;
 
 use super::disk::{self, At, Dir};
 use super::place::Place;
+use super::shared;
 use crate::codes;
 use crate::error::{Finding, Result};
 
@@ -48,10 +49,25 @@ pub(super) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
         .into())
 }
 
+/// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of
+/// the round that may write to it.
+pub(super) fn is_data(name: &str) -> bool {
+    name == DATA
+        || name.strip_prefix("data.").is_some_and(|nonce| nonce.bytes().all(|b| b.is_ascii_hexdigit()))
+}
+
+/// Names of the folder's entries, as far as they can be this program's.
+pub(super) fn entries(folder: &Dir) -> Result<Vec<String>> {
+    let names = folder.entries().at(folder.path(), "cannot list")?;
+    Ok(names.into_iter().filter_map(|name| name.into_string().ok()).collect())
+}
+
 /// Removes a staging folder whose data is this program's own: the journal first, as it speaks of data.
 pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     folder.remove_file("journal").at(&folder.join("journal"), "cannot remove")?;
-    folder.remove_tree(OsStr::new(DATA)).at(&folder.join(DATA), "cannot remove")?;
+    for name in entries(folder)?.iter().filter(|name| is_data(name)) {
+        folder.remove_tree(OsStr::new(name)).at(&folder.join(name), "cannot remove")?;
+    }
     remove_bookkeeping(place, folder, lock)
 }
 
@@ -59,6 +75,9 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<(
 /// cut short.
 pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
+    for name in entries(folder)?.iter().filter(|name| shared::is_bookkeeping(name)) {
+        gone(name)?;
+    }
     for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "kept.new", "lock"] {
         gone(name)?;
     }

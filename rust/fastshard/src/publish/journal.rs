@@ -39,10 +39,10 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens or creates the journal of a staging folder and cuts off a torn tail.
-    pub(super) fn open(folder: &Dir, durable: bool) -> Result<Self> {
-        let path = folder.join("journal");
-        let file = folder.open_or_create(OsStr::new("journal")).at(&path, "cannot create")?;
+    /// Opens or creates the journal `name` of a staging folder and cuts off a torn tail.
+    pub(super) fn open(folder: &Dir, name: &str, durable: bool) -> Result<Self> {
+        let path = folder.join(name);
+        let file = folder.open_or_create(OsStr::new(name)).at(&path, "cannot create")?;
         let len = file.metadata().at(&path, "cannot stat")?.len();
         let mut any = false;
         let good = replay(&file, len, &boot_id(), &mut |_, _| any = true).at(&path, "cannot read")?;
@@ -54,6 +54,15 @@ impl Journal {
         let session = [&[SESSION, u8::from(durable)], boot_id().as_bytes()].concat();
         journal.write(&session)?;
         Ok(journal)
+    }
+
+    /// The journal `name` of another process, as far as it goes now. Nothing is appended to it.
+    pub(super) fn read_only(folder: &Dir, name: &str) -> Result<Self> {
+        let path = folder.join(name);
+        let file = folder.read_only(name).at(&path, "cannot open")?;
+        let earlier = file.metadata().at(&path, "cannot stat")?.len();
+        let (end, holds_records) = (Mutex::new(earlier), AtomicBool::new(false));
+        Ok(Journal { path, durable: true, file, earlier, end, holds_records })
     }
 
     /// Calls `each` with the records of the earlier sessions of this run, in order of appending, and where
@@ -77,6 +86,23 @@ impl Journal {
         let record = &mut buffer[..wanted];
         self.file.read_exact_at(record, place).at(&self.path, "cannot read")?;
         Ok(record)
+    }
+
+    /// Fills `bytes` with those of a record, from `place` on.
+    ///
+    /// Errors: what the system says.
+    pub fn bytes_at(&self, place: u64, bytes: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(bytes, place).at(&self.path, "cannot read")
+    }
+
+    /// Lets others see what is appended: on one machine they do, on others once it is on the file server.
+    ///
+    /// Errors: what the system says.
+    pub fn show(&self) -> Result<()> {
+        if disk::is_network(&self.file) {
+            self.file.sync_data().at(&self.path, "cannot bring to disk")?;
+        }
+        Ok(())
     }
 
     /// Appends one record, at most 64 KiB long. If it says that work is done, the data it speaks of has
@@ -190,7 +216,7 @@ mod tests {
     use super::*;
 
     fn open(folder: &Path, durable: bool) -> Journal {
-        Journal::open(&Dir::open(folder).unwrap(), durable).unwrap()
+        Journal::open(&Dir::open(folder).unwrap(), "journal", durable).unwrap()
     }
 
     /// The records in `bytes`, and how many of these are whole.

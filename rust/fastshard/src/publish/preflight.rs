@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 
 use super::disk::At;
+use super::folder::is_data;
+use super::mounts;
 use super::place::{self, Place};
 use super::{staging, Options};
 use crate::codes;
@@ -69,6 +71,15 @@ pub fn preflight(
     }
 }
 
+/// [`preflight`] of a process that makes a part of what another has begun.
+///
+/// Errors: `OUT_INSIDE_SOURCE`, `TOO_MANY_FILES`, what the system says.
+pub fn preflight_part(out: &Path, sources: &[PathBuf], run_id: &str, needs: &Needs) -> Result<()> {
+    open_files(needs.open_files)?;
+    let place = Place::find(out, run_id)?;
+    sources.iter().try_for_each(|source| apart(&place, source))
+}
+
 /// The warning that the destination is not replaced in one step.
 pub(super) fn in_steps(place: &Place) -> Finding {
     Finding::new(
@@ -92,7 +103,7 @@ fn permission(place: &Place) -> Result<()> {
 fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
     let base = place.base.path();
     let fs = rustix::fs::statvfs(base).at(base, "cannot ask for free space")?;
-    let staged = if options.resume { staged(&place.folder_path().join("data")) } else { (0, 0) };
+    let staged = if options.resume { staged(place) } else { (0, 0) };
     let mut findings = Vec::new();
     let mut short = |what: &str, needed: u64, free: u64| {
         if free < needed {
@@ -122,12 +133,19 @@ fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
 }
 
 /// Bytes on disk and number of the files that an earlier run left.
-fn staged(data: &Path) -> (u64, u64) {
+fn staged(place: &Place) -> (u64, u64) {
+    let folder = place.folder_path();
+    let names = std::fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let data = names.filter(|name| name.to_str().is_some_and(is_data));
+    data.map(|name| below(&folder.join(name))).fold((0, 0), |sum, each| (sum.0 + each.0, sum.1 + each.1))
+}
+
+fn below(data: &Path) -> (u64, u64) {
     let mut sum = (0, 0);
     for entry in std::fs::read_dir(data).into_iter().flatten().flatten() {
         let Ok(meta) = entry.metadata() else { continue };
-        let below = if meta.is_dir() { staged(&entry.path()) } else { (meta.blocks() * 512, 0) };
-        sum = (sum.0 + below.0, sum.1 + below.1 + 1);
+        let each = if meta.is_dir() { below(&entry.path()) } else { (meta.blocks() * 512, 0) };
+        sum = (sum.0 + each.0, sum.1 + each.1 + 1);
     }
     sum
 }
@@ -165,7 +183,7 @@ fn apart(place: &Place, source: &Path) -> Result<()> {
     // Identities see through links and mounts of a whole directory; places on the filesystem also
     // through a bind mount of a part of it.
     let (out_id, source_id) = (identity(&place.out), identity(&real));
-    let (out_at, source_at) = (location(&place.out), location(&real));
+    let (out_at, source_at) = (mounts::location(&place.out), mounts::location(&real));
     let within = |inner: &Option<(String, PathBuf)>, outer: &Option<(String, PathBuf)>| match (inner, outer) {
         (Some(inner), Some(outer)) => inner.0 == outer.0 && inner.1.starts_with(&outer.1),
         _ => false,
@@ -187,22 +205,4 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 
 fn has_ancestor(path: &Path, ancestor: Option<(u64, u64)>) -> bool {
     ancestor.is_some() && path.ancestors().skip(1).any(|p| identity(p) == ancestor)
-}
-
-/// Device and path from the root of its filesystem, whatever it is mounted as.
-fn location(path: &Path) -> Option<(String, PathBuf)> {
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-    let best = mounts.lines().filter_map(|line| {
-        // id, parent, major:minor, root, mount point; blanks are written as \040
-        let mut fields = line.split(' ').skip(2);
-        let (device, root, point) = (fields.next()?, unescape(fields.next()?), unescape(fields.next()?));
-        let rest = path.strip_prefix(&point).ok()?.to_path_buf();
-        Some((point.len(), device.to_string(), PathBuf::from(root).join(rest)))
-    });
-    // Of several mounts on one point the last hides the others; max_by_key keeps the last.
-    best.max_by_key(|(length, ..)| *length).map(|(_, device, at)| (device, at))
-}
-
-fn unescape(field: &str) -> String {
-    field.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 }

@@ -7,7 +7,7 @@ use std::io;
 use rustix::io::Errno;
 
 use super::disk::{At, Dir};
-use super::folder::{remove_bookkeeping, DATA, MAX_OWN, OLDER};
+use super::folder::{remove_bookkeeping, MAX_OWN, OLDER};
 use super::kept;
 use super::older::{self, Removed};
 use super::place::{Occupied, Place};
@@ -38,6 +38,8 @@ fn conflict(place: &Place, got: Option<String>) -> Error {
 pub(super) struct Run {
     pub(super) place: Place,
     pub(super) folder: Dir,
+    /// Its entry that holds what becomes the result.
+    pub(super) data: String,
     pub(super) options: Options,
     pub(super) lock: File,
     /// What was at the destination when the run began.
@@ -62,10 +64,10 @@ fn in_between(place: &Place, error: Error) -> Error {
 
 /// Seals unless done, renames unless done, cleans up.
 pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
-    let Run { place, folder, options, lock, before, seal } = run;
+    let Run { place, folder, data, options, lock, before, seal } = run;
     let mut seal = match seal {
         Some(seal) => seal,
-        None => Seal::make(&folder, last, options.fsync, go_on)?,
+        None => Seal::make(&folder, &data, last, options.fsync, go_on)?,
     };
     if !seal.is_published(&place, &folder)? {
         let done = if place.inside {
@@ -88,13 +90,14 @@ pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Resu
         synced.map_err(|error| error.after_publishing(&place.out))?;
     }
     let steps = seal.piecewise.then(|| in_steps(&place));
-    let left = clean_up(&place, &folder, lock, options.fsync, go_on);
+    let left = clean_up(&place, &folder, &seal.data, lock, options.fsync, go_on);
     Ok(steps.into_iter().chain(left).collect())
 }
 
 /// Puts the data directory at the destination, if that is still what it was.
 fn replace(place: &Place, folder: &Dir, before: &Occupied, overwrite: bool, seal: &mut Seal) -> Result<()> {
-    let (data, base, name) = (OsStr::new(DATA), &place.base, &*place.name);
+    let held = seal.data.clone();
+    let (data, base, name) = (OsStr::new(&held), &place.base, &*place.name);
     let in_the_way = |e: io::Error| match e.kind() {
         io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::NotADirectory => {
             conflict(place, None)
@@ -167,7 +170,7 @@ fn begin_piecewise(place: &Place, folder: &Dir, seal: &mut Seal) -> Result<()> {
 /// one is not moved: to move a file of a lower layer is to copy it.
 fn replace_piecewise(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
     let Some(out) = place.open_out()? else { return Err(conflict(place, None)) };
-    let Some(data) = subdirectory(folder, DATA)? else { return Ok(()) };
+    let Some(data) = subdirectory(folder, &seal.data)? else { return Ok(()) };
     // What accounts for the older result's files, kept for a run that goes on with this.
     let path = folder.join(OLDER);
     if !folder.has(OLDER).at(&path, "cannot stat")? {
@@ -202,7 +205,7 @@ fn refuse_others(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()
 /// Moves the result's entries into the destination one by one, if nothing else is there.
 fn move_in(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
     let Some(out) = place.open_out()? else { return Err(conflict(place, None)) };
-    let Some(data) = subdirectory(folder, DATA)? else { return Ok(()) };
+    let Some(data) = subdirectory(folder, &seal.data)? else { return Ok(()) };
     refuse_others(place, &data, &out, seal)?;
     move_names(place, &data, &out, seal).inspect_err(|_| {
         // Back again, so that a refused result leaves nothing at the destination.
@@ -238,6 +241,7 @@ fn move_names(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()> {
 fn clean_up(
     place: &Place,
     folder: &Dir,
+    data: &str,
     lock: File,
     durable: bool,
     go_on: &dyn Fn() -> bool,
@@ -262,7 +266,7 @@ fn clean_up(
         )
     };
     let mut now = Vec::new();
-    for name in [DATA, OLD] {
+    for name in [data, OLD] {
         match older::remove(folder, OsStr::new(name), go_on) {
             Ok(Removed::Whole) => {}
             Ok(Removed::Stopped) => {

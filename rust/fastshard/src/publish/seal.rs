@@ -18,6 +18,9 @@ const SEALED: &str = "sealed";
 /// What publishing has to do, written once the result is complete and on disk.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Seal {
+    /// The folder's entry that holds the result, or after an exchange what was there before.
+    #[serde(default = "usual_data")]
+    pub(super) data: String,
     /// Inode of the data directory, to tell it from an old result after an exchange.
     inode: u64,
     /// Top-level names in the order in which they appear, if one by one.
@@ -31,6 +34,10 @@ pub(super) struct Seal {
     /// True once the older result is being replaced piece by piece, as its directory cannot be moved.
     #[serde(default)]
     pub(super) piecewise: bool,
+}
+
+fn usual_data() -> String {
+    DATA.into()
 }
 
 impl Seal {
@@ -52,10 +59,17 @@ impl Seal {
         Ok(Some(seal))
     }
 
-    /// Brings the data to disk and writes the seal.
-    pub(super) fn make(folder: &Dir, last: &[&str], durable: bool, go_on: &dyn Fn() -> bool) -> Result<Seal> {
-        let path = folder.join(DATA);
-        let data = folder.sub(OsStr::new(DATA)).at(&path, "cannot open")?;
+    /// Brings what `name` holds to disk and writes the seal.
+    pub(super) fn make(
+        folder: &Dir,
+        name: &str,
+        last: &[&str],
+        durable: bool,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Seal> {
+        let path = folder.join(name);
+        let data = folder.sub(OsStr::new(name)).at(&path, "cannot open")?;
+        let held = name;
         let mut names = Vec::new();
         for name in data.entries().at(&path, "cannot list")? {
             names.push(name.into_string().map_err(|name| {
@@ -74,7 +88,8 @@ impl Seal {
         }
         let inode = data.meta().at(&path, "cannot stat")?.st_ino;
         let pointers = last.len();
-        let seal = Seal { inode, names, pointers, durable, boot: boot_id(), piecewise: false };
+        let data = held.to_string();
+        let seal = Seal { data, inode, names, pointers, durable, boot: boot_id(), piecewise: false };
         seal.write(folder)?;
         Ok(seal)
     }
@@ -86,15 +101,15 @@ impl Seal {
 
     /// True if the data folder is still the result's, whatever has been moved out of it.
     pub(super) fn is_in(&self, folder: &Dir, inside: bool) -> Result<bool> {
-        Ok(inside || self.piecewise || inode(folder, OsStr::new(DATA))? == Some(self.inode))
+        Ok(inside || self.piecewise || inode(folder, OsStr::new(&self.data))? == Some(self.inode))
     }
 
     /// True as long as nothing of the result has appeared.
     pub(super) fn is_untouched(&self, place: &Place, folder: &Dir) -> Result<bool> {
-        if self.piecewise || inode(folder, OsStr::new(DATA))? != Some(self.inode) {
+        if self.piecewise || inode(folder, OsStr::new(&self.data))? != Some(self.inode) {
             return Ok(false);
         }
-        let data = folder.sub(OsStr::new(DATA)).at(&folder.join(DATA), "cannot open")?;
+        let data = folder.sub(OsStr::new(&self.data)).at(&folder.join(&self.data), "cannot open")?;
         let waits = |name: &String| data.has(name).at(&data.join(name), "cannot stat");
         Ok(!place.inside || self.names.iter().map(waits).collect::<Result<Vec<_>>>()?.into_iter().all(|w| w))
     }
@@ -103,7 +118,7 @@ impl Seal {
     pub(super) fn is_published(&self, place: &Place, folder: &Dir) -> Result<bool> {
         let lost = || unclear(folder, "neither it nor the destination holds what was sealed");
         if place.inside || self.piecewise {
-            let data = subdirectory(folder, DATA)?;
+            let data = subdirectory(folder, &self.data)?;
             let out = place.open_out()?;
             let is_in = |directory: &Option<Dir>, name: &String| match directory {
                 Some(directory) => directory.has(name).at(&directory.join(name), "cannot stat"),
@@ -119,7 +134,7 @@ impl Seal {
             }
             return Ok(all);
         }
-        if inode(folder, OsStr::new(DATA))? == Some(self.inode) {
+        if inode(folder, OsStr::new(&self.data))? == Some(self.inode) {
             Ok(false)
         } else if inode(&place.base, &place.name)? == Some(self.inode) {
             Ok(true)

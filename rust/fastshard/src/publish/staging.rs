@@ -5,18 +5,20 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs::FileType;
 
 use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
-use super::folder::{check_owner, remove_folder, DATA, MAX_OWN};
+use super::folder::{check_owner, entries, is_data, remove_folder, DATA, MAX_OWN};
 use super::journal::Journal;
+use super::member::Member;
 use super::place::{Occupied, Place};
 use super::preflight::in_steps;
 use super::rename::{self, Run};
 use super::seal::Seal;
+use super::shared::{Claimed, Shared};
 use super::{content, lock, others, Options};
 use crate::codes;
 use crate::error::{Finding, Result};
@@ -28,10 +30,20 @@ use crate::manifest::ManifestFile;
 pub struct Staging {
     run: Run,
     path: PathBuf,
-    journal: Journal,
+    journal: Arc<Journal>,
+    /// The member as which this process takes part in a shared run.
+    member: Option<Member>,
     resumed: bool,
     /// BLAKE3 of the small files written, by name.
     hashes: Mutex<BTreeMap<String, String>>,
+}
+
+/// What is in a staging folder.
+struct Found {
+    data: String,
+    journal: Journal,
+    seal: Option<Seal>,
+    resumed: bool,
 }
 
 /// True if the run's staging folder holds a complete result.
@@ -80,10 +92,11 @@ impl Staging {
             }
             let Some(lock) = lock::acquire(&folder)? else { continue };
             return match Self::prepare(&place, &folder, plan, options) {
-                Ok((journal, seal, resumed)) => Ok(Staging {
-                    run: Run { place, folder, options: *options, lock, before, seal },
+                Ok(Found { data, journal, seal, resumed }) => Ok(Staging {
+                    run: Run { place, folder, data, options: *options, lock, before, seal },
                     path,
-                    journal,
+                    journal: Arc::new(journal),
+                    member: None,
                     resumed,
                     hashes: Mutex::default(),
                 }),
@@ -100,13 +113,16 @@ impl Staging {
     }
 
     /// Under the lock: plan, data directory and journal, found or made.
-    fn prepare(
-        place: &Place,
-        folder: &Dir,
-        plan: &[u8],
-        options: &Options,
-    ) -> Result<(Journal, Option<Seal>, bool)> {
-        let seal = Seal::read(folder)?;
+    fn prepare(place: &Place, folder: &Dir, plan: &[u8], options: &Options) -> Result<Found> {
+        let mut seal = Seal::read(folder)?;
+        let held = entries(folder)?.into_iter().find(|name| is_data(name));
+        if let (Some(stale), Some(held)) = (&seal, &held) {
+            // Of a process that was taken over by another one before it could publish: what it sealed is in `held`.
+            if stale.data != *held && !stale.is_published(place, folder).unwrap_or(false) {
+                Seal::remove(folder)?;
+                seal = None;
+            }
+        }
         let path = folder.join("plan");
         let mut resumed = seal.is_some();
         match folder.read_small("plan", MAX_OWN).at(&path, "cannot read")? {
@@ -128,16 +144,56 @@ impl Staging {
                 return Err(finding.into());
             }
         }
-        if seal.is_none() && !folder.has(DATA).at(folder.path(), "cannot stat")? {
+        let sealed = seal.as_ref().map(|seal| seal.data.clone());
+        if seal.is_none() && held.is_none() {
             folder.create_dir(OsStr::new(DATA), disk::BY_UMASK).at(&folder.join(DATA), "cannot create")?;
         }
-        let journal = Journal::open(folder, options.fsync)?;
+        let journal = Journal::open(folder, "journal", options.fsync)?;
         if options.fsync {
             for directory in [folder, &place.base] {
                 directory.sync().at(directory.path(), "cannot bring to disk")?;
             }
         }
-        Ok((journal, seal, resumed))
+        let data = sealed.or(held).unwrap_or_else(|| DATA.into());
+        Ok(Found { data, journal, seal, resumed })
+    }
+
+    /// The shared run whose folder this is, if it is one's.
+    ///
+    /// Errors: what the system says.
+    pub fn shared(&self) -> Result<Option<Shared>> {
+        Shared::find(&self.run.folder)
+    }
+
+    /// Makes this the folder of a shared run that makes `files` (name and size in bytes).
+    ///
+    /// Errors: what the system says.
+    pub fn share(&self, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
+        Shared::begin(&self.run.folder, files, work)
+    }
+
+    /// Goes on with the files of a round that this process has begun, and notes what it does in the journal of a member
+    /// of it, if there is one.
+    pub fn enter(&mut self, claimed: &Claimed, member: Option<&Member>) {
+        self.run.data.clone_from(&claimed.data);
+        if let Some(member) = member {
+            self.journal = Arc::clone(member.journal());
+        }
+    }
+
+    /// Keeps a member at work as long as this lives.
+    pub fn accompany(&mut self, member: Member) {
+        self.member = Some(member);
+    }
+
+    /// Opens the data file `name`, which is there, for reading only.
+    ///
+    /// Errors: what the system says.
+    pub fn read_only(&self, name: &str, size: u64) -> Result<OutFile> {
+        self.check(name)?;
+        let (folder, last) =
+            self.data()?.folder_of(name, false).at(&self.path().join(name), "cannot open")?;
+        OutFile::for_reading(&folder, last, size)
     }
 
     /// The staging folder, for messages.
@@ -148,7 +204,7 @@ impl Staging {
     /// The directory whose content becomes the result. Writers that take a path (zarr) write here;
     /// what they leave, subdirectories too, is synced and published with the rest.
     pub fn path(&self) -> PathBuf {
-        self.path.join(DATA)
+        self.path.join(&self.run.data)
     }
 
     /// True if an earlier run of the plan is continued.
@@ -207,7 +263,7 @@ impl Staging {
     }
 
     fn data(&self) -> Result<Dir> {
-        self.run.folder.sub(OsStr::new(DATA)).at(&self.path(), "cannot open")
+        self.run.folder.sub(OsStr::new(&self.run.data)).at(&self.path(), "cannot open")
     }
 
     /// Removes whatever an earlier run left but the files `names`: what this run does not write must not be

@@ -29,6 +29,14 @@ pub(super) fn anew(file: usize) -> Vec<u8> {
     [&[ANEW][..], &(file as u32).to_le_bytes()].concat()
 }
 
+/// The output and the tile of a record, if it is one of a tile.
+pub(super) fn tile_of(record: &[u8]) -> Option<(u32, TileDone)> {
+    match parse(record) {
+        Some(Record::Tile(output, tile)) => Some((output, tile)),
+        _ => None,
+    }
+}
+
 enum Record {
     Tile(u32, TileDone),
     Anew(u32),
@@ -54,58 +62,85 @@ fn parse(bytes: &[u8]) -> Option<Record> {
     }
 }
 
-/// The tiles that earlier runs have written, and where the journal tells of each: 16 bytes a tile.
-#[derive(Debug, Default)]
-pub(super) struct Claims {
-    /// By output: index of the tile and place of its record, ascending.
-    places: Vec<Vec<(u64, u64)>>,
+/// A journal that tells of tiles.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Told<'j> {
+    /// The journal.
+    pub(super) journal: &'j Journal,
+    /// True if what it says is taken as it is: its process has done all of its part, and nobody else wrote there.
+    pub(super) adopted: bool,
 }
 
-impl Claims {
-    /// What the journal claims of `outputs` outputs, `file_of` telling the file of each.
+/// Where a tile is told of.
+#[derive(Debug, Clone, Copy)]
+struct Claim {
+    index: u64,
+    /// Its journal, by its place among them.
+    journal: u32,
+    place: u64,
+}
+
+/// The tiles that others have written, and where their journals tell of each: 24 bytes a tile.
+#[derive(Debug, Default)]
+pub(super) struct Claims<'j> {
+    told: Vec<Told<'j>>,
+    /// By output, the tiles in order.
+    claims: Vec<Vec<Claim>>,
+}
+
+impl<'j> Claims<'j> {
+    /// What journals claim of `outputs` outputs, `file_of` telling the file of each; of two that claim the same tile
+    /// the adopted one counts, else the later one.
     ///
     /// Errors: what the system says.
-    pub(super) fn of(journal: &Journal, outputs: usize, file_of: &dyn Fn(usize) -> u32) -> Result<Claims> {
-        let mut places: Vec<Vec<(u64, u64)>> = vec![Vec::new(); outputs];
-        journal.replay(&mut |place, record| match parse(record) {
-            Some(Record::Tile(output, tile)) => {
-                if let Some(places) = places.get_mut(output as usize) {
-                    places.push((tile.index, place));
+    pub(super) fn of(
+        told: Vec<Told<'j>>,
+        outputs: usize,
+        file_of: &dyn Fn(usize) -> u32,
+    ) -> Result<Claims<'j>> {
+        let mut claims: Vec<Vec<Claim>> = vec![Vec::new(); outputs];
+        for (journal, each) in (0u32..).zip(&told) {
+            each.journal.replay(&mut |place, record| match parse(record) {
+                Some(Record::Tile(output, tile)) => {
+                    if let Some(claims) = claims.get_mut(output as usize) {
+                        claims.push(Claim { index: tile.index, journal, place });
+                    }
                 }
-            }
-            Some(Record::Anew(file)) => {
-                for (_, places) in places.iter_mut().enumerate().filter(|(o, _)| file_of(*o) == file) {
-                    places.clear();
+                Some(Record::Anew(file)) => {
+                    for (_, claims) in claims.iter_mut().enumerate().filter(|(o, _)| file_of(*o) == file) {
+                        claims.retain(|claim| claim.journal != journal);
+                    }
                 }
-            }
-            None => {}
-        })?;
-        for places in &mut places {
-            // Of several records of one index the last counts: tiles may have been of another size before.
-            places.sort_by_key(|(index, place)| (*index, std::cmp::Reverse(*place)));
-            places.dedup_by_key(|(index, _)| *index);
-            places.shrink_to_fit();
+                None => {}
+            })?;
         }
-        Ok(Claims { places })
+        for claims in &mut claims {
+            // Of several records of one index the last counts: tiles may have been of another size before.
+            let adopted = |claim: &Claim| told[claim.journal as usize].adopted;
+            claims.sort_by_key(|c| (c.index, std::cmp::Reverse((adopted(c), c.journal, c.place))));
+            claims.dedup_by_key(|claim| claim.index);
+            claims.shrink_to_fit();
+        }
+        Ok(Claims { told, claims })
     }
 
-    /// The record of a tile of `size` bytes.
+    /// True if any of the journals is adopted.
+    pub(super) fn adopts(&self) -> bool {
+        self.told.iter().any(|told| told.adopted)
+    }
+
+    /// The record of a tile of `size` bytes, and whether it is adopted.
     ///
     /// Errors: what the system says.
-    pub(super) fn get(
-        &self,
-        journal: &Journal,
-        output: usize,
-        index: u64,
-        size: u64,
-    ) -> Result<Option<TileDone>> {
-        let Some(places) = self.places.get(output) else { return Ok(None) };
-        let Ok(at) = places.binary_search_by_key(&index, |(index, _)| *index) else { return Ok(None) };
+    pub(super) fn get(&self, output: usize, index: u64, size: u64) -> Result<Option<(TileDone, bool)>> {
+        let Some(claims) = self.claims.get(output) else { return Ok(None) };
+        let Ok(at) = claims.binary_search_by_key(&index, |claim| claim.index) else { return Ok(None) };
+        let told = &self.told[claims[at].journal as usize];
         let mut bytes = [0; LONGEST];
-        let record = journal.read(places[at].1, &mut bytes)?;
+        let record = told.journal.read(claims[at].place, &mut bytes)?;
         Ok(match parse(record) {
             Some(Record::Tile(of, tile)) if (of as usize, tile.index, tile.size) == (output, index, size) => {
-                Some(tile)
+                Some((tile, told.adopted))
             }
             _ => None,
         })
@@ -150,8 +185,9 @@ mod tests {
         drop(first);
         let again = begin(true);
         // Outputs 0 and 1 lie in files 0 and 0, output 2 in file 1, which was made anew.
-        let claims = Claims::of(again.journal(), 3, &|output| u32::from(output == 2)).unwrap();
-        let get = |output, index, size| claims.get(again.journal(), output, index, size).unwrap();
+        let told = vec![Told { journal: again.journal(), adopted: false }];
+        let claims = Claims::of(told, 3, &|output| u32::from(output == 2)).unwrap();
+        let get = |output, index, size| claims.get(output, index, size).unwrap().map(|(tile, _)| tile);
         assert_eq!(get(0, 0, 1024), None);
         assert_eq!(get(0, 0, 4096), Some(done(0, 4096, 4)));
         assert_eq!(get(1, 0, 1024), Some(done(0, 1024, 2)));

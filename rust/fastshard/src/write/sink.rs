@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::arrays::Arrays;
-use super::records::{self, Claims};
+use super::records::{self, Claims, Told};
+use super::shared::Prior;
 use super::Options;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
@@ -14,11 +15,11 @@ use crate::plan::{Output, Plan};
 use crate::publish::{OutFile, Staging};
 
 /// Bytes written between two records of what is done.
-const JOURNAL_EVERY: u64 = 256 << 20;
+pub(super) const JOURNAL_EVERY: u64 = 256 << 20;
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
 const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
-const WRITEBACK_EVERY: u64 = 32 << 20;
+pub(super) const WRITEBACK_EVERY: u64 = 32 << 20;
 
 /// Tiles that are written and not yet journalled.
 #[derive(Default)]
@@ -36,8 +37,8 @@ pub(super) struct StagedSink<'a> {
     pub(super) files: Vec<Option<OutFile>>,
     pub(super) arrays: Option<Arrays>,
     staging: &'a Staging,
-    /// Tiles that earlier runs have journalled.
-    claims: Claims,
+    /// Tiles that earlier runs, or other processes of this one, have journalled.
+    claims: Claims<'a>,
     pending: Mutex<Pending>,
     /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
     flushing: Mutex<()>,
@@ -62,11 +63,16 @@ impl<'a> StagedSink<'a> {
         frames: &[Frame],
         files: Vec<Option<OutFile>>,
         arrays: Option<Arrays>,
+        prior: Option<&'a Prior>,
         options: &Options,
     ) -> Result<Self> {
         let outputs = &plan.outputs;
+        let told = match prior {
+            Some(prior) => prior.told(),
+            None => vec![Told { journal: staging.journal(), adopted: false }],
+        };
         Ok(StagedSink {
-            claims: Claims::of(staging.journal(), outputs.len(), &|output| outputs[output].file)?,
+            claims: Claims::of(told, outputs.len(), &|output| outputs[output].file)?,
             written: files.iter().map(|_| Mutex::new(0)).collect(),
             member_of: members_of(plan, frames),
             sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),
@@ -94,6 +100,11 @@ impl<'a> StagedSink<'a> {
         }
         records.iter().try_for_each(|record| self.staging.journal().append(record))?;
         self.staging.journal().sync()
+    }
+
+    /// True if the file of an output was there when this run began.
+    fn is_there(&self, output: usize) -> bool {
+        self.files[self.outputs[output].file as usize].as_ref().is_some_and(OutFile::kept)
     }
 
     /// Takes the checksum of a tile into that of its member.
@@ -183,8 +194,19 @@ impl Sink for StagedSink<'_> {
     }
 
     fn claimed(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {
-        match self.files[self.outputs[output].file as usize].as_ref().is_some_and(OutFile::kept) {
-            true => self.claims.get(self.staging.journal(), output, index, size),
+        match self.is_there(output) {
+            true => Ok(self.claims.get(output, index, size)?.map(|(tile, _)| tile)),
+            false => Ok(None),
+        }
+    }
+
+    fn adopted(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {
+        match self.claims.adopts() && self.is_there(output) {
+            true => Ok(self
+                .claims
+                .get(output, index, size)?
+                .filter(|(_, adopted)| *adopted)
+                .map(|(tile, _)| tile)),
             false => Ok(None),
         }
     }
@@ -205,7 +227,7 @@ impl Sink for StagedSink<'_> {
 }
 
 /// The member of its file that each output lies in.
-fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
+pub(super) fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
     let member = |output: &Output| {
         let members = &frames[output.file as usize].members;
         let (lo, hi) = (output.offset, output.offset + output.nbytes());

@@ -1,0 +1,373 @@
+//! A process that takes part in a shared run: its journal, which nobody else writes to.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::disk::{self, At, Dir};
+use super::file::OutFile;
+use super::folder::MAX_OWN;
+use super::journal::Journal;
+use super::process::Process;
+use super::shared::{Shared, STATE};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+/// Journals of members.
+pub(super) const MEMBER: &str = "member-";
+/// What members have learnt.
+pub(super) const EVIDENCE: &str = "evidence-";
+/// Largest of these, in bytes.
+const MAX_EVIDENCE: u64 = 1 << 30;
+
+/// First bytes of the records of a member's journal; others are the caller's.
+const WHO: u8 = 64;
+const OPEN: u8 = 65;
+const CLOSE: u8 = 66;
+const EDGE: u8 = 67;
+const DONE: u8 = 68;
+const LEFT: u8 = 69;
+const BEAT: u8 = 70;
+
+/// Bytes of an edge in one record.
+const EDGE_BYTES: usize = 32 << 10;
+/// Time between two signs of life.
+pub(super) const BEAT_EVERY: Duration = Duration::from_millis(500);
+
+/// Who a member is and what it does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Who {
+    /// Its round.
+    pub round: u32,
+    /// Its part of that round; none for the one that concludes the run.
+    pub part: Option<u32>,
+    /// The process.
+    pub process: Process,
+}
+
+impl Who {
+    /// For people.
+    pub fn told(&self) -> String {
+        match self.part {
+            Some(part) => format!("part {part} ({})", self.process.told()),
+            None => format!("the commit ({})", self.process.told()),
+        }
+    }
+}
+
+/// A member that is at work. Dropping it ends its signs of life.
+#[derive(Debug)]
+pub struct Member {
+    folder: Dir,
+    nonce: String,
+    journal: Arc<Journal>,
+    /// The round whose files may be opened, and the folder they lie in.
+    round: String,
+    data: String,
+    /// Until it is dropped.
+    _beats: Beats,
+}
+
+impl Member {
+    /// Takes up a part of a round, in a journal of its own.
+    ///
+    /// Errors: what the system says.
+    pub(super) fn begin(shared: &Shared, round: &str, who: &Who) -> Result<Member> {
+        let nonce = super::shared::nonce();
+        let folder = shared.folder.again().at(shared.folder.path(), "cannot open")?;
+        let journal = Arc::new(Journal::open(&folder, &format!("{MEMBER}{nonce}"), true)?);
+        journal.append(&[&[WHO][..], &serde_json::to_vec(who).expect("plain data")].concat())?;
+        journal.sync()?;
+        folder.sync().at(folder.path(), "cannot bring to disk")?;
+        let beats = Beats::start(&journal);
+        Ok(Member {
+            folder,
+            nonce,
+            journal,
+            round: round.into(),
+            data: format!("data.{round}"),
+            _beats: beats,
+        })
+    }
+
+    /// Where it notes what is done.
+    pub fn journal(&self) -> &Arc<Journal> {
+        &self.journal
+    }
+
+    /// Name of its journal, without the prefix.
+    pub fn nonce(&self) -> &str {
+        &self.nonce
+    }
+
+    /// Notes that data files will be written to, and looks whether they still may.
+    ///
+    /// Errors: `LOCKED` if another round has begun; what the system says.
+    pub fn note_open(&self, numbers: impl IntoIterator<Item = u32>) -> Result<()> {
+        for number in numbers {
+            self.journal.append(&[&[OPEN][..], &number.to_le_bytes()].concat())?;
+        }
+        self.journal.sync()?;
+        self.still_writes()
+    }
+
+    /// Opens data file `number`, which is there with this size. That it may be written to from now on is on disk
+    /// before it is opened, and whether the round is still the one that writes is asked in between: whoever ends
+    /// the round knows of every descriptor that may be left.
+    ///
+    /// Errors: `LOCKED` if another round has begun; what the system says.
+    pub fn open_file(&self, number: u32, name: &str, size: u64) -> Result<OutFile> {
+        self.note_open([number])?;
+        let data = self.folder.sub(OsStr::new(&self.data));
+        let (folder, last) = match data.and_then(|data| data.folder_of(name, false)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.fenced()),
+            found => found.at(&self.folder.join(&self.data), "cannot open")?,
+        };
+        OutFile::existing(&folder, last, size)
+    }
+
+    /// Brings a data file to disk, lets go of it, and says so.
+    ///
+    /// Errors: what the system says.
+    pub fn close_file(&self, number: u32, file: OutFile) -> Result<()> {
+        file.sync()?;
+        drop(file);
+        self.journal.append(&[&[CLOSE][..], &number.to_le_bytes()].concat())
+    }
+
+    /// Checks that no other round has begun.
+    ///
+    /// Errors: `LOCKED` if one has; what the system says.
+    pub fn still_writes(&self) -> Result<()> {
+        let path = self.folder.join(STATE);
+        let state = self.folder.read_small(STATE, MAX_OWN).at(&path, "cannot read")?;
+        match state.is_some_and(|state| state.starts_with(self.round.as_bytes())) {
+            true => Ok(()),
+            false => Err(self.fenced()),
+        }
+    }
+
+    fn fenced(&self) -> Error {
+        Finding::new(codes::LOCKED, "another process has taken this run over: nothing that this one writes is used any more")
+            .file(self.folder.path())
+            .help("look at what the other one says; to continue the run by hand, run the same command with --resume once it has ended")
+            .into()
+    }
+
+    /// Notes bytes of data file `file` that lie in a page which others write to: whoever ends the round writes them.
+    ///
+    /// Errors: what the system says.
+    pub fn edge(&self, file: u32, offset: u64, bytes: &[u8]) -> Result<()> {
+        for (i, chunk) in bytes.chunks(EDGE_BYTES).enumerate() {
+            let at = offset + (i * EDGE_BYTES) as u64;
+            self.journal.append(&[&[EDGE][..], &file.to_le_bytes(), &at.to_le_bytes(), chunk].concat())?;
+        }
+        Ok(())
+    }
+
+    /// Says that all is done: the data is on disk, the files are closed.
+    ///
+    /// Errors: what the system says.
+    pub fn done(self, evidence: &[u8]) -> Result<()> {
+        self.folder.write_whole(&format!("{EVIDENCE}{}", self.nonce), evidence, true)?;
+        self.journal.append(&[&[DONE][..], blake3::hash(evidence).as_bytes()].concat())?;
+        self.journal.sync()
+    }
+
+    /// Says that it has ended before all was done.
+    pub fn leave(self) {
+        // Who cannot say so is seen by its silence.
+        let _ = self.journal.append(&[LEFT]).and_then(|()| self.journal.sync());
+    }
+}
+
+/// Signs of life in a journal.
+#[derive(Debug)]
+struct Beats {
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Beats {
+    fn start(journal: &Arc<Journal>) -> Beats {
+        let stop = Arc::new((Mutex::new(false), Condvar::new()));
+        let (journal, stopped) = (Arc::clone(journal), Arc::clone(&stop));
+        let beat = move || {
+            let (stop, woken) = &*stopped;
+            let mut ended = stop.lock().unwrap_or_else(PoisonError::into_inner);
+            while !*ended {
+                // One that fails is one that is missed.
+                let _ = journal.append(&[BEAT]).and_then(|()| journal.show());
+                ended = woken.wait_timeout(ended, BEAT_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        };
+        let thread = std::thread::Builder::new().name("fastshard-beat".into()).spawn(beat).ok();
+        Beats { stop, thread }
+    }
+}
+
+impl Drop for Beats {
+    fn drop(&mut self) {
+        *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A range of a data file that is in a journal alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Edge {
+    /// The file's number.
+    pub file: u32,
+    /// Where it goes, in bytes.
+    pub offset: u64,
+    /// How many bytes.
+    len: u64,
+    /// Where the journal has them.
+    place: u64,
+}
+
+impl Edge {
+    /// One past its last byte.
+    pub fn end(&self) -> u64 {
+        self.offset + self.len
+    }
+}
+
+/// What the journal of a member says, up to where it went when it was opened.
+#[derive(Debug)]
+pub struct Log {
+    /// Name of the journal, without the prefix.
+    pub nonce: String,
+    /// The journal.
+    pub journal: Journal,
+    /// Who it is; none where not even that was written.
+    pub who: Option<Who>,
+    /// Files that it may write to still.
+    pub open: BTreeSet<u32>,
+    /// Bytes that only the journal has.
+    pub edges: Vec<Edge>,
+    /// True if it did all of its part.
+    pub is_done: bool,
+    /// True if it said that it ended.
+    has_left: bool,
+    evidence: Option<[u8; 32]>,
+}
+
+impl Log {
+    /// The journal `name` of a staging folder as it is now.
+    ///
+    /// Errors: what the system says.
+    pub(super) fn read(folder: &Dir, name: &str) -> Result<Log> {
+        let journal = Journal::read_only(folder, name)?;
+        let (mut who, mut open, mut edges) = (None, BTreeSet::new(), Vec::new());
+        let (mut evidence, mut has_left) = (None, false);
+        let number = |rest: &[u8]| Some(u32::from_le_bytes(rest.get(..4)?.try_into().ok()?));
+        journal.replay(&mut |place, record| {
+            let Some((kind, rest)) = record.split_first() else { return };
+            match *kind {
+                WHO => who = serde_json::from_slice(rest).ok(),
+                OPEN => open.extend(number(rest)),
+                CLOSE => {
+                    number(rest).map(|file| open.remove(&file));
+                }
+                EDGE => {
+                    let at = rest.get(4..12).and_then(|at| at.try_into().ok()).map(u64::from_le_bytes);
+                    if let (Some(file), Some(offset)) = (number(rest), at) {
+                        edges.push(Edge { file, offset, len: rest.len() as u64 - 12, place: place + 13 });
+                    }
+                }
+                DONE => evidence = rest.try_into().ok(),
+                LEFT => has_left = true,
+                _ => {}
+            }
+        })?;
+        let nonce = name.strip_prefix(MEMBER).unwrap_or(name).to_string();
+        Ok(Log { nonce, journal, who, open, edges, is_done: evidence.is_some(), has_left, evidence })
+    }
+
+    /// True if it has ended for certain: it says so, or its process is no more.
+    pub fn has_ended(&self) -> bool {
+        self.is_done || self.has_left || self.is_dead()
+    }
+
+    /// True if nothing of it can write any more.
+    pub(super) fn is_dead(&self) -> bool {
+        self.who.as_ref().is_some_and(|who| who.process.is_dead())
+    }
+
+    /// The bytes of an edge.
+    ///
+    /// Errors: what the system says.
+    pub fn edge(&self, edge: &Edge) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; edge.len as usize];
+        self.journal.bytes_at(edge.place, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// What it has learnt.
+    ///
+    /// Errors: `IO` if that is not what it wrote; what the system says.
+    pub(super) fn evidence(&self, folder: &Dir) -> Result<Vec<u8>> {
+        let name = format!("{EVIDENCE}{}", self.nonce);
+        let found = folder.read_small(&name, MAX_EVIDENCE).at(&folder.join(&name), "cannot read")?;
+        let wanted = self.evidence.map(blake3::Hash::from_bytes);
+        found.filter(|bytes| Some(blake3::hash(bytes)) == wanted).ok_or_else(|| {
+            Finding::new(codes::IO, "what a part noted at its end is not what is read here")
+                .file(folder.join(&name))
+                .help("the destination is not the storage it seems to be; --resume makes that part again")
+                .into()
+        })
+    }
+}
+
+/// Watches journals for signs of life, by this process's own clock.
+#[derive(Debug, Default)]
+pub struct Watch {
+    lengths: Vec<(String, u64, Instant)>,
+}
+
+impl Watch {
+    /// How long the journal of a member has been silent, as far as this has seen it.
+    pub(super) fn silence(&mut self, folder: &Dir, nonce: &str) -> Duration {
+        // Opened anew each time: a file server's client tells the length then.
+        let name = format!("{MEMBER}{nonce}");
+        let length = folder.read_only(&name).and_then(|file| Ok(file.metadata()?.len())).unwrap_or(0);
+        let now = Instant::now();
+        match self.lengths.iter_mut().find(|(known, ..)| known == nonce) {
+            Some((_, seen, since)) => {
+                if *seen != length {
+                    (*seen, *since) = (length, now);
+                }
+                now - *since
+            }
+            None => {
+                self.lengths.push((nonce.into(), length, now));
+                Duration::ZERO
+            }
+        }
+    }
+}
+
+/// Copies a data file to a file of its own, so that descriptors of the old one reach nothing that is published.
+///
+/// Errors: what the system says.
+pub(super) fn renew(folder: &Dir, name: &OsStr) -> Result<()> {
+    let path = folder.join(name);
+    let mut fresh = name.to_os_string();
+    fresh.push(".fastshard-new");
+    let to_path = folder.join(&fresh);
+    let from = folder.read_only(name).at(&path, "cannot open")?;
+    let to = folder.create(&fresh).at(&to_path, "cannot create")?;
+    let size = from.metadata().at(&path, "cannot stat")?.len();
+    disk::copy(&from, &to, &to_path, size).at(&to_path, "cannot copy")?;
+    disk::sync_data(&to, &to_path).at(&to_path, "cannot bring to disk")?;
+    folder.rename_over(&fresh, folder, name).at(&path, "cannot rename into place")
+}

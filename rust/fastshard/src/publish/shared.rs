@@ -1,0 +1,473 @@
+//! One run by several processes, on one host or on many: one staging folder, a journal for each, no other way to talk.
+//!
+//! ```text
+//!            begin            claim 1, share out                all parts done: claim n        seal, publish
+//! (nothing) ------> files made -----------------> round 1 at work ------------------> conclude ---------> OUT
+//!                                                   |      ^                            |
+//!                                   some never came |      | claim n, share out         | died, or was refused
+//!                                                   v      | what is left               v
+//!                                                  (left for `resume`, by any number of processes)
+//! ```
+//!
+//! | file             | written by                | holds                                                             |
+//! |------------------|---------------------------|-------------------------------------------------------------------|
+//! | `run.json`       | who begins, once          | the run's nonce, what it makes, the size of each output's tiles   |
+//! | `claim-N`        | who begins round N, created exclusively | the round's nonce and its process                   |
+//! | `state`          | the same, in place        | nonce of the round that may open files                            |
+//! | `data.NONCE/`    | that round                | the files, made at full size before any part begins               |
+//! | `round-N.json`   | the same, when all is ready | the parts, and the members of earlier rounds whose work counts  |
+//! | `member-NONCE`   | one member                | its journal: files opened and closed, tiles, edges, signs of life |
+//! | `evidence-NONCE` | that member, at its end   | what it learnt of the sources                                     |
+//!
+//! **Safety rests on no clock.** A process may stop at any instant and wake up when the result is published. What it can
+//! still write to are descriptors that it holds. So a member notes, on disk, that it opens a file, looks into `state`,
+//! and only then opens it, creating nothing. Whoever begins the next round (concluding is one) first creates its
+//! claim, writes `state`, and moves every file into a directory of its own, so that a directory that somebody holds is
+//! empty; then it reads all journals, and what a member noted to have open and not closed becomes a new file
+//! ([`member::renew`]), unless that member's process is proven dead. A woken one holds files that are not published. If
+//! it is woken between its note and its look, it sees the new `state`, or its note is seen.
+//!
+//! **Signs of life decide progress only**: who is silent may be passed over, who is not is waited for. They are counted
+//! on the watcher's own clock; the times of several hosts are never compared.
+//!
+//! **Pages.** Two hosts that write to one page of a file over a network filesystem lose each other's bytes. Bytes in
+//! pages of 64 KiB that belong to several parts go into the journals, and whoever concludes writes them.
+//!
+//! Out of the promise: mounts on which a file opened anew does not show what others have closed (NFS with `nocto`), and
+//! results that are not brought to disk (several processes always do).
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::hash::{BuildHasher, Hasher};
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::FileType;
+use serde::{Deserialize, Serialize};
+
+use super::disk::{self, At, Dir};
+use super::file::OutFile;
+use super::folder::{check_owner, entries, is_data, MAX_OWN};
+use super::member::{self, Log, Member, Watch, Who, EVIDENCE, MEMBER};
+use super::mounts;
+use super::place::Place;
+use super::process::Process;
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+const RUN: &str = "run.json";
+pub(super) const STATE: &str = "state";
+const CLAIM: &str = "claim-";
+const ROUND: &str = "round-";
+/// Bytes of `state`: written in place, so that who has it open sees it too.
+const STATE_BYTES: usize = 64;
+/// Largest description of a round, in bytes.
+const MAX_ROUND: u64 = 1 << 30;
+/// Most rounds of one run.
+const MAX_ROUNDS: u32 = 100_000;
+/// Times that older folders are emptied: somebody may be moving files as well.
+const TIMES: usize = 100;
+
+/// True for the name of a file that only a shared run has.
+pub(super) fn is_bookkeeping(name: &str) -> bool {
+    [RUN, "run.json.new", STATE].contains(&name)
+        || [CLAIM, ROUND, MEMBER, EVIDENCE].iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Something that nobody else will think of: 32 hex digits.
+pub(super) fn nonce() -> String {
+    let random = || std::collections::hash_map::RandomState::new().build_hasher().finish();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let text = format!("{}:{}:{:?}:{}", random(), random(), now, Process::own().told());
+    blake3::hash(text.as_bytes()).to_hex()[..32].to_string()
+}
+
+/// What a run makes; its caller's words are in `work`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunDocument {
+    /// The run, as no other one is called.
+    pub nonce: String,
+    /// Data files: name and size in bytes.
+    pub files: Vec<(String, u64)>,
+    /// What is made, in the caller's words.
+    pub work: serde_json::Value,
+}
+
+/// A round: who makes what.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Round {
+    /// Its number, from 1.
+    pub number: u32,
+    /// Its nonce.
+    pub nonce: String,
+    /// How many parts there are.
+    pub parts: u32,
+    /// Who makes what, in the caller's words.
+    pub work: serde_json::Value,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Claim {
+    nonce: String,
+    process: Process,
+}
+
+/// A round that has begun: nobody else writes to the files any more.
+#[derive(Debug)]
+pub struct Claimed {
+    /// Its number.
+    pub number: u32,
+    /// Its nonce.
+    pub nonce: String,
+    /// The folder's entry that holds the files.
+    pub(super) data: String,
+    /// All journals, as they were after it began.
+    pub logs: Vec<Log>,
+    /// Files that somebody may still have open, which have been copied: what is said of them has to be looked at.
+    pub renewed: BTreeSet<u32>,
+}
+
+/// The staging folder of a shared run.
+#[derive(Debug)]
+pub struct Shared {
+    pub(super) folder: Dir,
+    /// What is made.
+    pub run: RunDocument,
+}
+
+/// What came of taking up a part.
+#[derive(Debug)]
+pub enum Joined {
+    /// It is this process's.
+    Member(Member),
+    /// It is done already, by this member.
+    Done(String),
+}
+
+impl Shared {
+    /// Writes down what is made, in a staging folder that this process holds.
+    pub(super) fn begin(folder: &Dir, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
+        let run = RunDocument { nonce: nonce(), files, work };
+        folder.write_whole(RUN, &serde_json::to_vec(&run).expect("plain data"), true)?;
+        Ok(Shared { folder: folder.again().at(folder.path(), "cannot open")?, run })
+    }
+
+    /// The shared run in a staging folder, if it is one.
+    pub(super) fn find(folder: &Dir) -> Result<Option<Shared>> {
+        let path = folder.join(RUN);
+        let Some(bytes) = folder.read_small(RUN, MAX_OWN).at(&path, "cannot read")? else { return Ok(None) };
+        let run = serde_json::from_slice(&bytes).map_err(|e| unreadable(&path, &e))?;
+        Ok(Some(Shared { folder: folder.again().at(folder.path(), "cannot open")?, run }))
+    }
+
+    /// Enters the run `run_id` (digest of `plan`) towards `out` that somebody has begun; with `nonce` that very run.
+    ///
+    /// Errors: `NO_SUCH_PATH` if it is not there; `LEFTOVER_RUN` if the folder holds another one.
+    pub fn enter(out: &Path, run_id: &str, plan: &[u8], nonce: Option<&str>) -> Result<Shared> {
+        let place = Place::find(out, run_id)?;
+        let path = place.folder_path();
+        let absent = || {
+            Finding::new(codes::NO_SUCH_PATH, "the run is not here")
+                .file(&path)
+                .help(format!(
+                    "it was begun on another disk, of other sources or with other options, or has ended; this is {}",
+                    mounts::told(place.base.path())
+                ))
+        };
+        let folder = match place.base.sub(&place.folder) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(absent().into()),
+            folder => folder.at(&path, "cannot open the staging folder")?,
+        };
+        check_owner(&place, &folder)?;
+        let found = folder.read_small("plan", MAX_OWN).at(&folder.join("plan"), "cannot read")?;
+        let Some(shared) = Shared::find(&folder)? else { return Err(absent().into()) };
+        if found.as_deref() != Some(plan) {
+            return Err(other(&folder, "of another plan, or made by another version"));
+        }
+        match nonce {
+            Some(nonce) if !shared.run.nonce.starts_with(nonce) => {
+                Err(other(&folder, &format!("called {}", shared.run.nonce)))
+            }
+            _ => Ok(shared),
+        }
+    }
+
+    /// Path of the staging folder.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The round that has begun last, once it is ready.
+    ///
+    /// Errors: what the system says.
+    pub fn round(&self) -> Result<Option<Round>> {
+        for number in (1..=self.claims()?).rev() {
+            let name = format!("{ROUND}{number}.json");
+            let path = self.folder.join(&name);
+            if let Some(bytes) = self.folder.read_small(&name, MAX_ROUND).at(&path, "cannot read")? {
+                return serde_json::from_slice(&bytes).map(Some).map_err(|e| unreadable(&path, &e));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Number of claims so far: they are numbered without gaps.
+    fn claims(&self) -> Result<u32> {
+        let mut number = 0;
+        while number < MAX_ROUNDS {
+            let name = format!("{CLAIM}{}", number + 1);
+            if !self.folder.has(&name).at(&self.folder.join(&name), "cannot stat")? {
+                break;
+            }
+            number += 1;
+        }
+        Ok(number)
+    }
+
+    /// All journals as they are now.
+    ///
+    /// Errors: what the system says.
+    pub fn logs(&self) -> Result<Vec<Log>> {
+        let names = entries(&self.folder)?;
+        names
+            .iter()
+            .filter(|name| name.starts_with(MEMBER))
+            .map(|name| Log::read(&self.folder, name))
+            .collect()
+    }
+
+    /// What a member has learnt.
+    ///
+    /// Errors: as for reading it; `IO` if it is not what that member wrote.
+    pub fn evidence(&self, log: &Log) -> Result<Vec<u8>> {
+        log.evidence(&self.folder)
+    }
+
+    /// Members that may be at work: they do not say that they have ended, their process is not proven dead, and within
+    /// `patience` they show a sign of life.
+    ///
+    /// Errors: what the system says.
+    pub fn alive(&self, patience: Duration, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
+        let open = |logs: Vec<Log>| logs.into_iter().filter(|log| !log.has_ended()).collect::<Vec<_>>();
+        let mut watch = Watch::default();
+        let begun = std::time::Instant::now();
+        let mut suspects = open(self.logs()?);
+        let mut alive = Vec::new();
+        suspects.iter().for_each(|log| {
+            watch.silence(&self.folder, &log.nonce);
+        });
+        while !suspects.is_empty() && begun.elapsed() < patience && go_on() {
+            std::thread::sleep(Duration::from_millis(50).min(patience));
+            suspects.retain(|log| {
+                let beats = watch.silence(&self.folder, &log.nonce) < begun.elapsed() / 2;
+                if beats {
+                    alive.extend(log.who.clone());
+                }
+                !beats
+            });
+        }
+        Ok(alive)
+    }
+
+    /// How long a member has shown no sign of life, as far as `watch` has seen.
+    pub fn silence(&self, watch: &mut Watch, nonce: &str) -> Duration {
+        watch.silence(&self.folder, nonce)
+    }
+
+    /// Begins the next round: from now on no other process writes to what becomes the result.
+    ///
+    /// Errors: `LOCKED` if another process does so at the same time; what the system says.
+    pub fn claim(&self) -> Result<Claimed> {
+        let number = self.claims()? + 1;
+        let claim = Claim { nonce: nonce(), process: Process::own() };
+        let (name, nonce) = (format!("{CLAIM}{number}"), claim.nonce.clone());
+        let path = self.folder.join(&name);
+        let file = match self.folder.create_new(OsStr::new(&name)) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(Finding::new(codes::LOCKED, "another process is taking this run over")
+                    .file(self.folder.path())
+                    .help("one is enough: look at what it says")
+                    .into())
+            }
+            file => file.at(&path, "cannot create")?,
+        };
+        disk::write_at(&file, &path, 0, &serde_json::to_vec(&claim).expect("plain data"))
+            .at(&path, "cannot write")?;
+        disk::sync_data(&file, &path).at(&path, "cannot bring to disk")?;
+        self.folder.sync().at(self.folder.path(), "cannot bring to disk")?;
+        self.set_state(&nonce)?;
+        let data = format!("data.{nonce}");
+        self.gather(&data)?;
+        let logs = self.logs()?;
+        let mut renewed = BTreeSet::new();
+        for log in logs.iter().filter(|log| !log.is_dead()) {
+            renewed.extend(log.open.iter().copied());
+        }
+        let held = self.folder.sub(OsStr::new(&data)).at(&self.folder.join(&data), "cannot open")?;
+        for &file in &renewed {
+            let Some((name, _)) = self.run.files.get(file as usize) else { continue };
+            let (folder, last) = match held.folder_of(name, false) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                found => found.at(&held.join(name), "cannot open the folder of")?,
+            };
+            if folder.has(last).at(&folder.join(last), "cannot stat")? {
+                member::renew(&folder, last)?;
+            }
+        }
+        self.folder.sync().at(self.folder.path(), "cannot bring to disk")?;
+        Ok(Claimed { number, nonce, data, logs, renewed })
+    }
+
+    fn set_state(&self, nonce: &str) -> Result<()> {
+        let path = self.folder.join(STATE);
+        let file = self.folder.open_or_create(OsStr::new(STATE)).at(&path, "cannot create")?;
+        let text = format!("{nonce:<width$}\n", width = STATE_BYTES - 1);
+        disk::write_at(&file, &path, 0, text.as_bytes()).at(&path, "cannot write")?;
+        disk::sync_data(&file, &path).at(&path, "cannot bring to disk")
+    }
+
+    /// Moves all files into a directory that nobody holds, and removes those they lay in.
+    fn gather(&self, data: &str) -> Result<()> {
+        let path = self.folder.join(data);
+        self.folder.create_dir(OsStr::new(data), disk::BY_UMASK).at(&path, "cannot create")?;
+        let to = self.folder.sub(OsStr::new(data)).at(&path, "cannot open")?;
+        for _ in 0..TIMES {
+            let older: Vec<String> =
+                entries(&self.folder)?.into_iter().filter(|name| is_data(name) && name != data).collect();
+            if older.is_empty() {
+                return to.sync().at(&path, "cannot bring to disk");
+            }
+            for name in older {
+                let from = match self.folder.sub(OsStr::new(&name)) {
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                    from => from.at(&self.folder.join(&name), "cannot open")?,
+                };
+                move_all(&from, &to)?;
+                remove_emptied(&self.folder, OsStr::new(&name))?;
+            }
+        }
+        Err(Finding::new(codes::LOCKED, "another process moves files of this run about")
+            .file(self.folder.path())
+            .into())
+    }
+
+    /// Lets the parts of a round begin.
+    ///
+    /// Errors: what the system says.
+    pub fn open_round(&self, claimed: &Claimed, parts: u32, work: serde_json::Value) -> Result<Round> {
+        let round = Round { number: claimed.number, nonce: claimed.nonce.clone(), parts, work };
+        let name = format!("{ROUND}{}.json", round.number);
+        self.folder.write_whole(&name, &serde_json::to_vec(&round).expect("plain data"), true)?;
+        Ok(round)
+    }
+
+    /// Takes up a part of a round. One that somebody has begun is taken over if nothing was heard of it for `patience`.
+    ///
+    /// Errors: `LOCKED` if another process is at work on it; what the system says.
+    pub fn join(
+        &self,
+        round: &Round,
+        part: u32,
+        patience: Duration,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Joined> {
+        let of_part = |who: &Option<Who>| {
+            who.as_ref().is_some_and(|who| (who.round, who.part) == (round.number, Some(part)))
+        };
+        let done = self.logs()?.into_iter().find(|log| of_part(&log.who) && log.is_done);
+        if let Some(done) = done {
+            return Ok(Joined::Done(done.nonce));
+        }
+        let who = Who { round: round.number, part: Some(part), process: Process::own() };
+        let other = self.alive(patience, go_on)?.into_iter().find(|other| of_part(&Some(other.clone())));
+        if let Some(other) = other {
+            return Err(Finding::new(codes::LOCKED, format!("part {part} is being made by another process"))
+                .file(self.folder.path())
+                .rank(format!("rank {part}"))
+                .expected("one process for each part", other.process.told())
+                .help("give each process a rank of its own; one that is gone is replaced once it shows no sign of life")
+                .into());
+        }
+        Member::begin(self, &round.nonce, &who).map(Joined::Member)
+    }
+
+    /// A data file as the parts have written it, for reading.
+    ///
+    /// Errors: what the system says.
+    pub fn written(&self, claimed: &Claimed, name: &str, size: u64) -> Result<OutFile> {
+        let path = self.folder.join(&claimed.data);
+        let data = self.folder.sub(OsStr::new(&claimed.data)).at(&path, "cannot open")?;
+        let (folder, last) = data.folder_of(name, false).at(&path.join(name), "cannot open the folder of")?;
+        OutFile::for_reading(&folder, last, size)
+    }
+
+    /// Takes up the conclusion of a run.
+    ///
+    /// Errors: what the system says.
+    pub fn conclude(&self, claimed: &Claimed) -> Result<Member> {
+        Member::begin(
+            self,
+            &claimed.nonce,
+            &Who { round: claimed.number, part: None, process: Process::own() },
+        )
+    }
+}
+
+fn move_all(from: &Dir, to: &Dir) -> Result<()> {
+    for name in from.entries().at(from.path(), "cannot list")? {
+        let path = from.join(&name);
+        let Some(stat) = from.stat(&name).at(&path, "cannot stat")? else { continue };
+        if FileType::from_raw_mode(stat.st_mode).is_dir() {
+            match to.create_dir(&name, disk::BY_UMASK) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                made => made.at(&to.join(&name), "cannot create")?,
+            }
+            let (from, to) = (
+                from.sub(&name).at(&path, "cannot open")?,
+                to.sub(&name).at(&to.join(&name), "cannot open")?,
+            );
+            move_all(&from, &to)?;
+        } else {
+            match from.rename_over(&name, to, &name) {
+                // Somebody who takes over the run as well was faster.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                moved => moved.at(&path, "cannot move")?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Removes a directory that holds nothing but directories; one into which something came meanwhile stays.
+fn remove_emptied(base: &Dir, name: &OsStr) -> Result<()> {
+    let path = base.join(name);
+    let directory = match base.sub(name) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        directory => directory.at(&path, "cannot open")?,
+    };
+    for entry in directory.entries().at(&path, "cannot list")? {
+        let stat = directory.stat(&entry).at(&path, "cannot stat")?;
+        if stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_dir()) {
+            remove_emptied(&directory, &entry)?;
+        }
+    }
+    match base.remove_dir(name) {
+        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => removed.at(&path, "cannot remove"),
+    }
+}
+
+fn unreadable(path: &Path, error: &serde_json::Error) -> Error {
+    Finding::new(codes::LEFTOVER_RUN, format!("what is written of the run cannot be read ({error})"))
+        .file(path)
+        .help("remove the staging folder to start afresh")
+        .into()
+}
+
+fn other(folder: &Dir, what: &str) -> Error {
+    Finding::new(codes::LEFTOVER_RUN, format!("the staging folder holds another run: {what}"))
+        .file(folder.path())
+        .help("begin the run once more, and give its parts the id that this prints")
+        .into()
+}

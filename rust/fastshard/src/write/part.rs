@@ -1,0 +1,196 @@
+//! Where the tiles of one part of a shared run go: files opened and closed one after another, edges, a journal.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::pages::Pages;
+use super::records::{self, Claims};
+use super::sink::{JOURNAL_EVERY, WRITEBACK_EVERY};
+use crate::engine::{Share, Sink, TileDone};
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::publish::{Member, OutFile};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Default)]
+struct Slot {
+    file: Option<Arc<OutFile>>,
+    /// Bytes written since the system was asked to write them out.
+    since: u64,
+}
+
+#[derive(Default)]
+struct Pending {
+    records: Vec<Vec<u8>>,
+    files: BTreeSet<u32>,
+    bytes: u64,
+}
+
+/// A part of a shared run, as the engine sees it.
+pub(super) struct PartSink<'a> {
+    plan: &'a Plan,
+    member: &'a Member,
+    pages: &'a Pages,
+    claims: Claims<'a>,
+    /// Outputs whose tiles come with their CRC32.
+    checksummed: Vec<bool>,
+    slots: Vec<Mutex<Slot>>,
+    /// Bytes of each file that this part has still to make.
+    left: Vec<AtomicU64>,
+    pending: Mutex<Pending>,
+    flushing: Mutex<()>,
+    sparse: bool,
+}
+
+impl<'a> PartSink<'a> {
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn new(
+        plan: &'a Plan,
+        member: &'a Member,
+        pages: &'a Pages,
+        claims: Claims<'a>,
+        checksummed: Vec<bool>,
+        sizes: &[u64],
+        share: &Share,
+        sparse: bool,
+    ) -> Self {
+        let mut left = vec![0; plan.files.len()];
+        for run in &share.tiles {
+            let output = &plan.outputs[run.output as usize];
+            let (lo, hi) = run.span(sizes[run.output as usize], output.nbytes());
+            left[output.file as usize] += hi - lo;
+        }
+        PartSink {
+            plan,
+            member,
+            pages,
+            claims,
+            checksummed,
+            slots: plan.files.iter().map(|_| Mutex::default()).collect(),
+            left: left.into_iter().map(AtomicU64::new).collect(),
+            pending: Mutex::default(),
+            flushing: Mutex::new(()),
+            sparse,
+        }
+    }
+
+    fn file(&self, number: u32) -> Result<Arc<OutFile>> {
+        let mut slot = lock(&self.slots[number as usize]);
+        if let Some(file) = &slot.file {
+            return Ok(Arc::clone(file));
+        }
+        let about = &self.plan.files[number as usize];
+        let file = Arc::new(self.member.open_file(number, &about.name, about.size)?);
+        slot.file = Some(Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// Brings data to disk, then says so: never the other way round.
+    pub(super) fn flush(&self) -> Result<()> {
+        let _one = lock(&self.flushing);
+        let Pending { records, files, .. } = std::mem::take(&mut *lock(&self.pending));
+        for &number in &files {
+            let file = lock(&self.slots[number as usize]).file.clone();
+            file.map_or(Ok(()), |file| file.sync())?;
+        }
+        records.iter().try_for_each(|record| self.member.journal().append(record))?;
+        if !records.is_empty() {
+            self.member.journal().sync()?;
+        }
+        Ok(())
+    }
+
+    /// Lets go of all files; what was written of them and is not journalled is made again by whoever goes on.
+    ///
+    /// Errors: what the system says.
+    pub(super) fn close(&self) -> Result<()> {
+        self.flush()?;
+        (0u32..).zip(&self.slots).try_for_each(|(number, _)| self.close_file(number))
+    }
+
+    fn close_file(&self, number: u32) -> Result<()> {
+        let file = lock(&self.slots[number as usize]).file.take();
+        // Nobody reads or writes any more: each worker is done with its tile.
+        match file.map(Arc::try_unwrap) {
+            Some(Ok(file)) => self.member.close_file(number, file),
+            Some(Err(held)) => {
+                lock(&self.slots[number as usize]).file = Some(held);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Takes note of a tile that is on its way to disk, and lets go of its file if it was the last one there.
+    fn count(&self, output: usize, tile: &TileDone) -> Result<()> {
+        let about = &self.plan.outputs[output];
+        let bytes = ((tile.index + 1) * tile.size).min(about.nbytes()) - tile.index * tile.size;
+        if self.left[about.file as usize].fetch_sub(bytes, Ordering::AcqRel) == bytes {
+            self.flush()?;
+            self.close_file(about.file)?;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for PartSink<'_> {
+    fn write(&self, output: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let about = &self.plan.outputs[output];
+        let start = about.offset + offset;
+        let file = self.file(about.file)?;
+        self.pages.split(about.file, start, bytes, |at, bytes, shared| match shared {
+            true => self.member.edge(about.file, at, bytes),
+            false if self.sparse => crate::kernel::filled(bytes)
+                .into_iter()
+                .try_for_each(|(skip, run)| file.write_all_at(at + skip, run)),
+            false => file.write_all_at(at, bytes),
+        })?;
+        let mut slot = lock(&self.slots[about.file as usize]);
+        slot.since += bytes.len() as u64;
+        if slot.since >= WRITEBACK_EVERY {
+            slot.since = 0;
+            drop(slot);
+            let end = start + bytes.len() as u64;
+            file.start_writeback(end.saturating_sub(2 * WRITEBACK_EVERY), 2 * WRITEBACK_EVERY);
+        }
+        Ok(())
+    }
+
+    fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
+        let mut pending = lock(&self.pending);
+        pending.records.push(records::tile(output, tile));
+        pending.files.insert(self.plan.outputs[output].file);
+        pending.bytes += tile.size;
+        let full = pending.bytes >= JOURNAL_EVERY;
+        drop(pending);
+        if full {
+            self.flush()?;
+        }
+        self.count(output, tile)
+    }
+
+    fn claimed(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {
+        Ok(self.claims.get(output, index, size)?.map(|(tile, _)| tile))
+    }
+
+    fn read_back(&self, output: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let about = &self.plan.outputs[output];
+        self.file(about.file)?.read_at(about.offset + offset, bytes)
+    }
+
+    fn kept(&self, output: usize, tile: &TileDone) {
+        // In this journal too: it tells of all that its part holds.
+        lock(&self.pending).records.push(records::tile(output, tile));
+        let about = &self.plan.outputs[output];
+        let bytes = ((tile.index + 1) * tile.size).min(about.nbytes()) - tile.index * tile.size;
+        self.left[about.file as usize].fetch_sub(bytes, Ordering::AcqRel);
+    }
+
+    fn checksummed(&self, output: usize) -> bool {
+        self.checksummed[output]
+    }
+}

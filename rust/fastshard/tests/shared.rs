@@ -1,0 +1,287 @@
+//! One run by several processes: begun, made in parts, concluded; interrupted, killed, stopped and woken at any point.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor};
+use fastshard::codes::{self, Code};
+use fastshard::engine::Control;
+use fastshard::error::Error;
+use fastshard::plan::Plan;
+use fastshard::publish::shared::Shared;
+use fastshard::storage::SourceFile;
+use fastshard::write::shared::{self, Begun, Made};
+use fastshard::{publish, write};
+use serde_json::json;
+
+const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[shard]\ntp = [\"F\"]\n\
+    [[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n[[tensor]]\nname = \"n.{L}\"\nshape = \"[H]\"\n\
+    [[tensor]]\nname = \"big\"\nshape = \"[K, F]\"\n";
+const PATIENCE: Duration = Duration::from_millis(1200);
+
+fn checkpoint() -> Vec<RankFile> {
+    let rank = |r: u64| {
+        let mut tensors = Vec::new();
+        for l in 0..60u64 {
+            tensors.push(Tensor::painted(&format!("w.{l}"), &[16, 64], l * 2 + r));
+            tensors.push(Tensor::painted(&format!("n.{l}"), &[64], 1000 + l));
+        }
+        tensors.push(Tensor::painted("big", &[30_000, 16], 5000 + r));
+        tensors[0].bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        RankFile { coords: [("tp".to_string(), r)].into(), tensors, ..RankFile::default() }
+    };
+    (0..2).map(rank).collect()
+}
+
+/// A checkpoint, and what is made of it.
+struct Case {
+    dir: tempfile::TempDir,
+    plan: Plan,
+    files: Vec<Arc<SourceFile>>,
+}
+
+impl Case {
+    fn new(max_shard_size: u64) -> Case {
+        let dir = temp();
+        let source = dir.path().join("in");
+        std::fs::create_dir(&source).unwrap();
+        let ranks = checkpoint();
+        write_ranks(&source, &ranks);
+        let catalog = open(&source, 2);
+        let request = json!({
+            "source": {"layout": TABLE, "units": units(&ranks), "degrees": {"tp": 2}},
+            "max_shard_size": max_shard_size,
+            "texts": {"config.json": "{}"},
+        });
+        let plan = make_plan(&catalog, request).unwrap().plan;
+        let files = sources(&catalog, &plan);
+        Case { dir, plan, files }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn roots(&self) -> Vec<PathBuf> {
+        vec![self.path("in")]
+    }
+
+    fn options(&self, resume: bool) -> write::Options {
+        write::Options {
+            threads: 2,
+            memory: 1 << 30,
+            publish: publish::Options { resume, fsync: true, overwrite: false },
+            copies: Vec::new(),
+            values: serde_json::Value::Null,
+            sparse: false,
+            arrays: None,
+            stats: false,
+            expected: false,
+            patience: PATIENCE,
+        }
+    }
+
+    fn alone(&self, out: &str, resume: bool) -> Result<(), Error> {
+        let options = self.options(resume);
+        let out = self.path(out);
+        write::write(&self.plan, &self.files, &self.roots(), &out, &options, &Control::default()).map(|_| ())
+    }
+
+    fn begin(&self, out: &str, parts: usize, resume: bool) -> Result<Begun, Error> {
+        shared::begin(
+            &self.plan,
+            &self.files,
+            &self.roots(),
+            &self.path(out),
+            &self.options(resume),
+            parts,
+            json!({"by": "a test"}),
+            &Control::default(),
+        )
+    }
+
+    /// Makes a part as another process would: it enters the run by itself.
+    fn part(&self, out: &str, part: u32, control: &Control) -> Result<Made, Error> {
+        let out = self.path(out);
+        let shared = self.enter(&out)?;
+        let round = shared.round()?.expect("a round is open");
+        let (options, roots) = (self.options(false), self.roots());
+        shared::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, control)
+    }
+
+    fn enter(&self, out: &Path) -> Result<Shared, Error> {
+        Shared::enter(out, &self.plan.digest(), &write::document(&self.plan), None)
+    }
+
+    fn conclude(&self, begun: Begun) -> Result<(), Error> {
+        let Begun { staging, shared, findings, .. } = begun;
+        let options = self.options(true);
+        shared::conclude(&self.plan, &self.files, staging, &shared, &options, findings, &Control::default())
+            .map(|_| ())
+    }
+}
+
+/// All files of a folder; the manifest without the times at which they were written, and who wrote them.
+fn content(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut files: BTreeMap<String, Vec<u8>> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap())
+        .map(|e| (e.file_name().into_string().unwrap(), std::fs::read(e.path()).unwrap()))
+        .collect();
+    let manifest = files.get_mut("fastshard.manifest.json").unwrap();
+    let mut document: serde_json::Value = serde_json::from_slice(manifest).unwrap();
+    document.as_object_mut().unwrap().remove("provenance");
+    for file in document["files"].as_array_mut().unwrap() {
+        file.as_object_mut().unwrap().remove("mtime_ns");
+    }
+    *manifest = serde_json::to_vec(&document).unwrap();
+    files
+}
+
+#[track_caller]
+fn same(a: &Path, b: &Path) {
+    let (a, b) = (content(a), content(b));
+    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
+    for (name, bytes) in &a {
+        assert!(b[name] == *bytes, "{name} differs");
+    }
+}
+
+#[track_caller]
+fn refused<T>(result: Result<T, Error>, code: Code) -> Error {
+    let Err(error) = result else { panic!("went through") };
+    assert_eq!(error.findings()[0].code, code, "{error}");
+    error
+}
+
+fn left(case: &Case) -> Vec<String> {
+    let names = std::fs::read_dir(case.dir.path()).unwrap();
+    names.map(|e| e.unwrap().file_name().into_string().unwrap()).filter(|n| n.starts_with('.')).collect()
+}
+
+#[test]
+fn parts_made_in_any_order_come_to_the_result_of_one_process() {
+    for max_shard_size in [400_000, 1 << 40] {
+        let case = Case::new(max_shard_size);
+        case.alone("alone", false).unwrap();
+        for parts in [1usize, 2, 3, 7] {
+            let out = format!("out{parts}");
+            let begun = case.begin(&out, parts, false).unwrap();
+            let largest = begun.bytes.iter().max().unwrap() - begun.bytes.iter().min().unwrap();
+            assert!(largest <= 1 << 20, "{:?}", begun.bytes);
+            let mut order: Vec<u32> = (0..parts as u32).collect();
+            order.sort_by_key(|part| mix(u64::from(*part) + max_shard_size));
+            std::thread::scope(|scope| {
+                for half in order.chunks(order.len().div_ceil(2)) {
+                    let (case, out) = (&case, &out);
+                    scope.spawn(move || {
+                        for &part in half {
+                            assert_eq!(case.part(out, part, &Control::default()).unwrap(), Made::Now);
+                            assert_eq!(case.part(out, part, &Control::default()).unwrap(), Made::Before);
+                        }
+                    });
+                }
+            });
+            assert!(!case.path(&out).exists());
+            case.conclude(begun).unwrap();
+            same(&case.path("alone"), &case.path(&out));
+            let manifest = std::fs::read(case.path(&out).join("fastshard.manifest.json")).unwrap();
+            let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
+            assert_eq!(manifest["provenance"]["parts"].as_array().unwrap().len(), parts);
+            assert_eq!(left(&case), Vec::<String>::new());
+        }
+    }
+}
+
+#[test]
+fn what_is_missing_is_named_and_made_by_another_number_of_parts() {
+    let case = Case::new(400_000);
+    case.alone("alone", false).unwrap();
+    for (parts, made, again) in [(4usize, vec![0u32, 2], 3usize), (3, vec![], 2), (2, vec![1], 1)] {
+        let out = format!("out{parts}");
+        let begun = case.begin(&out, parts, false).unwrap();
+        for &part in &made {
+            case.part(&out, part, &Control::default()).unwrap();
+        }
+        let error = refused(case.conclude(begun), codes::PART_MISSING);
+        assert_eq!(error.findings().len(), parts - made.len(), "{error}");
+        assert!(!case.path(&out).exists());
+        refused(case.begin(&out, parts, false), codes::LEFTOVER_RUN);
+        let begun = case.begin(&out, again, true).unwrap();
+        let whole: u64 = case.plan.outputs.iter().map(|o| o.nbytes()).sum();
+        let rest = whole * (parts - made.len()) as u64 / parts as u64;
+        let divided: u64 = begun.bytes.iter().sum();
+        assert!(divided.abs_diff(rest) < 1 << 20, "only what is missing is made: {divided} of {whole}");
+        for part in 0..again as u32 {
+            case.part(&out, part, &Control::default()).unwrap();
+        }
+        case.conclude(begun).unwrap();
+        same(&case.path("alone"), &case.path(&out));
+        assert_eq!(left(&case), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_stopped_part_is_continued_by_another_one_and_by_one_process() {
+    let case = Case::new(400_000);
+    case.alone("alone", false).unwrap();
+    for i in 0..cases(12) as u64 {
+        let out = format!("out{i}");
+        let begun = case.begin(&out, 2, false).unwrap();
+        let control = Control::default();
+        let until = mix(i) % 1_200_000;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while control.done.load(Ordering::Relaxed) < until && !control.cancel.load(Ordering::Relaxed)
+                {
+                    std::thread::yield_now();
+                }
+                control.cancel.store(true, Ordering::Relaxed);
+            });
+            let stopped = case.part(&out, 0, &control);
+            assert!(stopped.is_ok() || stopped.is_err_and(|error| error.is_interrupt()));
+            control.cancel.store(true, Ordering::Relaxed);
+        });
+        case.part(&out, 1, &Control::default()).unwrap();
+        match i % 3 {
+            0 => {
+                case.part(&out, 0, &Control::default()).unwrap();
+                case.conclude(begun).unwrap();
+            }
+            1 => {
+                drop(begun);
+                case.alone(&out, true).unwrap();
+            }
+            _ => {
+                drop(begun);
+                let begun = case.begin(&out, 2, true).unwrap();
+                for part in 0..2 {
+                    case.part(&out, part, &Control::default()).unwrap();
+                }
+                case.conclude(begun).unwrap();
+            }
+        }
+        same(&case.path("alone"), &case.path(&out));
+    }
+    assert_eq!(left(&case), Vec::<String>::new());
+}
+
+#[test]
+fn a_run_that_is_not_there_is_not_made() {
+    let case = Case::new(400_000);
+    refused(case.part("out", 0, &Control::default()), codes::NO_SUCH_PATH);
+    assert_eq!(left(&case), Vec::<String>::new());
+    let begun = case.begin("out", 2, false).unwrap();
+    let enter = |nonce: &str| {
+        Shared::enter(&case.path("out"), &case.plan.digest(), &write::document(&case.plan), Some(nonce))
+    };
+    let nonce = begun.shared.run.nonce.clone();
+    assert_eq!(enter(&nonce).unwrap().run.nonce, nonce);
+    refused(enter("0123"), codes::LEFTOVER_RUN);
+    refused(case.part("out", 2, &Control::default()), codes::USAGE);
+}
