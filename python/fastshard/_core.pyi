@@ -14,19 +14,24 @@ __all__ = [
     "Catalog",
     "CoreError",
     "Draft",
+    "Meeting",
     "Plan",
     "ResultWriter",
     "Rule",
     "Table",
     "__version__",
     "anonymous_memory",
+    "begin_parts",
     "codes_table",
+    "commit",
     "dcp_metadata",
     "exit_code",
     "format_finding",
     "histogram_edges",
+    "make_part",
     "manifest_entry",
     "manifest_files",
+    "shared_run",
     "vocabulary",
 ]
 
@@ -242,12 +247,16 @@ class Plan:
         arrays: StoreWriter | None = None,
         paths: tuple[list[tuple[str, str]], list[str]] | None = None,
         tell: Callable[[str], None] | None = None,
+        meeting: Meeting | None = None,
+        about: str | None = None,
     ) -> str:
         """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some;
         `tell` is called with the JSON of a finding that is to be said before the work.
 
         `paths` are the files that go along, (name there, path), and what `out` must lie apart from; none, and
         the roots, if not given.
+
+        With `meeting` the ranks there do it together; `about` is kept with the run.
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """
@@ -264,6 +273,21 @@ class Plan:
         """
 
 @final
+class Meeting:
+    """A rank that has met the others of a run at its destination."""
+
+    def __new__(cls, out: str | PathLike[str], about: str) -> Meeting:
+        """Meets: `about` is JSON of ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and ``hosts``."""
+    def ranks(self) -> str:
+        """JSON array of ``rank``, ``host``, ``pid``, ``storage``."""
+    def stop(self, findings: str) -> None:
+        """Says why this rank stops, so that the others do too."""
+    def done(self) -> None:
+        """Says that this rank has nothing left to do."""
+    def close(self) -> None:
+        """Takes leave."""
+
+@final
 class ResultWriter:
     """A result written tensor by tensor."""
 
@@ -276,6 +300,42 @@ class ResultWriter:
         """Publishes: JSON with manifest and findings."""
     def abort(self) -> None:
         """Removes everything that was written."""
+
+def begin_parts(
+    plan: Plan,
+    out: str | PathLike[str],
+    options: str,
+    parts: int,
+    about: str,
+    paths: tuple[list[tuple[str, str]], list[str]],
+) -> str:
+    """Begins a run of so many parts, or its next round: JSON of ``run``, ``folder``, ``round``, ``bytes``, ``findings``."""
+
+def make_part(
+    plan: Plan,
+    out: str | PathLike[str],
+    options: str,
+    nonce: str,
+    part: int,
+    paths: tuple[list[tuple[str, str]], list[str]],
+    progress: _Progress = None,
+) -> bool:
+    """Makes a part of a run; False if it was made before."""
+
+def commit(
+    plan: Plan,
+    out: str | PathLike[str],
+    options: str,
+    nonce: str,
+    arrays: StoreWriter | None,
+    paths: tuple[list[tuple[str, str]], list[str]],
+    progress: _Progress = None,
+    tell: Callable[[str], None] | None = None,
+) -> str:
+    """Judges what the parts have made, and publishes: JSON with manifest and findings."""
+
+def shared_run(out: str | PathLike[str], nonce: str) -> str:
+    """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
 def codes_table() -> str:
     """The table of finding codes, as JSON."""

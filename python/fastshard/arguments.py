@@ -87,7 +87,7 @@ def value(name: str, given: Any) -> Any:
     """
     if name in _LISTS:
         return _words(name, given)
-    if name in _NUMBERS or (name in _NUMBERS_OR_NONE and given is not None):
+    if name in _NUMBERS or (name in (*_NUMBERS_OR_NONE, "world") and given is not None):
         return _number(name, given)
     if name == "subset" and given is not None:
         return _pair(name, given)

@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions, placing
+from . import _core, budget, companions, placing, ranks, regular
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
-from .manifests import Manifest, beside, expected_by, run_options
+from .manifests import MANIFEST_NAME, MAX_MANIFEST, Expected, Manifest, beside, expected_by, run_options
 from .options import PLANNING, Merging, Planned, StrPath, Writing
 from .planning import Plan, make_plan
 from .progress import Progress, Report
@@ -120,6 +122,9 @@ def convert(
     sparse: bool = False,
     stats: bool = False,
     progress: Report = False,
+    rank: int | str | None = None,
+    world: int | None = None,
+    timeout: float | None = None,
     **options: Unpack[Writing],
 ) -> Manifest:
     """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
@@ -141,6 +146,10 @@ def convert(
         stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
         progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
             end with all of them done. It may raise to stop the run.
+        rank: this process's rank where several make the result together, on one host or many: a number from 0, or
+            ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike. None: one process.
+        world: how many ranks there are, where no launcher says so.
+        timeout: seconds that ranks wait for one another; default 600.
         options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
 
     Returns:
@@ -152,45 +161,141 @@ def convert(
             ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
             ``FS519`` if it came too late and the result is published.
     """
+    this, wait = ranks.rank_of(rank, world), ranks.seconds(timeout)
+    asked: dict[str, Any] = {
+        "to": to,
+        "resume": resume,
+        "overwrite": overwrite,
+        "sparse": sparse,
+        "stats": stats,
+    }
+    alike = ranks.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
+    if this is not None and not overwrite and (done := _done(source, out, to, expect, tokenizer, options)):
+        return done
+    with ranks.met(out, this, wait, alike) as meeting, Progress(progress) as bar:
+        job = prepared(source, to, expect, tokenizer, memory, threads, options, bar)
+        writing: dict[str, Any] = {
+            "resume": resume,
+            "overwrite": overwrite,
+            "fsync": fsync,
+            "sparse": sparse,
+            "stats": stats,
+        }
+        if this is not None:
+            writing["patience"] = ranks.patience(wait)
+        with carrying(job.made.core):
+            written = job.made.core.write(
+                os.fspath(out),
+                job.options(**writing),
+                bar.phase("writing"),
+                array_writer.writer() if job.made.writes_arrays else None,
+                (job.copies, job.checkpoint.listing.given()),
+                bar.tell,
+                meeting=meeting.core if meeting else None,
+            )
+            return job.manifest(written)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan and all that is needed to carry it out."""
+
+    checkpoint: Checkpoint
+    made: Plan
+    #: Memory, threads and the like.
+    run: dict[str, Any]
+    #: Files that go along with the result: (name, path).
+    copies: list[tuple[str, str]]
+    #: True if the source was compared with a manifest, so that nothing in it can be swapped.
+    settled: bool
+    #: What was found before the work.
+    findings: list[Finding]
+
+    def options(self, *, stats: bool, **writing: Any) -> str:
+        """How to write, as the core takes it."""
+        return json.dumps({
+            **self.run,
+            **writing,
+            "stats": "full" if stats else "nothing",
+            "values": self.made.source.values,
+            "expected": self.settled,
+        })  # fmt: skip
+
+    def manifest(self, written: str) -> Manifest:
+        """The manifest of what the core has written."""
+        outcome = json.loads(written)
+        found = [Finding.from_dict(f) for f in outcome["findings"]]
+        return Manifest(outcome["manifest"], [*self.findings, *found])
+
+
+def prepared(
+    source: Source,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    memory: str | int | None,
+    threads: int | None,
+    options: Mapping[str, Any],
+    bar: Progress,
+) -> Job:
+    """Opens, plans, and compares with what is expected; arguments as for :func:`convert`.
+
+    Raises:
+        FastshardError: with all findings that keep the result from being made.
+    """
+    expected, checkpoint, made, words = _planned(source, to, expect, tokenizer, options)
+    raise_errors(made.findings)
+    # The default grows with what the plan takes.
+    run = run_options(memory, threads, checkpoint.opened.catalog)
+    with carrying(made.core):
+        findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
+    raise_errors(findings)
+    # What was compared with a manifest is where it belongs.
+    settled = (expected.manifest or beside(checkpoint)) is not None
+    planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
+    copies = _along(made, words, given=tokenizer is not None)
+    return Job(checkpoint, made, run, copies, settled, [*planned, *findings])
+
+
+def _planned(
+    source: Source,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    options: Mapping[str, Any],
+) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
     request = Request(to, options=placing.of(planning), tokenizer=words, **planning)
-    made = make_plan(checkpoint.opened, request)
-    raise_errors(made.findings)
-    # The default grows with what the plan takes.
-    run = run_options(memory, threads, checkpoint.opened.catalog)
-    with carrying(made.core), Progress(progress) as bar:
-        findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
-        raise_errors(findings)
-        # What was compared with a manifest is where it belongs.
-        settled = (expected.manifest or beside(checkpoint)) is not None
-        planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
-        copies = _along(made, words, given=tokenizer is not None)
-        options_json = json.dumps({
-            **run,
-            "resume": resume,
-            "overwrite": overwrite,
-            "fsync": fsync,
-            "sparse": sparse,
-            "stats": "full" if stats else "nothing",
-            "values": made.source.values,
-            "expected": settled,
-        })  # fmt: skip
-        arrays = array_writer.writer() if made.writes_arrays else None
-        writing = made.core.write(
-            os.fspath(out),
-            options_json,
-            bar.phase("writing"),
-            arrays,
-            (copies, checkpoint.listing.given()),
-            bar.tell,
-        )
-        outcome = json.loads(writing)
-        found = [Finding.from_dict(f) for f in outcome["findings"]]
-        return Manifest(outcome["manifest"], [*planned, *findings, *found])
+    return expected, checkpoint, make_plan(checkpoint.opened, request), words
+
+
+def _done(
+    source: Source,
+    out: StrPath,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    options: Mapping[str, Any],
+) -> Manifest | None:
+    """The manifest of a result of the same plan that several processes have published: a rank that comes late has
+    nothing to do."""
+    path = Path(out) / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    document = json.loads(regular.read_bytes(path, MAX_MANIFEST, code="FS518"))
+    if not isinstance(document, dict) or not document.get("provenance"):
+        return None
+    _, _, made, _ = _planned(source, to, expect, tokenizer, options)
+    if document.get("plan") != made.digest:
+        return None
+    told = Finding.of(
+        "FS519", "the result is complete here already: there is nothing left to do", file=str(out)
+    )
+    return Manifest(document, [told])
 
 
 #: The plan that was written last, for :func:`told`.

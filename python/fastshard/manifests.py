@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "fastshard.manifest.json"
 
 #: Bytes at most of a manifest, as for the core.
-_MAX_MANIFEST = 1 << 30
+MAX_MANIFEST = 1 << 30
 
 ProgressCallback = Callable[[int, int], object] | None
 
@@ -180,7 +180,7 @@ def read(path: Path) -> dict[str, Any]:
         FastshardError: ``FS518`` if it is none.
     """
     try:
-        document = json.loads(regular.read_bytes(path, _MAX_MANIFEST, code="FS518"))
+        document = json.loads(regular.read_bytes(path, MAX_MANIFEST, code="FS518"))
     except (ValueError, RecursionError) as error:
         raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":

@@ -76,6 +76,9 @@ class Merging(Writing, total=False):
     sparse: bool
     stats: bool
     progress: Any
+    rank: int | Literal["auto"] | None
+    world: int | None
+    timeout: float | None
 
 
 #: Options that shape a plan.

@@ -121,6 +121,35 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     add_stats(group)
 
 
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Which of several processes this one is: :func:`ranked`."""
+    group = parser.add_argument_group("several processes, on one host or many")
+    group.add_argument(
+        "--rank",
+        type=_rank,
+        metavar="I",
+        help="this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one process)",
+    )
+    group.add_argument(
+        "--world", type=int, metavar="N", help="how many ranks there are, where no launcher says so"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long ranks wait for one another (default: 600)",
+    )
+
+
+def _rank(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def ranked(a: argparse.Namespace) -> dict[str, Any]:
+    """Options of a process among several."""
+    return {"rank": a.rank, "world": a.world, "timeout": a.timeout}
+
+
 def add_tokenizer(parser: argparse._ActionsContainer) -> None:
     """``--tokenizer`` of what a model is written with."""
     parser.add_argument(

@@ -5,6 +5,7 @@
 
 mod calls;
 mod drafts;
+mod ranks;
 mod stores;
 mod tables;
 
@@ -90,6 +91,26 @@ struct RunOptions {
 
 fn patience() -> f64 {
     5.0
+}
+
+impl RunOptions {
+    /// How to write with them.
+    fn writing(self, copies: Vec<(String, PathBuf)>, arrays: Option<Py<PyAny>>) -> write::Options {
+        let patience = std::time::Duration::try_from_secs_f64(self.patience);
+        write::Options {
+            threads: self.threads,
+            memory: self.memory,
+            publish: publish::Options { overwrite: self.overwrite, resume: self.resume, fsync: self.fsync },
+            copies,
+            values: self.values,
+            sparse: self.sparse,
+            arrays: arrays
+                .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
+            stats: self.stats == Statistics::Full,
+            expected: self.expected,
+            patience: patience.unwrap_or(std::time::Duration::MAX),
+        }
+    }
 }
 
 /// Statistics that a run gathers.
@@ -357,6 +378,11 @@ impl Plan {
         self.hashed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Keeps what a write came to.
+    fn remember(&self, told: Vec<Finding>) {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = told;
+    }
+
     fn refuse_errors(&self) -> PyResult<()> {
         if self.findings.iter().any(|f| f.severity == Severity::Error) {
             return Err(raise(Error::from(self.findings.clone())));
@@ -496,7 +522,8 @@ impl Plan {
     /// Writes and publishes; returns `{"manifest", "findings"}`.
     /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
     /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
-    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None))]
+    /// With `meeting` it does so together with the other ranks there, and `about` is kept for those that go on.
+    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None, meeting=None, about=None))]
     #[allow(clippy::too_many_arguments)] // as Python passes them
     fn write(
         &self,
@@ -507,32 +534,30 @@ impl Plan {
         arrays: Option<Py<PyAny>>,
         paths: Option<Paths>,
         tell: Option<Py<PyAny>>,
+        meeting: Option<&ranks::Meeting>,
+        about: Option<&str>,
     ) -> PyResult<String> {
         self.refuse_errors()?;
-        let options = RunOptions::parse(options)?;
         let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
-        let write_options = write::Options {
-            threads: options.threads,
-            memory: options.memory,
-            publish: publish::Options {
-                overwrite: options.overwrite,
-                resume: options.resume,
-                fsync: options.fsync,
-            },
-            copies,
-            values: options.values,
-            sparse: options.sparse,
-            arrays: arrays
-                .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
-            stats: options.stats == Statistics::Full,
-            expected: options.expected,
-            patience: std::time::Duration::try_from_secs_f64(options.patience)
-                .unwrap_or(std::time::Duration::MAX),
-        };
+        let write_options = RunOptions::parse(options)?.writing(copies, arrays);
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        let meeting = meeting.map(ranks::Meeting::inner).transpose()?;
+        let about = about.map(serde_json::from_str).transpose().map_err(json_error)?.unwrap_or_default();
         let ended = run_telling(py, progress, tell, {
             let out = out.clone();
-            move |control| write::write(&plan, &files, &roots, &out, &write_options, control)
+            move |control| match meeting {
+                Some(meeting) => write::write_together(
+                    &plan,
+                    &files,
+                    &roots,
+                    &out,
+                    &write_options,
+                    &meeting,
+                    about,
+                    control,
+                ),
+                None => write::write(&plan, &files, &roots, &out, &write_options, control),
+            }
         });
         *self.told.lock().unwrap_or_else(PoisonError::into_inner) =
             ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
@@ -720,9 +745,14 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Catalog>()?;
     m.add_class::<drafts::Draft>()?;
     m.add_class::<Plan>()?;
+    m.add_class::<ranks::Meeting>()?;
     m.add_class::<ResultWriter>()?;
     m.add_class::<tables::Table>()?;
     m.add_class::<tables::Rule>()?;
+    m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::make_part, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::commit, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::shared_run, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;

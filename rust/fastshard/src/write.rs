@@ -8,6 +8,7 @@ pub mod shared;
 mod sink;
 #[cfg(test)]
 mod tests;
+mod together;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -31,6 +32,7 @@ use arrays::Arrays;
 pub use arrays::{Array, ArrayWriter};
 use shared::Prior;
 use sink::StagedSink;
+pub use together::write_together;
 
 /// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;

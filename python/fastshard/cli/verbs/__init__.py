@@ -10,10 +10,11 @@ from .inspect import INSPECT
 from .manifest import MANIFEST
 from .masters import MASTERS
 from .plan import PLAN
+from .probe import PROBE
 from .stats import STATS
 from .verify import VERIFY
 
 #: In the order of ``fastshard --help``.
 VERBS: tuple[Verb, ...] = (
-    INSPECT, MERGE, CONVERT, PLAN, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
+    INSPECT, MERGE, CONVERT, PLAN, PROBE, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
 )  # fmt: skip

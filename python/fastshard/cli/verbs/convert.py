@@ -8,6 +8,7 @@ from ...convert import convert as convert_checkpoint
 from ...manifests import MANIFEST_NAME
 from ..arguments import (
     add_common,
+    add_ranks,
     add_shaping,
     add_source,
     add_target,
@@ -15,6 +16,7 @@ from ..arguments import (
     opening,
     placing,
     progress,
+    ranked,
     shape,
 )
 from ..render import human
@@ -28,6 +30,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
         add_target(parser, required=True)
     add_shaping(parser)
     add_writing(parser)
+    add_ranks(parser)
     add_common(parser)
 
 
@@ -42,7 +45,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         shaping |= placing(a)
     manifest = convert_checkpoint(
         a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=progress(a), **shaping, **opening(a),
+        overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=progress(a), **ranked(a), **shaping, **opening(a),
     )  # fmt: skip
     document = manifest.document
     files = manifest.tensor_files

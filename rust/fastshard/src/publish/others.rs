@@ -1,7 +1,7 @@
 //! What interrupted runs of other plans have left at the same destination: never continued, and named, since it takes up
 //! space and may hold what was there before.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
 use super::disk::Dir;
@@ -20,26 +20,32 @@ const NAMED: usize = 8;
 /// A warning for each folder of another run whose owner is gone. What cannot be looked at is passed over: this run does
 /// not depend on it.
 pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
-    let own = place.folder.as_bytes();
     if !place.inside && !place.is_named_whole() {
         // Another destination's folders may begin alike.
         return Vec::new();
     }
-    let (prefix, _) = own.split_at(own.len() - DIGITS);
-    let is_run = |name: &OsStr| {
-        let digits = name.as_bytes().strip_prefix(prefix);
-        name != place.folder
-            && digits.is_some_and(|run| run.len() == DIGITS && run.iter().all(u8::is_ascii_hexdigit))
-    };
-    let mut names = place.base.entries().unwrap_or_default();
-    names.retain(|name| is_run(name));
-    names.sort();
-    let folders = names.iter().filter_map(|name| place.base.sub(name).ok());
+    let names = folders(place);
+    let folders =
+        names.iter().filter(|name| **name != place.folder).filter_map(|name| place.base.sub(name).ok());
     folders
         .filter(|folder| lock::is_held(folder) == Some(false))
         .take(NAMED)
         .map(|folder| warning(&folder, version))
         .collect()
+}
+
+/// Names of the staging folders of a destination, those of all runs.
+pub(super) fn folders(place: &Place) -> Vec<OsString> {
+    let own = place.folder.as_bytes();
+    let (prefix, _) = own.split_at(own.len() - DIGITS);
+    let is_run = |name: &OsStr| {
+        let digits = name.as_bytes().strip_prefix(prefix);
+        digits.is_some_and(|run| run.len() == DIGITS && run.iter().all(u8::is_ascii_hexdigit))
+    };
+    let mut names = place.base.entries().unwrap_or_default();
+    names.retain(|name| is_run(name));
+    names.sort();
+    names
 }
 
 fn warning(folder: &Dir, version: Option<u32>) -> Finding {

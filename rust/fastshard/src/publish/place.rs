@@ -14,6 +14,8 @@ use crate::error::{Finding, Result};
 
 /// Bytes of a destination's name in that of its staging folder.
 const MAX_SHOWN: usize = 200;
+/// What the folder in which ranks meet is called, after the destination's name.
+const MEETING: &str = ".fastshard-ranks";
 /// What is said of another run's folder in a destination.
 const IN_THE_WAY: &str =
     "an interrupted run of another plan: the command that it was, with --resume, continues it; removing it makes room";
@@ -115,7 +117,7 @@ impl Place {
         let meta = out.meta().at(&self.out, "cannot stat")?;
         let (inode, mode) = (meta.st_ino, meta.st_mode);
         let entries = out.entries().at(&self.out, "cannot list")?;
-        let mut others = entries.into_iter().filter(|e| Some(&**e) != self.own());
+        let mut others = entries.into_iter().filter(|e| !self.is_own(e));
         Ok(match others.next() {
             Some(entry) => Occupied::Full { inode, mode, entry },
             None => Occupied::Empty { inode, mode },
@@ -125,6 +127,20 @@ impl Place {
     /// The entry of the destination that is the staging folder.
     pub(super) fn own(&self) -> Option<&OsStr> {
         self.inside.then_some(&*self.folder)
+    }
+
+    /// True for entries of the destination that are this program's: the staging folder, and that in which ranks meet.
+    pub(super) fn is_own(&self, entry: &OsStr) -> bool {
+        self.inside && (entry == self.folder || entry == MEETING)
+    }
+
+    /// The entry of the base in which ranks of a run towards this destination meet, whatever the run.
+    pub(super) fn meeting_name(&self) -> OsString {
+        if self.inside {
+            return MEETING.into();
+        }
+        let shown = &self.name.as_bytes()[..self.name.len().min(MAX_SHOWN)];
+        OsStr::from_bytes(&[b".", shown, MEETING.as_bytes()].concat()).to_os_string()
     }
 
     /// The finding for a destination that may not be replaced, if it is one. An interrupted run that waits for

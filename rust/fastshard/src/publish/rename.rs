@@ -195,7 +195,7 @@ fn refuse_others(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()
     for name in out.entries().at(out.path(), "cannot list")? {
         let waits = data.has(&name).at(data.path(), "cannot stat")?;
         let moved = name.to_str().is_some_and(|n| seal.names.iter().any(|s| s == n) && !waits);
-        if !moved && Some(&*name) != place.own() {
+        if !moved && !place.is_own(&name) {
             return Err(conflict(place, Some(name.to_string_lossy().into_owned())));
         }
     }

@@ -51,6 +51,7 @@ use super::file::OutFile;
 use super::folder::{check_owner, entries, is_data, MAX_OWN};
 use super::member::{self, Log, Member, Watch, Who, EVIDENCE, MEMBER};
 use super::mounts;
+use super::others;
 use super::place::Place;
 use super::process::Process;
 use crate::codes;
@@ -191,6 +192,36 @@ impl Shared {
             }
             _ => Ok(shared),
         }
+    }
+
+    /// The run towards `out` whose nonce begins with `nonce`, whatever its plan.
+    ///
+    /// Errors: `NO_SUCH_PATH` if there is none.
+    pub fn called(out: &Path, nonce: &str) -> Result<Shared> {
+        let place = Place::find(out, &"0".repeat(16))?;
+        let absent = || {
+            Finding::new(codes::NO_SUCH_PATH, format!("no run called {nonce} is here"))
+                .file(&place.out)
+                .expected(
+                    "the run where it was begun",
+                    format!("nothing of it on {}", mounts::told(place.base.path())),
+                )
+                .help("it was begun on another disk than this host's, or has ended")
+        };
+        if nonce.len() < 8 {
+            return Err(Finding::new(codes::USAGE, "a run is called by 8 digits at least")
+                .expected("as it was printed", nonce)
+                .into());
+        }
+        for name in others::folders(&place) {
+            let Ok(folder) = place.base.sub(&name) else { continue };
+            check_owner(&place, &folder)?;
+            match Shared::find(&folder)? {
+                Some(shared) if shared.run.nonce.starts_with(nonce) => return Ok(shared),
+                _ => {}
+            }
+        }
+        Err(absent().into())
     }
 
     /// Path of the staging folder.

@@ -489,6 +489,31 @@ pub(super) fn go_on_alone(
     }
 }
 
+/// Concludes the run called `nonce`, as a process that has not begun it.
+///
+/// # Errors
+/// As [`conclude`]; `FS501` if the run is not there.
+pub fn commit(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    out: &Path,
+    nonce: &str,
+    options: &Options,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
+    let run = plan.digest();
+    let shared = Shared::enter(out, &run, &document(plan), Some(nonce))?;
+    engine::admit(plan, &engine_options(plan, options, shared.path()))?;
+    let publish = publish::Options { resume: true, ..options.publish };
+    let staging = Staging::begin(out, &run, &document(plan), &publish)?;
+    let findings = staging.left_beside(plan.version);
+    if staging.sealed() {
+        return super::roll_forward(staging, plan, out, findings, control);
+    }
+    refuse_living(&shared, options.patience, control)?;
+    conclude(plan, files, staging, &shared, options, findings, control)
+}
+
 /// Takes the run over, and puts together what its parts have made.
 fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared) -> Result<Prior> {
     let sizes = work_of(shared)?.sizes();

@@ -1,0 +1,204 @@
+//! Runs of several processes: ranks that meet, and parts that are made one by one.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use fastshard::codes;
+use fastshard::error::Finding;
+use fastshard::manifest::Manifest;
+use fastshard::publish::meeting;
+use fastshard::publish::shared::Shared;
+use fastshard::write::{self, shared};
+use pyo3::prelude::*;
+use serde_json::json;
+
+use crate::calls::{run, run_telling};
+use crate::{json_error, raise, to_json, Paths, Plan, RunOptions};
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct About {
+    rank: u32,
+    world: u32,
+    timeout: f64,
+    #[serde(default)]
+    words: BTreeMap<String, serde_json::Value>,
+    #[serde(default)]
+    hosts: Vec<String>,
+}
+
+fn seconds(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+}
+
+/// A rank that has met the others.
+#[pyclass(frozen, module = "fastshard._core")]
+pub(crate) struct Meeting {
+    inner: Mutex<Option<Arc<meeting::Meeting>>>,
+}
+
+impl Meeting {
+    pub(crate) fn inner(&self) -> PyResult<Arc<meeting::Meeting>> {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        inner.ok_or_else(|| raise(Finding::new(codes::USAGE, "the meeting is over").into()))
+    }
+}
+
+#[pymethods]
+impl Meeting {
+    /// Meets the other ranks at `out`.
+    #[new]
+    fn new(py: Python<'_>, out: PathBuf, about: &str) -> PyResult<Self> {
+        let about: About = serde_json::from_str(about).map_err(json_error)?;
+        let about = meeting::About {
+            rank: about.rank,
+            world: about.world,
+            timeout: seconds(about.timeout),
+            words: about.words,
+            hosts: about.hosts,
+        };
+        let met = run(py, None, move |control| {
+            let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
+            meeting::Meeting::begin(&out, about, &go_on).map(Arc::new)
+        });
+        Ok(Meeting { inner: Mutex::new(Some(met.settle(None)?)) })
+    }
+
+    /// What each rank said of itself: of all for rank 0, of rank 0 and this one for the others.
+    fn ranks(&self) -> PyResult<String> {
+        let cards = self.inner()?.cards();
+        let told: Vec<_> = cards
+            .iter()
+            .map(|card| json!({"rank": card.rank, "host": card.process.host, "pid": card.process.pid, "storage": card.storage}))
+            .collect();
+        to_json(&told)
+    }
+
+    /// Says why this rank stops, so that the others do too: a JSON array of findings.
+    fn stop(&self, findings: &str) -> PyResult<()> {
+        let findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
+        self.inner()?.stop(&findings);
+        Ok(())
+    }
+
+    /// Says that this rank has nothing left to do.
+    fn done(&self) -> PyResult<()> {
+        self.inner()?.published();
+        Ok(())
+    }
+
+    /// Takes leave.
+    fn close(&self, py: Python<'_>) {
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(inner));
+    }
+}
+
+/// Begins a run of `parts` parts, or its next round: `{"run", "folder", "round", "bytes", "findings"}`.
+#[pyfunction]
+#[pyo3(signature = (plan, out, options, parts, about, paths))]
+pub(crate) fn begin_parts(
+    py: Python<'_>,
+    plan: &Plan,
+    out: PathBuf,
+    options: &str,
+    parts: usize,
+    about: &str,
+    paths: Paths,
+) -> PyResult<String> {
+    plan.refuse_errors()?;
+    let (copies, roots) = paths;
+    let options = RunOptions::parse(options)?.writing(copies, None);
+    let about = serde_json::from_str(about).map_err(json_error)?;
+    let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
+    let begun = run(py, None, move |control| {
+        let begun = shared::begin(&plan, &files, &roots, &out, &options, parts, about, control)?;
+        let folder = begun.staging.folder().display().to_string();
+        Ok((
+            begun.shared.run.nonce,
+            folder,
+            begun.round.map(|round| round.number),
+            begun.bytes,
+            begun.findings,
+        ))
+    });
+    let (nonce, folder, round, bytes, findings) = begun.settle(None)?;
+    to_json(&json!({"run": nonce, "folder": folder, "round": round, "bytes": bytes, "findings": findings}))
+}
+
+/// Makes a part of the run `nonce`; false if it was made before.
+#[pyfunction]
+#[pyo3(signature = (plan, out, options, nonce, part, paths, progress=None))]
+#[allow(clippy::too_many_arguments)] // as Python passes them
+pub(crate) fn make_part(
+    py: Python<'_>,
+    plan: &Plan,
+    out: PathBuf,
+    options: &str,
+    nonce: String,
+    part: u32,
+    paths: Paths,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<bool> {
+    plan.refuse_errors()?;
+    let (copies, roots) = paths;
+    let options = RunOptions::parse(options)?.writing(copies, None);
+    let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
+    let made = run(py, progress, move |control| {
+        let shared = Shared::enter(&out, &plan.digest(), &write::document(&plan), Some(&nonce))?;
+        let Some(round) = shared.round()? else {
+            return Err(Finding::new(
+                codes::LEFTOVER_RUN,
+                "no round of this run is open: it was never wholly begun",
+            )
+            .file(shared.path())
+            .help("begin it once more, with --resume")
+            .into());
+        };
+        shared::make_part(&plan, &files, &roots, &out, &shared, &round, part, &options, control)
+    });
+    Ok(made.settle(None)? == shared::Made::Now)
+}
+
+/// Concludes the run `nonce`, all of whose parts are made: `{"manifest", "findings"}`.
+#[pyfunction]
+#[pyo3(signature = (plan, out, options, nonce, arrays, paths, progress=None, tell=None))]
+#[allow(clippy::too_many_arguments)] // as Python passes them
+pub(crate) fn commit(
+    py: Python<'_>,
+    plan: &Plan,
+    out: PathBuf,
+    options: &str,
+    nonce: String,
+    arrays: Option<Py<PyAny>>,
+    paths: Paths,
+    progress: Option<Py<PyAny>>,
+    tell: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    plan.refuse_errors()?;
+    let (copies, _) = paths;
+    let options = RunOptions::parse(options)?.writing(copies, arrays);
+    let (held, files) = (Arc::clone(&plan.plan), plan.files.clone());
+    let ended = run_telling(py, progress, tell, {
+        let out = out.clone();
+        move |control| shared::commit(&held, &files, &out, &nonce, &options, control)
+    });
+    plan.remember(ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
+    let (manifest, findings) = ended.settle(Some(&out))?;
+    to_json(&json!({"manifest": manifest, "findings": findings}))
+}
+
+/// What is written of the run `nonce` (or the beginning of it) towards `out`: `{"run", "folder", "about", "parts", "missing"}`.
+#[pyfunction]
+pub(crate) fn shared_run(out: PathBuf, nonce: &str) -> PyResult<String> {
+    let shared = Shared::called(&out, nonce).map_err(raise)?;
+    let round = shared.round().map_err(raise)?;
+    let missing =
+        round.as_ref().map(|round| shared::missing_parts(&shared, round)).transpose().map_err(raise)?;
+    to_json(&json!({
+        "run": shared.run.nonce, "folder": shared.path(), "about": shared.run.work["about"],
+        "parts": round.map(|round| round.parts), "missing": missing,
+    }))
+}

@@ -1,0 +1,154 @@
+//! A run by ranks that have met: rank 0 begins and concludes, all make parts, nobody goes on alone.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::shared::{self, Begun};
+use super::{document, go_on, is_running, resumable, roll_forward, Options, Roots};
+use crate::codes;
+use crate::engine::Control;
+use crate::error::{Error, Finding, Result};
+use crate::manifest::{Manifest, MANIFEST_NAME};
+use crate::plan::Plan;
+use crate::publish::meeting::{Meeting, Opened};
+use crate::publish::shared::Shared;
+use crate::storage::SourceFile;
+
+/// Time between two looks at what the others do.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Writes and publishes a plan's result together with the other ranks of `meeting`, which hold the same plan.
+///
+/// # Errors
+/// As [`super::write`], here and for what another rank stopped for; `FS523` if one is gone; `FS524` if ranks hold
+/// different plans.
+#[allow(clippy::too_many_arguments)]
+pub fn write_together(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    roots: &Roots,
+    out: &Path,
+    options: &Options,
+    meeting: &Meeting,
+    about: serde_json::Value,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
+    let run = Together { plan, files, roots, out, options, meeting, control };
+    let done = run.agree().and_then(|()| match meeting.rank() {
+        0 => run.lead(about),
+        _ => run.follow(),
+    });
+    match &done {
+        Err(error) if !error.is_after_publishing() => meeting.stop(error.findings()),
+        _ => meeting.published(),
+    }
+    done
+}
+
+struct Together<'a> {
+    plan: &'a Plan,
+    files: &'a [Arc<SourceFile>],
+    roots: &'a Roots,
+    out: &'a Path,
+    options: &'a Options,
+    meeting: &'a Meeting,
+    control: &'a Control,
+}
+
+impl Together<'_> {
+    fn agree(&self) -> Result<()> {
+        let sources: Vec<(String, u64)> =
+            self.plan.sources.iter().map(|s| (format!("{}:{}", s.root, s.path), s.size)).collect();
+        self.meeting.agree(&self.plan.digest(), &sources, &|| is_running(self.control))
+    }
+
+    /// Rank 0.
+    fn lead(&self, about: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
+        let Together { plan, files, roots, out, options, meeting, control } = *self;
+        let parts = meeting.world() as usize;
+        let Begun { staging, shared, round, mut findings, .. } =
+            shared::begin(plan, files, roots, out, options, parts, about, control)?;
+        let Some(round) = round else {
+            findings.push(
+                Finding::new(
+                    codes::LEFTOVER_RUN,
+                    "the result was complete already: it is only published now",
+                )
+                .severity(crate::error::Severity::Note)
+                .file(out),
+            );
+            return roll_forward(staging, plan, out, findings, control);
+        };
+        let folder = staging.folder().to_path_buf();
+        let made = || -> Result<()> {
+            meeting.open_run(Opened { run: shared.run.nonce.clone(), round: round.number });
+            self.part(&shared, &round, 0)?;
+            loop {
+                go_on(control)?;
+                let missing = shared::missing_parts(&shared, &round)?;
+                if missing.is_empty() {
+                    return Ok(());
+                }
+                meeting.watch(&|rank| !missing.contains(&rank))?;
+                std::thread::sleep(LOOK);
+            }
+        };
+        made().map_err(|error| resumable(error, &folder))?;
+        shared::conclude(plan, files, staging, &shared, options, findings, control)
+    }
+
+    /// Any other rank.
+    fn follow(&self) -> Result<(Manifest, Vec<Finding>)> {
+        let Together { plan, out, meeting, control, .. } = *self;
+        let opened = meeting.wait_for_run(&|| is_running(control))?;
+        let manifest = || Manifest::read(&out.join(MANIFEST_NAME));
+        if let Some(opened) = &opened {
+            let shared = match Shared::enter(out, &plan.digest(), &document(plan), Some(&opened.run)) {
+                // A rank that was started again comes late: it may be over.
+                Err(_) if self.is_published(&opened.run) => return Ok((manifest()?, Vec::new())),
+                entered => entered?,
+            };
+            let round = shared.round()?.filter(|round| round.number == opened.round).ok_or_else(|| {
+                Finding::new(codes::LOCKED, "another round of this run has begun").file(shared.path())
+            })?;
+            let folder = shared.path().to_path_buf();
+            self.part(&shared, &round, meeting.rank()).map_err(|error| resumable(error, &folder))?;
+        }
+        let is_published = || opened.as_ref().is_some_and(|opened| self.is_published(&opened.run));
+        meeting.wait_for_result(&is_published, &|| is_running(control))?;
+        Ok((manifest()?, Vec::new()))
+    }
+
+    fn is_published(&self, run: &str) -> bool {
+        let manifest = Manifest::read(&self.out.join(MANIFEST_NAME));
+        manifest.is_ok_and(|manifest| manifest.provenance.is_some_and(|made| made.run == run))
+    }
+
+    /// Makes a part, and stops if another rank does.
+    fn part(&self, shared: &Shared, round: &crate::publish::shared::Round, part: u32) -> Result<()> {
+        let Together { plan, files, roots, out, options, meeting, control } = *self;
+        let ended = AtomicBool::new(false);
+        let stopped: Mutex<Option<Error>> = Mutex::new(None);
+        let made = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    if let Err(error) = meeting.watch(&|_| false) {
+                        *stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                        control.cancel.store(true, Ordering::Relaxed);
+                        return;
+                    }
+                    std::thread::sleep(LOOK);
+                }
+            });
+            let made = shared::make_part(plan, files, roots, out, shared, round, part, options, control);
+            ended.store(true, Ordering::Relaxed);
+            made
+        });
+        match (made, stopped.into_inner().unwrap_or_else(PoisonError::into_inner)) {
+            (Err(error), Some(stopped)) if error.is_interrupt() => Err(stopped),
+            (made, _) => made.map(drop),
+        }
+    }
+}
