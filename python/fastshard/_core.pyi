@@ -23,6 +23,7 @@ __all__ = [
     "anonymous_memory",
     "begin_parts",
     "codes_table",
+    "collect",
     "commit",
     "dcp_metadata",
     "exit_code",
@@ -333,6 +334,9 @@ def commit(
     tell: Callable[[str], None] | None = None,
 ) -> str:
     """Judges what the parts have made, and publishes: JSON with manifest and findings."""
+
+def collect(out: str | PathLike[str], abandon: str | None, patience: float, dry: bool) -> str:
+    """Takes away what runs that are over have left: JSON array of ``path``, ``run``, ``fate``."""
 
 def shared_run(out: str | PathLike[str], nonce: str) -> str:
     """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""

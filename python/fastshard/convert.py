@@ -173,7 +173,9 @@ def convert(
     if this is not None and not overwrite and (done := _done(source, out, to, expect, tokenizer, options)):
         return done
     with ranks.met(out, this, wait, alike) as meeting, Progress(progress) as bar:
-        job = prepared(source, to, expect, tokenizer, memory, threads, options, bar)
+        # Each rank compares a part of the source with its manifest, where it has one.
+        share = (this.rank + 1, this.world) if this else (1, 1)
+        job = prepared(source, to, expect, tokenizer, memory, threads, options, bar, share)
         writing: dict[str, Any] = {
             "resume": resume,
             "overwrite": overwrite,
@@ -237,8 +239,10 @@ def prepared(
     threads: int | None,
     options: Mapping[str, Any],
     bar: Progress,
+    share: tuple[int, int] | None,
 ) -> Job:
-    """Opens, plans, and compares with what is expected; arguments as for :func:`convert`.
+    """Opens, plans, and compares part ``share`` (n of t) of the source with what is expected, nothing if None; the other
+    arguments are those of :func:`convert`.
 
     Raises:
         FastshardError: with all findings that keep the result from being made.
@@ -247,9 +251,12 @@ def prepared(
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)
-    with carrying(made.core):
-        findings = expected.check(checkpoint, made, run, bar.phase("verifying the source"))
-    raise_errors(findings)
+    findings: list[Finding] = []
+    if share is not None:
+        part = run if share == (1, 1) else {**run, "subset": share}
+        with carrying(made.core):
+            findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
+        raise_errors(findings)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None
     planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]

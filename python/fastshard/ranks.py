@@ -46,7 +46,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
             "FS515",
             "rank",
             expected=f"0 to {world - 1}, of {world} ranks",
-            got=rank,
+            got=str(rank),
             help="ranks count from 0",
         )
     return Rank(rank, world, "as given")

@@ -171,7 +171,9 @@ class _Run:
         self._stopping.done()
         a, verb, to = self._arguments, self._verb, self._destination
         out = to if result and to is not None else published(findings)
-        not_proven = verb.not_proven(findings) if result and verb and verb.not_proven else None
+        not_proven = (
+            verb.not_proven(findings) if result and result.proof and verb and verb.not_proven else None
+        )
         if a.json:
             document: dict[str, Any] = {"command": a.command, "exit_code": code}
             if to is not None:

@@ -16,6 +16,8 @@ class Result:
 
     text: str = ""
     document: dict[str, Any] = field(default_factory=dict)
+    #: False for what needs no line of what was not proven.
+    proof: bool = True
 
 
 Outcome = tuple[Result, list[Finding]]

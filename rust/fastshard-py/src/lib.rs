@@ -751,6 +751,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<tables::Rule>()?;
     m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::make_part, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::collect, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::commit, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::shared_run, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use fastshard::codes;
 use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
-use fastshard::publish::meeting;
 use fastshard::publish::shared::Shared;
+use fastshard::publish::{gc, meeting};
 use fastshard::write::{self, shared};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -188,6 +188,34 @@ pub(crate) fn commit(
     plan.remember(ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
     let (manifest, findings) = ended.settle(Some(&out))?;
     to_json(&json!({"manifest": manifest, "findings": findings}))
+}
+
+/// Takes away what runs that are over have left: a JSON array of `{"path", "run", "fate"}`.
+#[pyfunction]
+pub(crate) fn collect(
+    py: Python<'_>,
+    out: PathBuf,
+    abandon: Option<String>,
+    patience: f64,
+    dry: bool,
+) -> PyResult<String> {
+    let collected = run(py, None, move |control| {
+        let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
+        gc::collect(&out, abandon.as_deref(), seconds(patience), dry, &go_on)
+    });
+    let fate = |fate| match fate {
+        gc::Fate::Removed => "removed",
+        gc::Fate::Resumable => "resumable",
+        gc::Fate::AtWork => "at_work",
+        gc::Fate::Complete => "complete",
+        gc::Fate::Foreign => "foreign",
+    };
+    let told: Vec<_> = collected
+        .settle(None)?
+        .into_iter()
+        .map(|left| json!({"path": left.path, "run": left.run, "fate": fate(left.fate)}))
+        .collect();
+    to_json(&told)
 }
 
 /// What is written of the run `nonce` (or the beginning of it) towards `out`: `{"run", "folder", "about", "parts", "missing"}`.

@@ -47,6 +47,7 @@ mod disk;
 pub(crate) mod fault;
 mod file;
 mod folder;
+pub mod gc;
 mod journal;
 mod kept;
 mod lock;

@@ -6,9 +6,11 @@ from ..verb import Verb
 from .convert import CONVERT, MERGE
 from .diff import DIFF
 from .explain import EXPLAIN
+from .gc import GC
 from .inspect import INSPECT
 from .manifest import MANIFEST
 from .masters import MASTERS
+from .parts import COMMIT, RUN_PART
 from .plan import PLAN
 from .probe import PROBE
 from .stats import STATS
@@ -16,5 +18,5 @@ from .verify import VERIFY
 
 #: In the order of ``fastshard --help``.
 VERBS: tuple[Verb, ...] = (
-    INSPECT, MERGE, CONVERT, PLAN, PROBE, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
+    INSPECT, MERGE, CONVERT, PLAN, PROBE, RUN_PART, COMMIT, GC, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
 )  # fmt: skip

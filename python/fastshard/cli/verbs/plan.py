@@ -11,21 +11,64 @@ from ... import _core
 from ...convert import plan as plan_of
 from ...errors import FastshardError
 from ...manifests import run_options
+from ...parts import begin
 from ...planning import thread_count
-from ..arguments import add_common, add_shaping, add_source, add_target, add_tokenizer, opened, placing, shape
+from ..arguments import (
+    add_common,
+    add_shaping,
+    add_source,
+    add_target,
+    add_writing,
+    opened,
+    opening,
+    placing,
+    shape,
+)
 from ..render import human, table
 from ..verb import Outcome, Result, Verb
+from .parts import EMITTERS, emitted
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add_target(parser, required=False)
     add_shaping(parser)
-    add_tokenizer(parser)
+    group = parser.add_argument_group("a run in parts (with --parts)")
+    group.add_argument(
+        "--parts", type=int, metavar="N", help="begin a run of N parts towards OUT, and print what makes them"
+    )
+    group.add_argument(
+        "--out", metavar="OUT", help="destination directory, on storage that all who make parts see"
+    )
+    group.add_argument(
+        "--emit", choices=EMITTERS, default="shell", help="what the parts are started by (default: shell)"
+    )
+    add_writing(parser)
     add_common(parser)
 
 
+def _begin(a: argparse.Namespace) -> Outcome:
+    """Begins a run in parts: the commands that make them."""
+    if a.out is None:
+        raise FastshardError.of(
+            "FS515", "--parts is given without --out", help="name the destination with --out OUT"
+        )
+    if a.fsync != "full":
+        raise FastshardError.of(
+            "FS515", "--fsync", expected="full, for a run of several processes", got=a.fsync
+        )
+    run = begin(
+        a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
+        overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, **shape(a), **placing(a), **opening(a),
+    )  # fmt: skip
+    text = emitted(run, a.emit)
+    document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
+    return Result(text, document, proof=False), run.findings
+
+
 def _run(a: argparse.Namespace) -> Outcome:
+    if a.parts is not None:
+        return _begin(a)
     checkpoint = opened(a)
     made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
     summary = made.summary

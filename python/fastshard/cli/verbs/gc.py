@@ -1,0 +1,51 @@
+"""``fastshard gc``: what runs that are over have left, taken away."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...leavings import gc
+from ..arguments import add_common
+from ..verb import Outcome, Result, Verb
+
+_TOLD = {
+    "removed": "removed",
+    "resumable": "kept: the command that it was, with --resume, continues it; --abandon RUN removes it",
+    "at_work": "kept: a process is at work on it",
+    "complete": "kept: its result is complete; the command that it was, with --resume, or `fastshard commit` ends it",
+    "foreign": "kept: it holds what is not this program's to remove; look into it",
+}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="DEST", help="destination of the runs")
+    parser.add_argument("--abandon", metavar="RUN", help="remove this run too, though it could be continued")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time in which a process at work shows a sign of life (default: 30)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
+    )
+    add_common(parser, run=False)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
+    told = {**_TOLD, "removed": "would be removed"} if a.dry_run else _TOLD
+    lines = [f"{left['path']} (run {left['run'] or '-'}): {told[left['fate']]}" for left in found]
+    return Result(
+        "\n".join(lines) or f"{a.out}: nothing was left", {"out": str(a.out), "leavings": found}
+    ), []
+
+
+GC = Verb(
+    name="gc",
+    help="take away what runs that are over have left at a destination",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+    not_proven=None,
+)

@@ -1,0 +1,114 @@
+"""``fastshard run-part`` and ``fastshard commit``: a run in parts that need not be made at the same time."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from ...manifests import MANIFEST_NAME
+from ...parts import Run, commit, run_part
+from ..arguments import add_common, progress
+from ..render import human
+from ..verb import Outcome, Result, Verb
+
+#: What the parts of a run are started by.
+EMITTERS = ("shell", "slurm", "k8s")
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", help="destination of the run")
+    parser.add_argument(
+        "--run", required=True, metavar="ID", help="the run, as `fastshard plan --parts` printed it"
+    )
+    add_common(parser)
+
+
+def _part_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", type=int, metavar="I", help="which part, from 0")
+    _run_arguments(parser)
+
+
+def _part(a: argparse.Namespace) -> Outcome:
+    made = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
+    text = f"part {a.part} of {a.out}: {'made' if made else 'was made before'}; `fastshard commit` publishes"
+    return Result(text, {"out": str(a.out), "part": a.part, "made": made}), []
+
+
+def _commit(a: argparse.Namespace) -> Outcome:
+    manifest = commit(a.out, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
+    files = manifest.tensor_files
+    size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
+    text = f"{a.out}: {len(manifest)} tensors, {human(size)}, every byte hashed; manifest {MANIFEST_NAME}"
+    return Result(text, {"out": str(a.out), "tensors": len(manifest), "bytes": size}), manifest.findings
+
+
+def emitted(run: Run, how: str) -> str:
+    """The commands that make all parts of a run and commit it, for a shell, Slurm or Kubernetes."""
+    parts, out = len(run.bytes), shlex.quote(run.out)
+    part, commit = f"fastshard run-part {{}} {out} --run {run.id}", f"fastshard commit {out} --run {run.id}"
+    if how == "slurm":
+        return "\n".join([
+            "#!/bin/sh",
+            "# Run it where jobs are submitted: an array makes the parts, a job that depends on it commits.",
+            'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
+            "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
+            "fi",
+            f'job=$(sbatch --parsable --array=0-{parts - 1} "$0") || exit',
+            f"sbatch --dependency=afterok:$job --wrap {shlex.quote(commit)}",
+        ])  # fmt: skip
+    if how == "k8s":
+        return _kubernetes(parts, part.format('"$JOB_COMPLETION_INDEX"'), commit, run.id[:8])
+    return "\n".join([
+        "#!/bin/sh",
+        "# Each line on any host that sees the destination and the sources, in any order; the last one when all are done.",
+        "set -e",
+        *(part.format(i) for i in range(parts)),
+        commit,
+    ])  # fmt: skip
+
+
+def _kubernetes(parts: int, part: str, commit: str, name: str) -> str:
+    def job(what: str, spec: str, command: str) -> str:
+        return f"""apiVersion: batch/v1
+kind: Job
+metadata:
+  name: fastshard-{name}-{what}
+spec:{spec}
+  template:
+    spec:
+      restartPolicy: OnFailure
+      containers:
+        - name: fastshard
+          image: IMAGE            # one that has fastshard
+          command: ["sh", "-c"]
+          args:
+            - |
+              {command}
+          volumeMounts: []        # the storage of sources and destination, at these paths
+      volumes: []"""
+
+    indexed = f"""
+  completions: {parts}
+  parallelism: {parts}
+  completionMode: Indexed"""
+    # A pod that begins before the parts are made says which are missing, and is started again.
+    retried = "\n  backoffLimit: 1000"
+    return job("parts", indexed, part) + "\n---\n" + job("commit", retried, commit)
+
+
+RUN_PART = Verb(
+    name="run-part",
+    help="make one part of a run that was begun with `fastshard plan --parts`",
+    arguments=_part_arguments,
+    run=_part,
+    silent=True,
+    not_proven=None,
+)
+COMMIT = Verb(
+    name="commit",
+    help="judge what the parts of a run have made, and publish it",
+    arguments=_run_arguments,
+    run=_commit,
+    silent=True,
+    publishes=lambda a: getattr(a, "out", ""),
+)

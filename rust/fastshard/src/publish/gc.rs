@@ -1,0 +1,120 @@
+//! What runs that are over have left at a destination: taken away, and nothing else.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::disk::At;
+use super::folder::{check_owner, entries, is_data, remove_folder};
+use super::lock;
+use super::meeting;
+use super::others;
+use super::place::Place;
+use super::seal::Seal;
+use super::shared::Shared;
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+
+/// What became of something that was left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// It was taken away, or would be.
+    Removed,
+    /// It can be continued with `--resume`.
+    Resumable,
+    /// A process is at work on it.
+    AtWork,
+    /// Its result is complete: `--resume` or `commit` publishes it, or ends its clean-up.
+    Complete,
+    /// It holds what is not this program's to remove.
+    Foreign,
+}
+
+/// Something that a run has left.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Leaving {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Which run it is: the digits of its folder, and the nonce of a run of several processes.
+    pub run: Option<String>,
+    /// What became of it.
+    pub fate: Fate,
+}
+
+/// Takes away what runs towards `out` have left that nobody can go on with, and the run `abandon` (digits of its folder,
+/// or of its nonce) though one could. Whoever may be at work is watched for `patience`. With `dry`, nothing is removed.
+///
+/// # Errors
+/// What the system says; `FS501` if the run to be abandoned is not there.
+pub fn collect(
+    out: &Path,
+    abandon: Option<&str>,
+    patience: Duration,
+    dry: bool,
+    go_on: &dyn Fn() -> bool,
+) -> Result<Vec<Leaving>> {
+    let place = Place::find(out, &"0".repeat(16))?;
+    let mut leavings = Vec::new();
+    let mut found = false;
+    for name in others::folders(&place) {
+        let path = place.base.join(&name);
+        let folder = match place.base.sub(&name) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            folder => folder.at(&path, "cannot open")?,
+        };
+        let digits = name.to_string_lossy();
+        let digits = digits[digits.len() - 16..].to_string();
+        if check_owner(&place, &folder).is_err() {
+            leavings.push(Leaving { path, run: Some(digits), fate: Fate::Foreign });
+            continue;
+        }
+        let shared = Shared::find(&folder).unwrap_or(None);
+        let nonce = shared.as_ref().map(|shared| shared.run.nonce.clone());
+        let is_meant = |called: &str| {
+            called.len() >= 8
+                && (digits.starts_with(called) || nonce.as_ref().is_some_and(|n| n.starts_with(called)))
+        };
+        let is_abandoned = abandon.is_some_and(is_meant);
+        found |= is_abandoned;
+        let alive = match &shared {
+            Some(shared) => !shared.alive(patience, go_on)?.is_empty(),
+            None => false,
+        };
+        let held = entries(&folder)?;
+        let is_empty = !held.iter().any(|name| is_data(name) || name == "plan" || name == "old");
+        // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
+        // whoever gives the run up must know.
+        let is_held =
+            held.iter().any(|name| name == "lock") && lock::is_held(&folder).unwrap_or(!is_abandoned);
+        let fate = if alive || is_held {
+            Fate::AtWork
+        } else if Seal::is_on(&folder) {
+            // It may hold what was at the destination before.
+            Fate::Complete
+        } else if held.iter().any(|name| name == "old" || name == "kept") {
+            Fate::Foreign
+        } else if is_empty || is_abandoned {
+            Fate::Removed
+        } else {
+            Fate::Resumable
+        };
+        if fate == Fate::Removed && !dry {
+            let place = Place::find(out, &digits)?;
+            if let Some(lock) = lock::acquire(&folder)? {
+                remove_folder(&place, &folder, lock)?;
+            }
+        }
+        leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate });
+    }
+    leavings.extend(meeting::collect(&place, patience, dry, go_on)?);
+    if let (Some(run), false) = (abandon, found) {
+        return Err(absent(&place, run));
+    }
+    Ok(leavings)
+}
+
+fn absent(place: &Place, run: &str) -> Error {
+    Finding::new(codes::NO_SUCH_PATH, format!("no run called {run} has left anything here"))
+        .file(&place.out)
+        .help("`fastshard gc` without --abandon lists what is there")
+        .into()
+}
