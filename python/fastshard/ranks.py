@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import _core
@@ -110,8 +111,20 @@ class Meeting:
                 self.core.done()
             else:
                 findings = getattr(error, "findings", None) or [Finding.of("FS510", f"stopped: {error}")]
+                if isinstance(error, FastshardError):
+                    error.findings = findings = self._placed(findings)
                 self.core.stop(json.dumps([f.to_dict() for f in findings]))
         self.core.close()
+
+    def _placed(self, findings: list[Finding]) -> list[Finding]:
+        """Findings of this rank with its number and host, where they name none: all ranks tell them."""
+        own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
+        return [
+            replace(f, rank=f.rank or f"rank {self.rank.rank}", host=f.host or own["host"])
+            if f.severity == "error"
+            else f
+            for f in findings
+        ]
 
 
 def words_of(options: Mapping[str, Any]) -> dict[str, Any]:

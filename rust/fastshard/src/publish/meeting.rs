@@ -426,9 +426,7 @@ impl Meeting {
 
     fn meet(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
         let (begun, rank, world) = (Instant::now(), self.about.rank, self.about.world);
-        // Rank 0 says it first: it knows best.
-        let patience = self.about.timeout + if rank == 0 { Duration::ZERO } else { GRACE };
-        let over = || begun.elapsed() >= patience;
+        let over = || begun.elapsed() >= self.about.timeout;
         if rank == 0 {
             self.wait(
                 go_on,
@@ -449,7 +447,10 @@ impl Meeting {
             |own, others| {
                 let differs =
                     others.get(&0).filter(|zero| zero.lives).and_then(|zero| differing(own, &zero.card));
-                let stray = || over().then(|| self.stray(own, others));
+                // If rank 0 is there it says it first: it knows best.
+                let waits = others.get(&0).is_some_and(|zero| zero.lives)
+                    && begun.elapsed() < self.about.timeout + GRACE;
+                let stray = || (over() && !waits).then(|| self.stray(own, others));
                 differs.map(|finding| vec![finding]).or_else(stray)
             },
         )?;

@@ -1,0 +1,104 @@
+"""Hosts on one machine: each with its own name, network, processes and mounts, and where it is meant to, a disk of its own
+under the path at which the others have their shared one. That is the set-up of AI-Hypercomputer/maxtext#887.
+
+Needs the right to make namespaces (root, or user namespaces that may mount).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Names the host, gives it a disk of its own at $2 if that is not empty, and becomes the command.
+_ENTER = """
+hostname "$1" || exit 90
+if [ -n "$2" ]; then mount -t tmpfs -o size="$3" own "$2" || exit 91; fi
+shift 3
+exec "$@"
+"""
+
+
+@functools.cache
+def can_have_hosts() -> str | None:
+    """Why hosts cannot be made here; None if they can."""
+    if shutil.which("unshare") is None:
+        return "no unshare"
+    tried = subprocess.run(
+        [*_namespaces(own_pids=True), "sh", "-c", "hostname other && mount -t tmpfs own /mnt"],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    return None if tried.returncode == 0 else tried.stderr.strip() or "unshare fails"
+
+
+def _namespaces(own_pids: bool) -> list[str]:
+    # With numbers of their own, whether a process of another host is dead cannot be seen: as on real hosts.
+    pids = ["--pid", "--fork", "--kill-child", "--mount-proc"] if own_pids else []
+    return ["unshare", "--mount", "--uts", "--net", *pids]
+
+
+@dataclass
+class Host:
+    """One host, and what runs on it."""
+
+    name: str
+    #: A path at which it has a disk of its own.
+    own_disk: Path | None = None
+    #: Size of that disk.
+    size: str = "64m"
+    #: Whether processes have numbers of their own.
+    own_pids: bool = True
+    environ: Mapping[str, str] = field(default_factory=dict)
+    running: subprocess.Popen[str] | None = None
+    began: float = 0.0
+    seconds: float = 0.0
+
+    def start(self, argv: Sequence[object]) -> Host:
+        """Starts a command."""
+        disk = "" if self.own_disk is None else str(self.own_disk)
+        command = [*_namespaces(self.own_pids), "sh", "-c", _ENTER, "sh", self.name, disk, self.size]
+        self.began = time.monotonic()
+        self.running = subprocess.Popen(
+            [*command, *(str(word) for word in argv)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, **self.environ},
+        )  # fmt: skip
+        return self
+
+    def fastshard(self, *argv: object) -> Host:
+        """Starts fastshard."""
+        return self.start([sys.executable, "-m", "fastshard", *argv])
+
+    def kill(self) -> None:
+        """The host loses its power: everything on it ends at once."""
+        assert self.running is not None
+        os.killpg(self.running.pid, signal.SIGKILL)
+
+    def end(self, timeout: float = 120) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of the command, once it has ended."""
+        assert self.running is not None
+        try:
+            out, err = self.running.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = self.running.communicate()
+            raise AssertionError(f"{self.name} did not end within {timeout} s: {out}{err}") from None
+        self.seconds = time.monotonic() - self.began
+        return self.running.returncode, out, err
+
+
+def ended(hosts: Sequence[Host], timeout: float = 120) -> list[tuple[int, str, str]]:
+    """What the commands on all hosts came to."""
+    try:
+        return [host.end(timeout) for host in hosts]
+    finally:
+        for host in hosts:
+            if host.running is not None and host.running.poll() is None:
+                host.kill()

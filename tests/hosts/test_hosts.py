@@ -1,0 +1,316 @@
+"""Several hosts make one result: bit for bit that of one process, or nothing, with what keeps it from being made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Host, can_have_hosts, ended
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
+
+from helpers import NEOX, at_once, cli
+
+pytestmark = pytest.mark.skipif(
+    can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder that all hosts see, in memory where that is to be had."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        yield tmp_path
+        return
+    folder = memory / f"fastshard-hosts-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a result; the manifest without times and makers."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == "fastshard.manifest.json":
+            document = json.loads(data)
+            document.pop("provenance", None)
+            for file in document["files"]:
+                file.pop("mtime_ns", None)
+            data = json.dumps(document).encode()
+        found[str(path.relative_to(folder))] = data
+    return found
+
+
+def hosts(n: int, **kwargs: Any) -> list[Host]:
+    return [Host(f"node{i}", **kwargs) for i in range(n)]
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith("."))
+
+
+def megatron_config(folder: Path) -> Path:
+    """A small Llama in safetensors."""
+    from helpers import HF
+
+    shutil.copytree(HF, folder, ignore=shutil.ignore_patterns("expected*"))
+    return folder
+
+
+def large(folder: Path, files: int = 6, rows: int = 2048) -> Path:
+    """A checkpoint of some 100 MB in several files, so that hosts are at work for a while."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(3)
+    weight_map = {}
+    for i in range(files):
+        name = f"model-{i + 1:05}-of-{files:05}.safetensors"
+        tensors = {
+            f"block.{i}.{part}": rng.integers(0, 1 << 32, (rows, 1024), dtype=np.uint32).view(np.float32)
+            for part in "ab"
+        }
+        for tensor in tensors.values():
+            tensor[~np.isfinite(tensor)] = 1.0
+        save_file(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": files * 2 * rows * 4096}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+CONVERSIONS = {
+    "neox_to_hf": (lambda folder: NEOX, ["convert", "--to", "hf"]),
+    "hf_to_megatron": (megatron_config, ["convert", "--to", "megatron:torch_dist", "--tp", "2"]),
+}
+
+
+@pytest.mark.parametrize("name", at_once(CONVERSIONS, ["neox_to_hf"]))
+def test_four_hosts_make_what_one_process_makes(name: str, place: Path) -> None:
+    make, verb = CONVERSIONS[name]
+    source = make(place / "in")
+    alone, out = place / "alone", place / "out"
+    ran = cli(verb[0], source, alone, *verb[1:])
+    assert ran.code == 0, ran.err
+    all_hosts = [
+        host.fastshard(
+            verb[0], source, out, *verb[1:], "--rank", i, "--world", 4, "--timeout", 60, "--memory", "1GiB"
+        )
+        for i, host in enumerate(hosts(4))
+    ]
+    for code, _, err in ended(all_hosts):
+        assert code == 0, err
+    assert content(out) == content(alone)
+    made = json.loads((out / "fastshard.manifest.json").read_text())["provenance"]["parts"]
+    assert [part["host"] for part in made] == [f"node{i}" for i in range(4)]
+    assert hidden(place) == []
+    assert cli("verify", out).code == 0
+
+
+@pytest.mark.slow
+def test_stores_that_four_hosts_make_hold_what_one_process_makes(place: Path) -> None:
+    from origins import ORIGINS
+
+    source = place / "in"
+    ORIGINS["paxml"].make(source)
+    alone, out = place / "alone", place / "out"
+    verb = ["--to", "maxtext"]
+    assert cli("convert", source, alone, *verb).code == 0
+    all_hosts = [
+        host.fastshard(
+            "convert", source, out, *verb, "--rank", i, "--world", 4, "--timeout", 60, "--memory", "1GiB"
+        )
+        for i, host in enumerate(hosts(4))
+    ]
+    for code, _, err in ended(all_hosts):
+        assert code == 0, err
+
+    def tensors(folder: Path) -> Any:
+        return json.loads((folder / "fastshard.manifest.json").read_text())["tensors"]
+
+    assert tensors(out) == tensors(alone)
+    compared = cli("diff", alone, out)
+    assert compared.code == 0, compared.err
+
+
+@pytest.mark.parametrize("stray", at_once([0, 2], [2]))
+def test_a_host_on_its_own_disk_stops_all_and_is_named(stray: int, place: Path) -> None:
+    dest = place / "dest"
+    dest.mkdir()
+    all_hosts = hosts(4)
+    all_hosts[stray].own_disk = dest
+    for i, host in enumerate(all_hosts):
+        host.fastshard(
+            "convert", NEOX, dest / "out", "--to", "hf", "--rank", i, "--world", 4, "--timeout", 8, "--json"
+        )
+    results = ended(all_hosts, 30)
+    for i, (host, (code, out, err)) in enumerate(zip(all_hosts, results, strict=True)):
+        assert code == 2, (out, err)
+        assert host.seconds < 10, f"{host.name} took {host.seconds:.1f} s"
+        finding = json.loads(out)["findings"][0]
+        assert finding["code"] == "FS522"
+        if i == stray and stray > 0:
+            assert (finding["rank"], finding["host"]) == (f"rank {stray}", f"node{stray}")
+            assert f"tmpfs own mounted at {dest}" in finding["got"]
+        elif stray > 0:
+            assert finding["rank"] == f"rank {stray}", finding
+            assert f"rank {stray} never appeared" in finding["message"]
+    assert list(dest.iterdir()) == [], "nothing is left, on either disk"
+
+
+def test_a_host_that_loses_its_power_publishes_nothing_and_three_finish(place: Path) -> None:
+    source = large(place / "in")
+    alone, out = place / "alone", place / "out"
+    assert cli("merge", source, alone).code == 0
+    verb = ["merge", source, out, "--timeout", 4, "--threads", 1]
+    all_hosts = [host.fastshard(*verb, "--rank", i, "--world", 4) for i, host in enumerate(hosts(4))]
+    begun = time.monotonic()
+    while not list(place.glob(".out.fastshard-*/member-*")) and time.monotonic() < begun + 30:
+        time.sleep(0.002)
+    time.sleep(0.02)
+    all_hosts[2].kill()
+    results = ended(all_hosts, 60)
+    assert [code for code, _, _ in results] == [3, 3, -signal.SIGKILL, 3], results
+    for i in (0, 1, 3):
+        assert "rank 2" in results[i][2] and "node2" in results[i][2], results[i]
+        assert "--resume" in results[i][2]
+    assert not out.exists()
+    again = [host.fastshard(*verb, "--resume", "--rank", i, "--world", 3) for i, host in enumerate(hosts(3))]
+    for code, _, err in ended(again, 60):
+        assert code == 0, err
+    assert content(out) == content(alone)
+    assert hidden(place) == []
+
+
+def test_a_private_disk_makes_no_part(place: Path) -> None:
+    dest = place / "dest"
+    dest.mkdir()
+    script = cli("plan", NEOX, "--to", "hf", "--parts", 2, "--out", dest / "out")
+    run = script.doc["run"]
+    good, stray = Host("node0"), Host("node1", own_disk=dest)
+    good.fastshard("run-part", 0, dest / "out", "--run", run)
+    stray.fastshard("run-part", 1, dest / "out", "--run", run)
+    (code, _, _), (refused, _, err) = ended([good, stray], 30)
+    assert (code, refused) == (0, 2)
+    assert "FS501" in err and "tmpfs own mounted at" in err, err
+    missing = Host("node2").fastshard("commit", dest / "out", "--run", run)
+    code, _, err = missing.end()
+    assert code == 3 and "rank 1" in err
+    assert not (dest / "out").exists()
+    assert Host("node3").fastshard("run-part", 1, dest / "out", "--run", run).end()[0] == 0
+    assert Host("node4").fastshard("commit", dest / "out", "--run", run).end()[0] == 0
+    assert hidden(dest) == []
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_host_stops_all(place: Path) -> None:
+    """Each host has its own view of a disk's quota: here rank 1 may write no file of more than 64 KiB."""
+    source, out = large(place / "in", files=2, rows=512), place / "out"
+    words = ["merge", source, out, "--timeout", 6, "--world", 2, "--json"]
+    good = Host("node0").fastshard(*words, "--rank", 0)
+    limited = 'ulimit -f 128; trap "" XFSZ; exec "$@"'
+    full = Host("node1").start(
+        ["bash", "-c", limited, "bash", sys.executable, "-m", "fastshard", *words, "--rank", 1]
+    )
+    results = ended([good, full], 60)
+    for code, printed, err in results:
+        assert code == 2, (printed, err)
+        finding = json.loads(printed)["findings"][0]
+        assert finding["rank"] == "rank 1" and finding["host"] == "node1", finding
+    assert not out.exists()
+
+
+DIFFERENT = {
+    "options": (["--dtype", "f32"], r"dtype"),
+    "world": (["--world", "3"], r"3 ranks"),
+    "source": ([], r"model-00001-of-00001.safetensors: [0-9]+ bytes there, [0-9]+ bytes here"),
+}
+
+
+@pytest.mark.parametrize("what", at_once(DIFFERENT, ["source"]))
+def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Path) -> None:
+    extra, told = DIFFERENT[what]
+    first, second = place / "a", place / "b"
+    large(first, 1, 64)
+    large(second, 1, 96 if what == "source" else 64)
+    common = ["--timeout", 8, "--json"]
+    zero = Host("node0").fastshard("merge", first, place / "out", *common, "--rank", 0, "--world", 2)
+    one = Host("node1").fastshard("merge", second, place / "out", *common, "--rank", 1, "--world", 2, *extra)
+    results = ended([zero, one], 40)
+    for code, printed, err in results:
+        assert code != 0, (printed, err)
+        findings = json.loads(printed)["findings"]
+        assert {f["code"] for f in findings} == {"FS524"}, findings
+        assert all((f["rank"], f["host"]) == ("rank 1", "node1") for f in findings), findings
+    assert re.search(told, results[1][1] + results[0][1]), results
+    assert not (place / "out").exists()
+    assert hidden(place) == []
+
+
+@pytest.mark.slow
+def test_a_rank_given_twice_is_refused_while_the_first_lives(place: Path) -> None:
+    words = ["probe", place / "out", "--world", 2, "--timeout", 8, "--json"]
+    first = Host("node1").fastshard(*words, "--rank", 1)
+    time.sleep(1)
+    second = Host("node2").fastshard(*words, "--rank", 1)
+    code, printed, err = second.end(30)
+    assert code == 2, (printed, err)
+    finding = json.loads(printed)["findings"][0]
+    assert finding["code"] == "FS509" and "node1" in finding["got"], finding
+    zero = Host("node0").fastshard(*words, "--rank", 0)
+    for code, printed, err in ended([first, zero], 30):
+        assert code == 0, (printed, err)
+    assert hidden(place) == []
+
+
+@pytest.mark.slow
+def test_a_host_without_the_destination_says_so(place: Path) -> None:
+    mount = place / "mount"
+    (mount / "dest").mkdir(parents=True)
+    words = ["--to", "hf", "--world", 2, "--timeout", 4, "--json"]
+    zero = Host("node0").fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 0)
+    one = Host("node1", own_disk=mount).fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 1)
+    (code_zero, told_zero, _), (code_one, told_one, _) = ended([zero, one], 30)
+    assert (code_zero, code_one) == (2, 2)
+    assert "rank 1 never appeared" in told_zero
+    assert json.loads(told_one)["findings"][0]["code"] == "FS501"
+
+
+@pytest.mark.slow
+def test_a_slurm_step_and_torchrun_start_it(place: Path) -> None:
+    out = place / "out"
+    for launcher in ("slurm", "torchrun"):
+        started = []
+        for i, host in enumerate(hosts(3)):
+            host.environ = {
+                "slurm": {
+                    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_NTASKS": "3",
+                    "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "node[0-2]",
+                    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+                },
+                "torchrun": {
+                    "RANK": str(i), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none",
+                },
+            }[launcher]  # fmt: skip
+            started.append(
+                host.fastshard("convert", NEOX, out, "--to", "hf", "--rank", "auto", "--timeout", 30)
+            )
+        for code, _, err in ended(started):
+            assert code == 0, err
+        assert cli("verify", out).code == 0
+        shutil.rmtree(out)
