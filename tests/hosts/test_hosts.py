@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from harness import Host, can_have_hosts, ended
 from safetensors.numpy import save_file
 
@@ -248,6 +249,8 @@ def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Pa
     first, second = place / "a", place / "b"
     large(first, 1, 64)
     large(second, 1, 96 if what == "source" else 64)
+    for path in first.iterdir():
+        shutil.copystat(path, second / path.name)
     common = ["--timeout", 8, "--json"]
     zero = Host("node0").fastshard("merge", first, place / "out", *common, "--rank", 0, "--world", 2)
     one = Host("node1").fastshard("merge", second, place / "out", *common, "--rank", 1, "--world", 2, *extra)
@@ -292,25 +295,96 @@ def test_a_host_without_the_destination_says_so(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slurm_step_and_torchrun_start_it(place: Path) -> None:
-    out = place / "out"
-    for launcher in ("slurm", "torchrun"):
-        started = []
-        for i, host in enumerate(hosts(3)):
-            host.environ = {
-                "slurm": {
-                    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_NTASKS": "3",
-                    "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "node[0-2]",
-                    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
-                },
-                "torchrun": {
-                    "RANK": str(i), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none",
-                },
-            }[launcher]  # fmt: skip
-            started.append(
-                host.fastshard("convert", NEOX, out, "--to", "hf", "--rank", "auto", "--timeout", 30)
-            )
-        for code, _, err in ended(started):
-            assert code == 0, err
-        assert cli("verify", out).code == 0
-        shutil.rmtree(out)
+def test_a_slurm_step_starts_it(place: Path) -> None:
+    """Slurm's own variables, as `srun` sets them on three hosts."""
+    started = []
+    for i, host in enumerate(hosts(3)):
+        host.environ = {
+            "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_NTASKS": "3",
+            "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "node[0-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+        }  # fmt: skip
+        started.append(
+            host.fastshard("convert", NEOX, place / "out", "--to", "hf", "--rank", "auto", "--timeout", 30)
+        )
+    for i, (code, _, err) in enumerate(ended(started)):
+        assert code == 0, err
+        assert f"rank {i} of 3 (Slurm: SLURM_PROCID={i}, SLURM_STEP_NUM_TASKS=3)" in err
+    assert cli("verify", place / "out").code == 0
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it(place: Path) -> None:
+    """The real torchrun, with three processes on one host."""
+    command = [
+        "torchrun",
+        "--nproc-per-node",
+        3,
+        "-m",
+        "fastshard",
+        "convert",
+        NEOX,
+        place / "out",
+        "--to",
+        "hf",
+    ]
+    program = str(Path(sys.executable).parent / "torchrun")
+    if not Path(program).exists():
+        program = "torchrun"
+    host = Host("node0").start(
+        [
+            "sh",
+            "-c",
+            'ip link set lo up 2>/dev/null; exec "$@"',
+            "sh",
+            program,
+            *command[1:],
+            "--rank",
+            "auto",
+            "--timeout",
+            60,
+        ]
+    )
+    code, _, err = host.end(120)
+    assert code == 0, err
+    assert "rank 2 of 3 (torchrun: RANK=2, WORLD_SIZE=3)" in err
+    assert cli("verify", place / "out").code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("emit", ["shell", "slurm", "k8s"])
+def test_what_is_printed_for_job_arrays_makes_the_result(emit: str, place: Path) -> None:
+    """The printed script as it stands; for Slurm `sbatch` is a stand-in that runs an array's tasks in disorder, for
+    Kubernetes the containers' commands are run with the indices that the job controller would set."""
+    out, bin_folder = place / "out", place / "bin"
+    script = cli("plan", NEOX, "--to", "hf", "--parts", 3, "--out", out, "--emit", emit).doc["emitted"]
+    bin_folder.mkdir()
+    wrapper = bin_folder / "fastshard"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m fastshard "$@"\n')
+    sbatch = bin_folder / "sbatch"
+    sbatch.write_text("""#!/bin/sh
+for word in "$@"; do
+  case "$word" in
+  --array=0-2) for i in 2 0 1; do SLURM_ARRAY_TASK_ID=$i sh "$3" >&2 || exit; done; echo 17; exit ;;
+  esac
+done
+[ "$1" = --dependency=afterok:17 ] && [ "$2" = --wrap ] && exec sh -c "$3"
+exit 1
+""")
+    for program in (wrapper, sbatch):
+        program.chmod(0o755)
+    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    runs: list[tuple[list[object], dict[str, str]]]
+    if emit == "k8s":
+        jobs = list(yaml.safe_load_all(script))
+        assert [job["spec"].get("completions") for job in jobs] == [3, None]
+        commands = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
+        each = [[*command["command"], *command["args"]] for command in commands]
+        runs = [(each[0], {"JOB_COMPLETION_INDEX": str(i)}) for i in range(3)] + [(each[1], {})]
+    else:
+        (place / "job.sh").write_text(script)
+        runs = [(["sh", place / "job.sh"], {})]
+    for command, more in runs:
+        code, _, err = Host("node0", environ=environ | more).start(command).end()
+        assert code == 0, err
+    assert cli("verify", out).code == 0
+    assert hidden(place) == []

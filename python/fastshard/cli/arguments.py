@@ -7,10 +7,12 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..checkpoint import open as open_checkpoint
+from ..launchers import detect
 from ..placing import OPTIONS
 from ..planning import thread_count
 from ..sources.base import ACCEPTABLE
 from ..targets.registry import TARGETS
+from .streams import Streams
 
 
 def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
@@ -146,7 +148,10 @@ def _rank(text: str) -> int | str:
 
 
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of a process among several."""
+    """Options of a process among several; where a launcher was asked, who it is is said on stderr."""
+    if a.rank == "auto" and not (a.quiet or a.json):
+        found = detect(a.world)
+        Streams().say(f"rank {found.rank} of {found.world} ({found.told})")
     return {"rank": a.rank, "world": a.world, "timeout": a.timeout}
 
 

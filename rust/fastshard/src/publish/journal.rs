@@ -19,6 +19,10 @@ use crate::error::{Finding, Result};
 const SESSION: u8 = 0;
 const RECORD: u8 = 1;
 const HEADER: usize = 8;
+/// Bytes in which the first records of a journal lie.
+const FIRST: u64 = 16 << 10;
+/// Bytes of the payload that ends a journal: a kind twice, and a hash.
+const LAST: usize = 34;
 /// Largest payload, in bytes: what is longer was not written by this program.
 const MAX_PAYLOAD: usize = 64 << 10;
 
@@ -63,6 +67,20 @@ impl Journal {
         let earlier = file.metadata().at(&path, "cannot stat")?.len();
         let (end, holds_records) = (Mutex::new(earlier), AtomicBool::new(false));
         Ok(Journal { path, durable: true, file, earlier, end, holds_records })
+    }
+
+    /// Calls `each` with the first records of the journal `name`; gives the last one if it is as long as those that end
+    /// journals.
+    pub(super) fn glance(folder: &Dir, name: &str, each: &mut dyn FnMut(&[u8])) -> Result<Option<Vec<u8>>> {
+        let path = folder.join(name);
+        let file = folder.read_only(name).at(&path, "cannot open")?;
+        let len = file.metadata().at(&path, "cannot stat")?.len();
+        replay(&file, len.min(FIRST), &boot_id(), &mut |_, record| each(record)).at(&path, "cannot read")?;
+        let Some(start) = len.checked_sub((HEADER + LAST) as u64) else { return Ok(None) };
+        let mut reader = Reading(&file, start);
+        let mut payload = Vec::new();
+        let whole = frame(&mut reader, &mut payload).at(&path, "cannot read")?;
+        Ok((whole && payload.len() == LAST && payload[0] == RECORD).then(|| payload.split_off(1)))
     }
 
     /// Calls `each` with the records of the earlier sessions of this run, in order of appending, and where

@@ -15,19 +15,19 @@
 //! card lists the rank's own nonce. So both have read what the other wrote just now, on one storage. A rank whose disk
 //! is its own sees no such card, and is seen by none.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
+mod left;
+mod table;
+mod told;
+
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
-use super::disk::{self, At, Dir};
-use super::folder::{check_owner, entries};
-use super::gc::{Fate, Leaving};
+use super::disk::{self, At};
+use super::folder::check_owner;
 use super::mounts;
 use super::place::Place;
 use super::process::Process;
@@ -35,13 +35,18 @@ use super::shared::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
-/// Time between two looks at the other ranks' cards, and the most of it with very many.
+pub(super) use left::collect;
+use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};
+pub use table::{Card, Opened, Phase, Seen};
+use told::{differing, taken};
+
+/// Time between two looks at the other ranks' cards: the first while something is waited for, the usual one, and the most
+/// of it with very many ranks.
+const FIRST_LOOK: Duration = Duration::from_millis(4);
 const LOOK: Duration = Duration::from_millis(100);
 const LOOK_AT_MOST: Duration = Duration::from_secs(1);
 /// Ranks that are looked at in [`LOOK`].
 const MANY: u32 = 16;
-/// A card is written again after this time, if nothing else changes.
-const BEAT_EVERY: Duration = Duration::from_millis(500);
 /// Time in which a process that holds a rank shows that it is there.
 const HELD_FOR: Duration = Duration::from_millis(2500);
 /// Time that others are given to read the end of a run, before its cards are removed.
@@ -50,68 +55,6 @@ const FAREWELL: Duration = Duration::from_secs(3);
 const GRACE: Duration = Duration::from_secs(1);
 /// Most ranks of a run.
 pub const MAX_WORLD: u32 = 100_000;
-/// Largest card, in bytes.
-const MAX_CARD: u64 = 16 << 20;
-/// Files named of those that differ.
-const NAMED: usize = 8;
-
-/// How far a rank is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// It looks for the others.
-    Meeting,
-    /// Rank 0 has seen all.
-    Met,
-    /// All hold the same plan.
-    Agreed,
-    /// The run has begun.
-    Working,
-    /// The result is published.
-    Published,
-    /// Something went wrong: the findings say what.
-    Stopped,
-}
-
-/// Where the parts of a run are to be found.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Opened {
-    /// The run's nonce.
-    pub run: String,
-    /// The number of its round.
-    pub round: u32,
-}
-
-/// What a rank says of itself.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Card {
-    /// Its number, and of how many.
-    pub rank: u32,
-    /// How many ranks there are.
-    pub world: u32,
-    /// This process, as no other one is called.
-    nonce: String,
-    /// Counts up as long as it lives.
-    beat: u64,
-    /// Who it is.
-    pub process: Process,
-    /// What lies under the destination, for people.
-    pub storage: String,
-    /// What it was started with; must be the same for all.
-    words: BTreeMap<String, serde_json::Value>,
-    /// Nonce of the rank 0 that it has read.
-    answers: Option<String>,
-    /// Of rank 0: nonces of the ranks it has seen.
-    seen: BTreeMap<u32, String>,
-    /// How far it is.
-    pub phase: Phase,
-    /// Digest of its plan, and what it was made of: paths and sizes of files.
-    plan: Option<String>,
-    /// The run, once it has begun.
-    opened: Option<Opened>,
-    /// Why it stopped.
-    findings: Vec<Finding>,
-}
 
 /// How a rank takes part.
 #[derive(Debug, Clone)]
@@ -136,151 +79,24 @@ pub struct Meeting {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Pauses between looks, short at first.
 #[derive(Debug)]
-struct Table {
-    base: Dir,
-    name: OsString,
-    folder: Dir,
-    state: Mutex<State>,
+pub struct Pauses {
+    next: Duration,
+    most: Duration,
 }
 
-#[derive(Debug)]
-struct State {
-    card: Card,
-    /// What it was when it was written last, and when.
-    written: Option<(u64, Instant)>,
-    /// Counts changes of the card.
-    changes: u64,
-    /// Cards of the others that answer: rank 0 has all, others have that of rank 0.
-    others: BTreeMap<u32, Heard>,
-    /// True once the thread is to end.
-    ended: bool,
-    /// What keeps the thread from going on.
-    failed: Option<Finding>,
-}
-
-/// A card as it was read last.
-#[derive(Debug, Clone)]
-struct Heard {
-    card: Card,
-    /// When its counter was seen to move.
-    moved: Instant,
-    /// True once it has moved at all: what lies there from earlier does not.
-    lives: bool,
-}
-
-fn file_of(rank: u32) -> String {
-    format!("rank-{rank:05}.json")
-}
-
-fn sources_of(rank: u32) -> String {
-    format!("sources-{rank:05}.json")
-}
-
-impl Table {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl Pauses {
+    /// Up to so long.
+    pub fn new(most: Duration) -> Pauses {
+        Pauses { next: FIRST_LOOK.min(most), most }
     }
 
-    fn read(&self, rank: u32) -> Option<Card> {
-        // What is half written, or not there yet, is read the next time.
-        let bytes = self.folder.read_small(&file_of(rank), MAX_CARD).ok().flatten()?;
-        serde_json::from_slice(&bytes).ok().filter(|card: &Card| card.rank == rank)
+    /// Sleeps; the next time a little longer.
+    pub fn sleep(&mut self) {
+        std::thread::sleep(self.next);
+        self.next = (self.next * 5 / 4).min(self.most);
     }
-
-    /// Writes the card as it is now, whole.
-    fn write(&self, state: &mut State) -> Result<()> {
-        state.card.beat += 1;
-        let bytes = serde_json::to_vec(&state.card).expect("plain data");
-        let (name, fresh) = (file_of(state.card.rank), format!("{}.new", state.card.nonce));
-        let path = self.folder.join(&fresh);
-        let file = self.folder.create(OsStr::new(&fresh)).at(&path, "cannot create")?;
-        disk::write_at(&file, &path, 0, &bytes).at(&path, "cannot write")?;
-        if disk::is_network(&file) {
-            disk::sync_data(&file, &path).at(&path, "cannot bring to disk")?;
-        }
-        self.folder
-            .rename_over(OsStr::new(&fresh), &self.folder, OsStr::new(&name))
-            .at(&self.folder.join(&name), "cannot rename into place")?;
-        state.written = Some((state.changes, Instant::now()));
-        Ok(())
-    }
-
-    /// One look at the others, and a sign of life.
-    fn turn(&self) -> Result<()> {
-        let (rank, world) = {
-            let state = self.lock();
-            (state.card.rank, state.card.world)
-        };
-        let own = self.read(rank);
-        let wanted: Vec<u32> = if rank == 0 { (1..world).collect() } else { vec![0] };
-        let cards: Vec<Card> = wanted.into_iter().filter_map(|other| self.read(other)).collect();
-        let mut state = self.lock();
-        if let Some(own) = own.filter(|own| own.nonce != state.card.nonce) {
-            let holds = rank != 0
-                && state
-                    .others
-                    .get(&0)
-                    .is_some_and(|zero| zero.card.seen.get(&rank) == Some(&state.card.nonce));
-            if !holds
-                && !own.process.is_dead()
-                && (state.card.phase > Phase::Meeting || own.nonce < state.card.nonce)
-            {
-                return Err(taken(&own));
-            }
-        }
-        let now = Instant::now();
-        for card in cards {
-            let heard = state.others.entry(card.rank).or_insert_with(|| Heard {
-                card: card.clone(),
-                moved: now,
-                lives: false,
-            });
-            if (&heard.card.nonce, heard.card.beat) != (&card.nonce, card.beat) {
-                (heard.moved, heard.lives) = (now, true);
-                heard.card = card;
-            }
-        }
-        if rank == 0 {
-            self.see(&mut state);
-        } else if let Some(zero) = state.others.get(&0) {
-            let answer = Some(zero.card.nonce.clone());
-            if state.card.answers != answer {
-                state.card.answers = answer;
-                state.changes += 1;
-            }
-        }
-        let due = |(changes, at): (u64, Instant)| changes != state.changes || at.elapsed() >= BEAT_EVERY;
-        if state.written.is_none_or(due) {
-            self.write(&mut state)?;
-        }
-        Ok(())
-    }
-
-    /// Rank 0 lists those that answer it.
-    fn see(&self, state: &mut State) {
-        let own = state.card.nonce.clone();
-        let answering: Vec<(u32, String)> = state
-            .others
-            .values()
-            .filter(|heard| heard.card.answers.as_ref() == Some(&own))
-            .map(|heard| (heard.card.rank, heard.card.nonce.clone()))
-            .collect();
-        for (rank, nonce) in answering {
-            if state.card.seen.get(&rank) != Some(&nonce) {
-                state.card.seen.insert(rank, nonce);
-                state.changes += 1;
-            }
-        }
-    }
-}
-
-fn taken(other: &Card) -> Error {
-    Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
-        .rank(format!("rank {}", other.rank))
-        .expected("one process for each rank", other.process.told())
-        .help("give each process a rank of its own; one that was restarted takes its rank over once the first is gone")
-        .into()
 }
 
 impl Meeting {
@@ -351,17 +167,24 @@ impl Meeting {
     }
 
     fn start(&mut self) {
-        let (table, world) = (Arc::clone(&self.table), self.about.world);
-        let pause = (LOOK * world.div_ceil(MANY)).min(LOOK_AT_MOST);
+        let (table, pause) = (Arc::clone(&self.table), self.pause());
         let turns = move || {
             while !table.lock().ended {
                 if let Err(error) = table.turn() {
                     table.lock().failed = error.into_findings().into_iter().next();
                 }
-                std::thread::sleep(pause);
+                // Woken early at the end.
+                let until = Instant::now() + pause;
+                while Instant::now() < until && !table.lock().ended {
+                    std::thread::sleep(LOOK / 10);
+                }
             }
         };
         self.thread = std::thread::Builder::new().name("fastshard-ranks".into()).spawn(turns).ok();
+    }
+
+    fn pause(&self) -> Duration {
+        (LOOK * self.about.world.div_ceil(MANY)).min(LOOK_AT_MOST)
     }
 
     /// This rank.
@@ -393,6 +216,8 @@ impl Meeting {
         let mut state = self.table.lock();
         change(&mut state.card);
         state.changes += 1;
+        // At once: others wait for it. What keeps it from being written is met again by the thread.
+        let _ = self.table.write(&mut state);
     }
 
     /// Waits for something, and for no longer than the others show signs of life.
@@ -404,7 +229,9 @@ impl Meeting {
         mut done: impl FnMut(&Card, &BTreeMap<u32, Heard>) -> Option<T>,
         late: impl Fn(&Card, &BTreeMap<u32, Heard>) -> Option<Vec<Finding>>,
     ) -> Result<T> {
+        let mut pauses = Pauses::new(self.pause());
         loop {
+            self.table.turn()?;
             if let Some(stopped) = self.stopped() {
                 return Err(stopped);
             }
@@ -420,7 +247,7 @@ impl Meeting {
                     return Err(findings.into());
                 }
             }
-            std::thread::sleep(LOOK / 4);
+            pauses.sleep();
         }
     }
 
@@ -458,67 +285,11 @@ impl Meeting {
         Ok(())
     }
 
-    /// Findings for ranks that rank 0 has not seen, as its card says.
-    fn absent(&self, zero: &Card, others: &BTreeMap<u32, Heard>) -> Vec<Finding> {
-        let seen = zero.seen.keys().map(|rank| match others.get(rank) {
-            Some(heard) => place_of(&heard.card),
-            None => format!("rank {rank}"),
-        });
-        let seen: Vec<String> = std::iter::once(place_of(zero)).chain(seen).collect();
-        let seconds = self.about.timeout.as_secs_f64();
-        let finding = |rank: u32| {
-            let mut finding =
-                Finding::new(codes::NOT_SHARED, format!("rank {rank} never appeared within {seconds} s"))
-                    .file(self.table.folder.path())
-                    .rank(format!("rank {rank}"))
-                    .expected(format!("{} ranks on one storage", self.about.world), seen.join(", "))
-                    .help("look at what that rank says: it was not started, or its host has a disk of its own at this path; `fastshard probe` with the same ranks tells before the work");
-            finding.host = self.about.hosts.get(rank as usize).cloned();
-            finding
-        };
-        (1..self.about.world).filter(|rank| !zero.seen.contains_key(rank)).map(finding).collect()
-    }
-
-    /// Findings of a rank that rank 0 has not seen, or that has not seen rank 0.
-    fn stray(&self, own: &Card, others: &BTreeMap<u32, Heard>) -> Vec<Finding> {
-        let zero = others.get(&0).filter(|zero| zero.lives);
-        let what = match zero {
-            None => "rank 0 was never seen here",
-            Some(zero) if !zero.card.seen.contains_key(&own.rank) => "rank 0 has not seen this rank",
-            Some(zero) => return self.absent(&zero.card, others),
-        };
-        let message = format!("{what} within {} s", self.about.timeout.as_secs_f64());
-        let mut finding = Finding::new(codes::NOT_SHARED, message)
-            .file(self.table.folder.path())
-            .rank(format!("rank {}", own.rank))
-            .expected(
-                match zero {
-                    Some(zero) => format!("the storage of {}", place_of(&zero.card)),
-                    None => format!("one storage for all {} ranks", own.world),
-                },
-                own.storage.clone(),
-            )
-            .help("this host may have a disk of its own at this path: mount the shared storage there, or choose a destination on it; --timeout SECONDS waits longer for ranks that start late");
-        finding.host = Some(own.process.host.clone());
-        vec![finding]
-    }
-
-    /// Refuses ranks that were started with other words than rank 0.
-    fn alike(&self) -> Result<()> {
-        let state = self.table.lock();
-        let differing = state.others.values().filter_map(|heard| differing(&state.card, &heard.card));
-        let findings: Vec<Finding> = differing.collect();
-        match findings.is_empty() {
-            true => Ok(()),
-            false => Err(findings.into()),
-        }
-    }
-
     /// Waits until all ranks hold the same plan. `files` are the sources as this rank sees them.
     ///
     /// # Errors
     /// `FS524` with what differs; what another rank stopped for.
-    pub fn agree(&self, plan: &str, files: &[(String, u64)], go_on: &dyn Fn() -> bool) -> Result<()> {
+    pub fn agree(&self, plan: &str, files: &[Seen], go_on: &dyn Fn() -> bool) -> Result<()> {
         if self.about.rank == 0 {
             let bytes = serde_json::to_vec(files).expect("plain data");
             self.table.folder.write_whole(&sources_of(0), &bytes, true)?;
@@ -574,58 +345,6 @@ impl Meeting {
         )?;
         self.say(|card| card.phase = Phase::Agreed);
         Ok(())
-    }
-
-    /// What of the sources differs from what rank 0 sees.
-    fn other_plan(&self, files: &[(String, u64)]) -> Finding {
-        let bytes = self.table.folder.read_small(&sources_of(0), 1 << 30).ok().flatten().unwrap_or_default();
-        let theirs: BTreeMap<String, u64> =
-            serde_json::from_slice::<Vec<(String, u64)>>(&bytes).unwrap_or_default().into_iter().collect();
-        let ours: BTreeMap<String, u64> = files.iter().cloned().collect();
-        let names: BTreeSet<&String> = theirs.keys().chain(ours.keys()).collect();
-        let size = |size: Option<&u64>| size.map_or("absent".to_string(), |size| format!("{size} bytes"));
-        let mut differing = names.into_iter().filter(|name| theirs.get(*name) != ours.get(*name));
-        let first: Vec<String> = differing
-            .by_ref()
-            .take(NAMED)
-            .map(|name| format!("{name}: {} there, {} here", size(theirs.get(name)), size(ours.get(name))))
-            .collect();
-        let more = differing.count();
-        let got = match (first.len(), more) {
-            (0, _) => "the same names and sizes of files, with other headers or another config beside them"
-                .to_string(),
-            (_, 0) => first.join("; "),
-            _ => format!("{}; and {more} more", first.join("; ")),
-        };
-        let mut finding = Finding::new(codes::RANKS_DIFFER, "this rank comes to another plan than rank 0")
-            .rank(format!("rank {}", self.about.rank))
-            .expected("the sources that rank 0 sees", got)
-            .help("give all ranks the same CKPT, on storage that all of them see");
-        finding.host = Some(self.table.lock().card.process.host.clone());
-        finding
-    }
-
-    /// The finding for a rank that has shown no sign of life for the whole timeout, or is proven dead.
-    fn silent(&self, others: &BTreeMap<u32, Heard>, rank: u32) -> Option<Vec<Finding>> {
-        let heard = others.get(&rank)?;
-        let dead = heard.card.process.is_dead() && heard.card.phase < Phase::Stopped;
-        if !dead && heard.moved.elapsed() < self.about.timeout {
-            return None;
-        }
-        let mut finding = Finding::new(
-            codes::PART_MISSING,
-            match dead {
-                true => format!("rank {rank} has ended without a word"),
-                false => {
-                    format!("rank {rank} has shown no sign of life for {} s", heard.moved.elapsed().as_secs())
-                }
-            },
-        )
-        .rank(format!("rank {rank}"))
-        .expected("a process at work", heard.card.process.told())
-        .help("nothing was published; run again with --resume, with as many ranks as there are hosts");
-        finding.host = Some(heard.card.process.host.clone());
-        Some(vec![finding])
     }
 
     /// Rank 0: looks whether somebody is gone who has not done its part. Others: whether rank 0 is.
@@ -697,9 +416,6 @@ impl Meeting {
                 finding.host.get_or_insert_with(|| card.process.host.clone());
             }
         });
-        // The thread may never have begun, and the process may end at once.
-        let mut state = self.table.lock();
-        let _ = self.table.write(&mut state);
     }
 
     /// What another rank stopped for, if one did; what keeps this one from taking part.
@@ -750,11 +466,12 @@ impl Meeting {
             reads && self.table.read(rank).is_some_and(|card| card.nonce == heard.card.nonce)
         };
         let others = self.table.lock().others.clone();
+        let mut pauses = Pauses::new(LOOK);
         while rank == 0
             && begun.elapsed() < FAREWELL
             && others.iter().any(|(rank, heard)| stays(*rank, heard))
         {
-            std::thread::sleep(LOOK / 4);
+            pauses.sleep();
         }
         gone(&format!("{own}.new"));
         if self.table.read(rank).is_some_and(|card| card.nonce == own) {
@@ -779,94 +496,6 @@ impl Drop for Meeting {
     }
 }
 
-/// Takes away the cards of ranks that are gone, and the folder if none is left.
-pub(super) fn collect(
-    place: &Place,
-    patience: Duration,
-    dry: bool,
-    go_on: &dyn Fn() -> bool,
-) -> Result<Option<Leaving>> {
-    let name = place.meeting_name();
-    let path = place.base.join(&name);
-    let folder = match place.base.sub(&name) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        folder => folder.at(&path, "cannot open")?,
-    };
-    let left = |fate| Some(Leaving { path: path.clone(), run: None, fate });
-    if check_owner(place, &folder).is_err() {
-        return Ok(left(Fate::Foreign));
-    }
-    let is_ours = |name: &String| {
-        ["rank-", "sources-"].iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".json")
-            || name.strip_suffix(".new").is_some_and(|nonce| nonce.len() == 32)
-    };
-    let cards = || -> Result<BTreeMap<String, (String, u64, bool)>> {
-        let names = entries(&folder)?.into_iter().filter(|name| name.starts_with("rank-"));
-        let read = |name: String| {
-            let card: Card = serde_json::from_slice(&folder.read_small(&name, MAX_CARD).ok()??).ok()?;
-            Some((name, (card.nonce, card.beat, card.process.is_dead())))
-        };
-        Ok(names.filter_map(read).collect())
-    };
-    let (first, begun) = (cards()?, Instant::now());
-    while first.values().any(|(.., dead)| !dead) && begun.elapsed() < patience && go_on() {
-        std::thread::sleep(LOOK);
-        let moved = |(name, card): (&String, &(String, u64, bool))| first.get(name) != Some(card);
-        if cards()?.iter().any(moved) {
-            return Ok(left(Fate::AtWork));
-        }
-    }
-    if !dry {
-        for name in entries(&folder)?.iter().filter(|name| is_ours(name)) {
-            folder.remove_file(name).at(&folder.join(name), "cannot remove")?;
-        }
-        match place.base.remove_dir(&name) {
-            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => return Ok(left(Fate::Foreign)),
-            removed => removed.at(&path, "cannot remove")?,
-        }
-    }
-    Ok(left(Fate::Removed))
-}
-
 fn is_seen(own: &Card, heard: &Heard) -> bool {
     own.seen.get(&heard.card.rank) == Some(&heard.card.nonce)
-}
-
-/// A rank and where it is, for people.
-fn place_of(card: &Card) -> String {
-    format!("rank {} on {} ({})", card.rank, card.process.host, card.storage)
-}
-
-/// The finding for two ranks that were not started alike, named for the first one.
-fn differing(own: &Card, other: &Card) -> Option<Finding> {
-    let told = |expected: String, got: String| {
-        let named = if own.rank == 0 { other } else { own };
-        let mut finding = Finding::new(codes::RANKS_DIFFER, "ranks of one run were not started alike")
-            .rank(format!("rank {}", named.rank))
-            .expected(expected, got)
-            .help("start all ranks with the same command and the same version");
-        finding.host = Some(named.process.host.clone());
-        finding
-    };
-    let (zero, rank) = if own.rank == 0 { (own, other) } else { (other, own) };
-    if zero.world != rank.world {
-        return Some(told(format!("{} ranks, as rank 0 says", zero.world), format!("{} ranks", rank.world)));
-    }
-    let names: BTreeSet<&String> = zero.words.keys().chain(rank.words.keys()).collect();
-    let shown = |value: Option<&serde_json::Value>| value.map_or("nothing".into(), ToString::to_string);
-    let differing: Vec<(String, String)> = names
-        .into_iter()
-        .filter(|name| zero.words.get(*name) != rank.words.get(*name))
-        .map(|name| {
-            (
-                format!("{name} {}", shown(zero.words.get(name))),
-                format!("{name} {}", shown(rank.words.get(name))),
-            )
-        })
-        .collect();
-    if differing.is_empty() {
-        return None;
-    }
-    let (expected, got): (Vec<String>, Vec<String>) = differing.into_iter().unzip();
-    Some(told(format!("as rank 0: {}", expected.join(", ")), got.join(", ")))
 }

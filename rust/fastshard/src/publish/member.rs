@@ -69,8 +69,7 @@ pub struct Member {
     /// The round whose files may be opened, and the folder they lie in.
     round: String,
     data: String,
-    /// Until it is dropped.
-    _beats: Beats,
+    beats: Option<Beats>,
 }
 
 impl Member {
@@ -91,7 +90,7 @@ impl Member {
             journal,
             round: round.into(),
             data: format!("data.{round}"),
-            _beats: beats,
+            beats: Some(beats),
         })
     }
 
@@ -173,8 +172,10 @@ impl Member {
     /// Says that all is done: the data is on disk, the files are closed.
     ///
     /// Errors: what the system says.
-    pub fn done(self, evidence: &[u8]) -> Result<()> {
+    pub fn done(mut self, evidence: &[u8]) -> Result<()> {
         self.folder.write_whole(&format!("{EVIDENCE}{}", self.nonce), evidence, true)?;
+        // The last record of all, so that a look at the end of the journal tells.
+        self.beats.take();
         self.journal.append(&[&[DONE][..], blake3::hash(evidence).as_bytes()].concat())?;
         self.journal.sync()
     }
@@ -326,6 +327,19 @@ impl Log {
                 .into()
         })
     }
+}
+
+/// Who a member is, and whether it has done all of its part, as the two ends of its journal tell.
+///
+/// Errors: what the system says.
+pub(super) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
+    let mut who = None;
+    let end = Journal::glance(folder, name, &mut |record| {
+        if let Some((&WHO, rest)) = record.split_first() {
+            who = serde_json::from_slice(rest).ok();
+        }
+    })?;
+    Ok((who, end.is_some_and(|record| record.len() == 33 && record[0] == DONE)))
 }
 
 /// Watches journals for signs of life, by this process's own clock.

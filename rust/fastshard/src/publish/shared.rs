@@ -268,6 +268,19 @@ impl Shared {
             .collect()
     }
 
+    /// Parts of a round that somebody has done all of.
+    ///
+    /// Errors: what the system says.
+    pub fn done_parts(&self, round: u32) -> Result<BTreeSet<u32>> {
+        let mut done = BTreeSet::new();
+        for name in entries(&self.folder)?.iter().filter(|name| name.starts_with(MEMBER)) {
+            if let (Some(who), true) = member::glance(&self.folder, name)? {
+                done.extend(who.part.filter(|_| who.round == round));
+            }
+        }
+        Ok(done)
+    }
+
     /// What a member has learnt.
     ///
     /// Errors: as for reading it; `IO` if it is not what that member wrote.

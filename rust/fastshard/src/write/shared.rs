@@ -383,7 +383,12 @@ pub fn make_part(
     let checksummed = sink::members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
     drop(frames);
     let pages = Pages::of(plan, &sizes, &division.shares);
-    let told = logs.iter().map(|log| Told { journal: &log.journal, adopted: false }).collect();
+    // What others of this round are making is not this part's.
+    let earlier = |log: &&Log| {
+        log.who.as_ref().is_some_and(|who| who.round < round.number) || is_of(log, round.number, part)
+    };
+    let told =
+        logs.iter().filter(earlier).map(|log| Told { journal: &log.journal, adopted: false }).collect();
     let claims = Claims::of(told, plan.outputs.len(), &|output| plan.outputs[output].file)?;
     let sparse = options.sparse && is_fresh;
     let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse);
@@ -413,9 +418,8 @@ pub fn make_part(
 /// # Errors
 /// What the system says.
 pub fn missing_parts(shared: &Shared, round: &Round) -> Result<Vec<u32>> {
-    let logs = shared.logs()?;
-    let is_done = |part: u32| logs.iter().any(|log| log.is_done && is_of(log, round.number, part));
-    Ok((0..round.parts).filter(|part| !is_done(*part)).collect())
+    let done = shared.done_parts(round.number)?;
+    Ok((0..round.parts).filter(|part| !done.contains(part)).collect())
 }
 
 /// What others have made, for the one that concludes the run.

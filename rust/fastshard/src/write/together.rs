@@ -12,7 +12,7 @@ use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
-use crate::publish::meeting::{Meeting, Opened};
+use crate::publish::meeting::{Meeting, Opened, Pauses, Seen};
 use crate::publish::shared::Shared;
 use crate::storage::SourceFile;
 
@@ -59,8 +59,12 @@ struct Together<'a> {
 
 impl Together<'_> {
     fn agree(&self) -> Result<()> {
-        let sources: Vec<(String, u64)> =
-            self.plan.sources.iter().map(|s| (format!("{}:{}", s.root, s.path), s.size)).collect();
+        let sources = self.plan.sources.iter().map(|s| Seen {
+            name: if s.root == 0 { s.path.clone() } else { format!("{} of CKPT {}", s.path, s.root + 1) },
+            size: s.size,
+            mtime_ns: s.mtime_ns,
+        });
+        let sources: Vec<Seen> = sources.collect();
         self.meeting.agree(&self.plan.digest(), &sources, &|| is_running(self.control))
     }
 
@@ -85,6 +89,7 @@ impl Together<'_> {
         let made = || -> Result<()> {
             meeting.open_run(Opened { run: shared.run.nonce.clone(), round: round.number });
             self.part(&shared, &round, 0)?;
+            let mut pauses = Pauses::new(LOOK);
             loop {
                 go_on(control)?;
                 let missing = shared::missing_parts(&shared, &round)?;
@@ -92,7 +97,7 @@ impl Together<'_> {
                     return Ok(());
                 }
                 meeting.watch(&|rank| !missing.contains(&rank))?;
-                std::thread::sleep(LOOK);
+                pauses.sleep();
             }
         };
         made().map_err(|error| resumable(error, &folder))?;
@@ -133,13 +138,14 @@ impl Together<'_> {
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
         let made = std::thread::scope(|scope| {
             scope.spawn(|| {
+                let mut pauses = Pauses::new(LOOK);
                 while !ended.load(Ordering::Relaxed) {
                     if let Err(error) = meeting.watch(&|_| false) {
                         *stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                         control.cancel.store(true, Ordering::Relaxed);
                         return;
                     }
-                    std::thread::sleep(LOOK);
+                    pauses.sleep();
                 }
             });
             let made = shared::make_part(plan, files, roots, out, shared, round, part, options, control);

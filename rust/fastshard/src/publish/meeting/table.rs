@@ -1,0 +1,226 @@
+//! Cards of ranks, and the folder in which they lie.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::told::taken;
+use crate::error::{Finding, Result};
+use crate::publish::disk::{self, At, Dir};
+use crate::publish::process::Process;
+
+/// A card is written again after this time, if nothing else changes.
+pub(super) const BEAT_EVERY: Duration = Duration::from_millis(500);
+/// Largest card, in bytes.
+pub(super) const MAX_CARD: u64 = 16 << 20;
+
+/// How far a rank is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// It looks for the others.
+    Meeting,
+    /// Rank 0 has seen all.
+    Met,
+    /// All hold the same plan.
+    Agreed,
+    /// The run has begun.
+    Working,
+    /// The result is published.
+    Published,
+    /// Something went wrong: the findings say what.
+    Stopped,
+}
+
+/// Where the parts of a run are to be found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opened {
+    /// The run's nonce.
+    pub run: String,
+    /// The number of its round.
+    pub round: u32,
+}
+
+/// A source file as a rank sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seen {
+    /// Its name below its root.
+    pub name: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time, nanoseconds since the epoch.
+    pub mtime_ns: i64,
+}
+
+/// What a rank says of itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Card {
+    /// Its number, and of how many.
+    pub rank: u32,
+    /// How many ranks there are.
+    pub world: u32,
+    /// This process, as no other one is called.
+    pub(super) nonce: String,
+    /// Counts up as long as it lives.
+    pub(super) beat: u64,
+    /// Who it is.
+    pub process: Process,
+    /// What lies under the destination, for people.
+    pub storage: String,
+    /// What it was started with; must be the same for all.
+    pub(super) words: BTreeMap<String, serde_json::Value>,
+    /// Nonce of the rank 0 that it has read.
+    pub(super) answers: Option<String>,
+    /// Of rank 0: nonces of the ranks it has seen.
+    pub(super) seen: BTreeMap<u32, String>,
+    /// How far it is.
+    pub phase: Phase,
+    /// Digest of its plan, and what it was made of: paths and sizes of files.
+    pub(super) plan: Option<String>,
+    /// The run, once it has begun.
+    pub(super) opened: Option<Opened>,
+    /// Why it stopped.
+    pub(super) findings: Vec<Finding>,
+}
+
+#[derive(Debug)]
+pub(super) struct Table {
+    pub(super) base: Dir,
+    pub(super) name: OsString,
+    pub(super) folder: Dir,
+    pub(super) state: Mutex<State>,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) card: Card,
+    /// What it was when it was written last, and when.
+    pub(super) written: Option<(u64, Instant)>,
+    /// Counts changes of the card.
+    pub(super) changes: u64,
+    /// Cards of the others that answer: rank 0 has all, others have that of rank 0.
+    pub(super) others: BTreeMap<u32, Heard>,
+    /// True once the thread is to end.
+    pub(super) ended: bool,
+    /// What keeps the thread from going on.
+    pub(super) failed: Option<Finding>,
+}
+
+/// A card as it was read last.
+#[derive(Debug, Clone)]
+pub(super) struct Heard {
+    pub(super) card: Card,
+    /// When its counter was seen to move.
+    pub(super) moved: Instant,
+    /// True once it has moved at all: what lies there from earlier does not.
+    pub(super) lives: bool,
+}
+
+pub(super) fn file_of(rank: u32) -> String {
+    format!("rank-{rank:05}.json")
+}
+
+pub(super) fn sources_of(rank: u32) -> String {
+    format!("sources-{rank:05}.json")
+}
+
+impl Table {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn read(&self, rank: u32) -> Option<Card> {
+        // What is half written, or not there yet, is read the next time.
+        let bytes = self.folder.read_small(&file_of(rank), MAX_CARD).ok().flatten()?;
+        serde_json::from_slice(&bytes).ok().filter(|card: &Card| card.rank == rank)
+    }
+
+    /// Writes the card as it is now, whole.
+    pub(super) fn write(&self, state: &mut State) -> Result<()> {
+        state.card.beat += 1;
+        let bytes = serde_json::to_vec(&state.card).expect("plain data");
+        let (name, fresh) = (file_of(state.card.rank), format!("{}.new", state.card.nonce));
+        let path = self.folder.join(&fresh);
+        let file = self.folder.create(OsStr::new(&fresh)).at(&path, "cannot create")?;
+        disk::write_at(&file, &path, 0, &bytes).at(&path, "cannot write")?;
+        if disk::is_network(&file) {
+            disk::sync_data(&file, &path).at(&path, "cannot bring to disk")?;
+        }
+        self.folder
+            .rename_over(OsStr::new(&fresh), &self.folder, OsStr::new(&name))
+            .at(&self.folder.join(&name), "cannot rename into place")?;
+        state.written = Some((state.changes, Instant::now()));
+        Ok(())
+    }
+
+    /// One look at the others, and a sign of life.
+    pub(super) fn turn(&self) -> Result<()> {
+        let (rank, world) = {
+            let state = self.lock();
+            (state.card.rank, state.card.world)
+        };
+        let own = self.read(rank);
+        let wanted: Vec<u32> = if rank == 0 { (1..world).collect() } else { vec![0] };
+        let cards: Vec<Card> = wanted.into_iter().filter_map(|other| self.read(other)).collect();
+        let mut state = self.lock();
+        if let Some(own) = own.filter(|own| own.nonce != state.card.nonce) {
+            let holds = rank != 0
+                && state
+                    .others
+                    .get(&0)
+                    .is_some_and(|zero| zero.card.seen.get(&rank) == Some(&state.card.nonce));
+            if !holds
+                && !own.process.is_dead()
+                && (state.card.phase > Phase::Meeting || own.nonce < state.card.nonce)
+            {
+                return Err(taken(&own));
+            }
+        }
+        let now = Instant::now();
+        for card in cards {
+            let heard = state.others.entry(card.rank).or_insert_with(|| Heard {
+                card: card.clone(),
+                moved: now,
+                lives: false,
+            });
+            if (&heard.card.nonce, heard.card.beat) != (&card.nonce, card.beat) {
+                (heard.moved, heard.lives) = (now, true);
+                heard.card = card;
+            }
+        }
+        if rank == 0 {
+            self.see(&mut state);
+        } else if let Some(zero) = state.others.get(&0) {
+            let answer = Some(zero.card.nonce.clone());
+            if state.card.answers != answer {
+                state.card.answers = answer;
+                state.changes += 1;
+            }
+        }
+        let due = |(changes, at): (u64, Instant)| changes != state.changes || at.elapsed() >= BEAT_EVERY;
+        if state.written.is_none_or(due) {
+            self.write(&mut state)?;
+        }
+        Ok(())
+    }
+
+    /// Rank 0 lists those that answer it.
+    pub(super) fn see(&self, state: &mut State) {
+        let own = state.card.nonce.clone();
+        let answering: Vec<(u32, String)> = state
+            .others
+            .values()
+            .filter(|heard| heard.card.answers.as_ref() == Some(&own))
+            .map(|heard| (heard.card.rank, heard.card.nonce.clone()))
+            .collect();
+        for (rank, nonce) in answering {
+            if state.card.seen.get(&rank) != Some(&nonce) {
+                state.card.seen.insert(rank, nonce);
+                state.changes += 1;
+            }
+        }
+    }
+}
