@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::told::taken;
+use super::told::{taken, taken_away};
 use crate::error::{Finding, Result};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::process::Process;
@@ -144,7 +145,12 @@ impl Table {
         let bytes = serde_json::to_vec(&state.card).expect("plain data");
         let (name, fresh) = (file_of(state.card.rank), format!("{}.new", state.card.nonce));
         let path = self.folder.join(&fresh);
-        let file = self.folder.create(OsStr::new(&fresh)).at(&path, "cannot create")?;
+        let file = match self.folder.create(OsStr::new(&fresh)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return Err(taken_away(&state.card, self.folder.path()))
+            }
+            file => file.at(&path, "cannot create")?,
+        };
         disk::write_at(&file, &path, 0, &bytes).at(&path, "cannot write")?;
         if disk::is_network(&file) {
             disk::sync_data(&file, &path).at(&path, "cannot bring to disk")?;

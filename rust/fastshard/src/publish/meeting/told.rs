@@ -1,6 +1,7 @@
 //! What ranks say of one another: who is missing, who is gone, who was started otherwise.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use super::table::{sources_of, Card, Heard, Phase, Seen};
 use super::Meeting;
@@ -18,6 +19,17 @@ pub(super) fn taken(other: &Card) -> Error {
         .expected("one process for each rank", other.process.told())
         .help("give each process a rank of its own; one that was restarted takes its rank over once the first is gone")
         .into()
+}
+
+/// The error of a rank that finds the others gone, with the folder in which they met.
+pub(super) fn taken_away(own: &Card, folder: &Path) -> Error {
+    let mut finding =
+        Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
+            .file(folder)
+            .rank(format!("rank {}", own.rank))
+            .help("look at what rank 0 says; --resume goes on with what is left");
+    finding.host = Some(own.process.host.clone());
+    finding.into()
 }
 
 impl Meeting {
