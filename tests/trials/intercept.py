@@ -41,7 +41,7 @@ _BY_NUMBER = {number: (name, arguments) for name, (number, arguments) in CALLS.i
 
 _AUDIT_ARCH_X86_64 = 0xC000003E
 _SECCOMP_CALL, _SET_MODE_FILTER, _NEW_LISTENER = 317, 1, 8
-_RET_ALLOW, _RET_USER_NOTIF = 0x7FFF0000, 0x7FC00000
+_RET_ALLOW, _RET_USER_NOTIF, _RET_ERRNO = 0x7FFF0000, 0x7FC00000, 0x50000
 _PR_SET_NO_NEW_PRIVS = 38
 _NOTIF_RECV, _NOTIF_SEND, _NOTIF_ID_VALID = 0xC0502100, 0xC0182101, 0x40082102
 _CONTINUE = 1
@@ -72,9 +72,8 @@ def _checked(result: int, doing: str) -> int:
     return result
 
 
-def install(report_to: socket.socket) -> None:
-    """Lets every call of :data:`CALLS` of this process wait for the supervisor that gets the listener."""
-    numbers = sorted(_BY_NUMBER)
+def _program(numbers: list[int], answer: int) -> _Program:
+    """A filter that answers calls of these numbers so, and lets all others pass."""
     load, equal, give = 0x20, 0x15, 0x06
     code = [
         _Filter(load, 0, 0, 4),  # the architecture
@@ -83,16 +82,29 @@ def install(report_to: socket.socket) -> None:
         _Filter(load, 0, 0, 0),  # the call's number
         *(_Filter(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
         _Filter(give, 0, 0, _RET_ALLOW),
-        _Filter(give, 0, 0, _RET_USER_NOTIF),
+        _Filter(give, 0, 0, answer),
     ]
-    program = _Program(len(code), (_Filter * len(code))(*code))
+    return _Program(len(code), (_Filter * len(code))(*code))
+
+
+def _filter(program: _Program, flags: int) -> int:
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    listener = _checked(
-        _libc.syscall(_SECCOMP_CALL, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(program)), "seccomp"
+    return _checked(
+        _libc.syscall(_SECCOMP_CALL, _SET_MODE_FILTER, flags, ctypes.byref(program)), "seccomp"
     )
+
+
+def install(report_to: socket.socket) -> None:
+    """Lets every call of :data:`CALLS` of this process wait for the supervisor that gets the listener."""
+    listener = _filter(_program(sorted(_BY_NUMBER), _RET_USER_NOTIF), _NEW_LISTENER)
     socket.send_fds(report_to, [b"listener"], [listener])
     report_to.close()
     os.close(listener)
+
+
+def refuse(name: str, code: int) -> None:
+    """Has every call of one kind fail in this process from now on: no supervisor is needed, and none slows it down."""
+    _filter(_program([CALLS[name][0]], _RET_ERRNO | code), 0)
 
 
 def bind_onto_itself(path: str) -> None:

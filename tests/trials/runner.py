@@ -101,6 +101,8 @@ class Run:
         os.close(self._pidfd)
         seconds = (self._ended or time.monotonic()) - self._started
         out, err = (path.read_text(errors="replace") if path.is_file() else "" for path in self._streams)
+        for path in self._streams:
+            path.unlink(missing_ok=True)
         return Ended(self.argv, os.waitstatus_to_exitcode(status), out, err, seconds, hung)
 
 
@@ -204,8 +206,7 @@ class Zygote(Reaper):
         return int(json.loads(self._channel.recv(1 << 16))["pid"])
 
     def _new_streams(self) -> tuple[Path, Path]:
-        for path in (self._streams / f"out{self._count}", self._streams / f"err{self._count}"):
-            path.unlink(missing_ok=True)
+        # Several runs may be under way.
         self._count += 1
         return self._streams / f"out{self._count}", self._streams / f"err{self._count}"
 

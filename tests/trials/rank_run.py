@@ -1,0 +1,45 @@
+"""One process of a run of several, called as users call it: ``rank_run.py REQUEST``, where the request is JSON.
+
+``do`` is ``convert`` (a rank), ``begin``, ``part`` or ``commit``, ``with`` its arguments; ``locks`` false lets files be
+locked by nobody, as on filesystems that know no locks, or where each host keeps its own. What came of it is printed as
+one line of JSON.
+"""
+
+import errno
+import json
+import sys
+import time
+
+import fastshard
+import intercept
+from fastshard import parts
+
+CALLS = {
+    "convert": fastshard.convert,
+    "begin": parts.begin,
+    "part": parts.run_part,
+    "commit": parts.commit,
+}
+
+
+def main() -> int:
+    """Exit code 0, or that of the error."""
+    request = json.loads(sys.argv[1])
+    if not request["locks"]:
+        intercept.refuse("flock", errno.ENOSYS)
+    begun = time.monotonic()
+    try:
+        result = CALLS[request["do"]](**request["with"])
+    except fastshard.FastshardError as error:
+        told = {"codes": [f.code for f in error.findings], "words": str(error)}
+        print(json.dumps(told | {"seconds": time.monotonic() - begun}))
+        return int(error.exit_code)
+    told = {"codes": [f.code for f in getattr(result, "findings", [])]}
+    told |= {"run": result.id} if request["do"] == "begin" else {}
+    told |= {"made": result} if request["do"] == "part" else {}
+    print(json.dumps(told | {"seconds": time.monotonic() - begun}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
