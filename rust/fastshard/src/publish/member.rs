@@ -44,7 +44,7 @@ pub(super) const BEAT_EVERY: Duration = Duration::from_millis(500);
 pub struct Who {
     /// Its round.
     pub round: u32,
-    /// Its part of that round; none for the one that concludes the run.
+    /// Its part of that round; none for the one that begins the round, and for the one that concludes the run.
     pub part: Option<u32>,
     /// The process.
     pub process: Process,
@@ -55,7 +55,7 @@ impl Who {
     pub fn told(&self) -> String {
         match self.part {
             Some(part) => format!("part {part} ({})", self.process.told()),
-            None => format!("the commit ({})", self.process.told()),
+            None => format!("beginning or concluding it ({})", self.process.told()),
         }
     }
 }
@@ -137,6 +137,16 @@ impl Member {
         file.sync()?;
         drop(file);
         self.journal.append(&[&[CLOSE][..], &number.to_le_bytes()].concat())
+    }
+
+    /// Notes that data files which [`Member::note_open`] told of are closed, and all that was written to them on disk.
+    ///
+    /// Errors: what the system says.
+    pub fn note_closed(&self, numbers: impl IntoIterator<Item = u32>) -> Result<()> {
+        for number in numbers {
+            self.journal.append(&[&[CLOSE][..], &number.to_le_bytes()].concat())?;
+        }
+        self.journal.sync()
     }
 
     /// Checks that no other round has begun.

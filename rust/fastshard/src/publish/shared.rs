@@ -20,8 +20,8 @@
 //! | `evidence-NONCE` | that member, at its end   | what it learnt of the sources                                     |
 //!
 //! **Safety rests on no clock.** A process may stop at any instant and wake up when the result is published. What it can
-//! still write to are descriptors that it holds. So a member notes, on disk, that it opens a file, looks into `state`,
-//! and only then opens it, creating nothing. Whoever begins the next round (concluding is one) first creates its
+//! still write to are descriptors that it holds. So a member (whoever makes the files for a round is one too) notes, on
+//! disk, that it opens a file, looks into `state`, and only then opens it; members with a part create nothing. Whoever begins the next round (concluding is one) first creates its
 //! claim, writes `state`, and moves every file into a directory of its own, so that a directory that somebody holds is
 //! empty; then it reads all journals, and what a member noted to have open and not closed becomes a new file
 //! ([`member::renew`]), unless that member's process is proven dead. A woken one holds files that are not published. If
@@ -446,10 +446,10 @@ impl Shared {
         OutFile::for_reading(&folder, last, size)
     }
 
-    /// Takes up the conclusion of a run.
+    /// Takes up what only one process does in a round: to make the files before the parts begin, or to conclude the run.
     ///
     /// Errors: what the system says.
-    pub fn conclude(&self, claimed: &Claimed) -> Result<Member> {
+    pub fn preside(&self, claimed: &Claimed) -> Result<Member> {
         Member::begin(
             self,
             &claimed.nonce,

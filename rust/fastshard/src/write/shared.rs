@@ -19,7 +19,7 @@ use crate::hash::TileHasher;
 use crate::manifest::{Maker, Manifest, Provenance};
 use crate::plan::{Form, Plan};
 use crate::publish::shared::{Claimed, Joined, Round, Shared};
-use crate::publish::{self, Log, Space, Staging};
+use crate::publish::{self, Log, Member, Space, Staging};
 use crate::storage::SourceFile;
 
 /// Bytes that are read at a time.
@@ -181,7 +181,10 @@ fn prepare(
     let sizes = work_of(&shared)?.sizes();
     let claimed = shared.claim()?;
     staging.enter(&claimed, None);
-    let remade = make_files(plan, files, staging, options, control)?;
+    let member = shared.preside(&claimed)?;
+    let made = make_files(plan, files, staging, &member, options, control);
+    member.leave();
+    let remade = made?;
     let earlier = Earlier::of(plan, &shared, claimed, &remade)?;
     let sound = |log: &Log| spot_check(plan, &shared, &earlier.claimed, log, &sizes).is_ok();
     let mut adopted = earlier.adopted.clone();
@@ -218,15 +221,18 @@ fn refuse_living(shared: &Shared, patience: Duration, control: &Control) -> Resu
         .into())
 }
 
-/// Makes all data files at their full size, with all that stands around the tensors; those that were not there.
+/// Makes all data files at their full size, with all that stands around the tensors; those that were not there. `member`
+/// is this process: stopped here, it may go on when others have published what it has open.
 fn make_files(
     plan: &Plan,
     files: &[Arc<SourceFile>],
     staging: &Staging,
+    member: &Member,
     options: &Options,
     control: &Control,
 ) -> Result<BTreeSet<u32>> {
     let data = || (0u32..).zip(&plan.files).filter(|(_, f)| !matches!(f.form, Form::Arrays(_)));
+    member.note_open(data().map(|(number, _)| number))?;
     staging.keep_only(&data().map(|(_, f)| f.name.as_str()).collect())?;
     let frames = frames(plan, &plan.by_file(), files)?;
     let space = if options.sparse { Space::Sparse } else { Space::Reserved };
@@ -242,6 +248,7 @@ fn make_files(
         frame.pieces.iter().try_for_each(|(at, bytes)| made.write_all_at(*at, bytes))?;
         made.sync()?;
     }
+    member.note_closed(data().map(|(number, _)| number))?;
     Ok(remade)
 }
 
@@ -525,7 +532,7 @@ fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared) -> Result<Prior> 
         refuse_missing(shared, &missing_parts(shared, &round)?)?;
     }
     let claimed = shared.claim()?;
-    let member = shared.conclude(&claimed)?;
+    let member = shared.preside(&claimed)?;
     staging.enter(&claimed, Some(&member));
     let mut remade = BTreeSet::new();
     for (number, file) in (0u32..).zip(&plan.files).filter(|(_, f)| !matches!(f.form, Form::Arrays(_))) {
