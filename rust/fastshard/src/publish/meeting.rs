@@ -148,7 +148,8 @@ impl Meeting {
             findings: Vec::new(),
         };
         let (others, failed) = (BTreeMap::new(), None);
-        let state = Mutex::new(State { card, written: None, changes: 0, others, ended: false, failed });
+        let state = State { card, written: None, changes: 0, silent: None, others, ended: false, failed };
+        let state = Mutex::new(state);
         Ok(Meeting { about, table: Arc::new(Table { base: place.base, name, folder, state }), thread: None })
     }
 
@@ -163,6 +164,7 @@ impl Meeting {
                 _ => break,
             }
         }
+        self.table.lock().silent = first.map(|card| (card.nonce, card.beat));
         Ok(())
     }
 

@@ -102,6 +102,9 @@ pub(super) struct State {
     pub(super) written: Option<(u64, Instant)>,
     /// Counts changes of the card.
     pub(super) changes: u64,
+    /// Nonce and counter of a card of this rank that was silent when it was taken over: its process may be stopped, or
+    /// gone with its host.
+    pub(super) silent: Option<(String, u64)>,
     /// Cards of the others that answer: rank 0 has all, others have that of rank 0.
     pub(super) others: BTreeMap<u32, Heard>,
     /// True once the thread is to end.
@@ -178,7 +181,9 @@ impl Table {
                     .others
                     .get(&0)
                     .is_some_and(|zero| zero.card.seen.get(&rank) == Some(&state.card.nonce));
+            let still_silent = state.silent.as_ref() == Some(&(own.nonce.clone(), own.beat));
             if !holds
+                && !still_silent
                 && !own.process.is_dead()
                 && (state.card.phase > Phase::Meeting || own.nonce < state.card.nonce)
             {
