@@ -91,6 +91,21 @@ pub fn write(
     options: &Options,
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let written = write_alone(plan, files, roots, out, options, control)?;
+    if options.publish.resume {
+        publish::meeting::forget_dead(out);
+    }
+    Ok(written)
+}
+
+fn write_alone(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    roots: &Roots,
+    out: &Path,
+    options: &Options,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
     let run = plan.digest();
     // Before anything is made for it, on disk or in memory.
     engine::admit(plan, &engine_options(plan, options, out))?;

@@ -27,7 +27,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::disk::{self, At};
-use super::folder::check_owner;
+use super::folder::{check_owner, entries};
 use super::mounts;
 use super::place::Place;
 use super::process::Process;
@@ -35,7 +35,9 @@ use super::shared::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
+use left::is_ours;
 pub(super) use left::collect;
+pub use left::forget_dead;
 use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
 use told::{differing, taken};
@@ -479,8 +481,9 @@ impl Meeting {
         if self.table.read(rank).is_some_and(|card| card.nonce == own) {
             gone(&file_of(rank));
             if rank == 0 {
-                (1..self.about.world).for_each(|other| gone(&file_of(other)));
-                gone(&sources_of(0));
+                // Those of an earlier run with more ranks too.
+                let names = entries(&self.table.folder).unwrap_or_default();
+                names.iter().filter(|name| is_ours(name)).for_each(|name| gone(name));
             }
         }
         // The last one does it; others find it full.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::table::{Card, MAX_CARD};
@@ -11,6 +12,29 @@ use crate::publish::disk::At;
 use crate::publish::folder::{check_owner, entries};
 use crate::publish::gc::{Fate, Leaving};
 use crate::publish::place::Place;
+
+/// True for the name of a card, or of what belongs to one.
+pub(super) fn is_ours(name: &str) -> bool {
+    ["rank-", "sources-"].iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".json")
+        || name.strip_suffix(".new").is_some_and(|nonce| nonce.len() == 32)
+}
+
+/// Takes away what ranks towards `out` have left, if all of them are proven dead: a process by itself has finished their
+/// run. What cannot be done is left to [`crate::publish::gc`].
+pub fn forget_dead(out: &Path) {
+    let Ok(place) = Place::find(out, "0000000000000000") else { return };
+    let Ok(folder) = place.base.sub(&place.meeting_name()) else { return };
+    let Ok(names) = entries(&folder) else { return };
+    let is_dead = |name: &&String| {
+        let card = folder.read_small(name, MAX_CARD).ok().flatten();
+        card.and_then(|bytes| serde_json::from_slice::<Card>(&bytes).ok()).is_some_and(|c| c.process.is_dead())
+    };
+    let mut cards = names.iter().filter(|name| name.starts_with("rank-"));
+    if check_owner(&place, &folder).is_ok() && cards.all(|name| is_dead(&name)) {
+        names.iter().filter(|name| is_ours(name)).for_each(|name| drop(folder.remove_file(name)));
+        let _ = place.base.remove_dir(&place.meeting_name());
+    }
+}
 
 /// Takes away the cards of ranks that are gone, and the folder if none is left.
 pub(in crate::publish) fn collect(
@@ -29,10 +53,6 @@ pub(in crate::publish) fn collect(
     if check_owner(place, &folder).is_err() {
         return Ok(left(Fate::Foreign));
     }
-    let is_ours = |name: &String| {
-        ["rank-", "sources-"].iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".json")
-            || name.strip_suffix(".new").is_some_and(|nonce| nonce.len() == 32)
-    };
     let cards = || -> Result<BTreeMap<String, (String, u64, bool)>> {
         let names = entries(&folder)?.into_iter().filter(|name| name.starts_with("rank-"));
         let read = |name: String| {
