@@ -521,6 +521,16 @@ pub fn commit(
     if staging.sealed() {
         return super::roll_forward(staging, plan, out, findings, control);
     }
+    if staging.shared()?.is_none_or(|now| now.run.nonce != shared.run.nonce) {
+        // Another process has published it since it was looked at, and what is here now was made just now.
+        if !staging.resumed() {
+            staging.discard()?;
+        }
+        Shared::enter(out, &run, &document(plan), Some(nonce))?;
+        return Err(Finding::new(codes::LOCKED, "the run was published by another process, and begun anew")
+            .file(shared.path())
+            .into());
+    }
     refuse_living(&shared, options.patience, control)?;
     conclude(plan, files, staging, &shared, options, findings, control)
 }
