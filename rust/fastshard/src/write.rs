@@ -232,9 +232,9 @@ fn resumable(error: Error, folder: &Path) -> Error {
         "nothing was published; the same command with --resume continues, or remove {}",
         folder.display()
     );
-    for f in
-        findings.iter_mut().filter(|f| f.severity == Severity::Error && f.code != codes::PUBLISH_CONFLICT)
-    {
+    // Where another process is at work it may have published, and its folder is not to be removed.
+    let told = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED;
+    for f in findings.iter_mut().filter(told) {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
             Some(help) => format!("{help}; {way}"),
             None => way.clone(),

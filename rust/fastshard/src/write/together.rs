@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::shared::{self, Begun};
@@ -35,11 +35,12 @@ pub fn write_together(
     about: serde_json::Value,
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
-    let run = Together { plan, files, roots, out, options, meeting, control };
+    let run = Together { plan, files, roots, out, options, meeting, control, nonce: OnceLock::new() };
     let done = run.agree().and_then(|()| match meeting.rank() {
         0 => run.lead(about),
         _ => run.follow(),
     });
+    let done = done.or_else(|error| run.unless_published(error));
     match &done {
         Err(error) if !error.is_after_publishing() => meeting.stop(error.findings()),
         _ => meeting.published(),
@@ -55,9 +56,25 @@ struct Together<'a> {
     options: &'a Options,
     meeting: &'a Meeting,
     control: &'a Control,
+    /// What the run is called, once that is known.
+    nonce: OnceLock<String>,
 }
 
 impl Together<'_> {
+    /// An error of this process, unless others have published the very run without it: it was away, and was given up.
+    fn unless_published(&self, error: Error) -> Result<(Manifest, Vec<Finding>)> {
+        let is_published = !error.is_interrupt()
+            && !error.is_after_publishing()
+            && self.nonce.get().is_some_and(|nonce| self.is_published(nonce));
+        match Manifest::read(&self.out.join(MANIFEST_NAME)) {
+            Ok(manifest) if is_published => {
+                let told = "other processes have published the result without this one";
+                Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(self.out)]))
+            }
+            _ => Err(error),
+        }
+    }
+
     fn agree(&self) -> Result<()> {
         let sources = self.plan.sources.iter().map(|s| Seen {
             name: if s.root == 0 { s.path.clone() } else { format!("{} of CKPT {}", s.path, s.root + 1) },
@@ -74,6 +91,7 @@ impl Together<'_> {
         let parts = meeting.world() as usize;
         let Begun { staging, shared, round, mut findings, .. } =
             shared::begin(plan, files, roots, out, options, parts, about, control)?;
+        let _ = self.nonce.set(shared.run.nonce.clone());
         let Some(round) = round else {
             findings.push(
                 Finding::new(
@@ -110,6 +128,7 @@ impl Together<'_> {
         let opened = meeting.wait_for_run(&|| is_running(control))?;
         let manifest = || Manifest::read(&out.join(MANIFEST_NAME));
         if let Some(opened) = &opened {
+            let _ = self.nonce.set(opened.run.clone());
             let shared = match Shared::enter(out, &plan.digest(), &document(plan), Some(&opened.run)) {
                 // A rank that was started again comes late: it may be over.
                 Err(_) if self.is_published(&opened.run) => return Ok((manifest()?, Vec::new())),
