@@ -340,9 +340,10 @@ impl Shared {
             .at(&path, "cannot write")?;
         disk::sync_data(&file, &path).at(&path, "cannot bring to disk")?;
         self.folder.sync().at(self.folder.path(), "cannot bring to disk")?;
+        self.refuse_later(number)?;
         self.set_state(&nonce)?;
         let data = format!("data.{nonce}");
-        self.gather(&data)?;
+        self.gather(number, &data)?;
         let logs = self.logs()?;
         let mut renewed = BTreeSet::new();
         for log in logs.iter().filter(|log| !log.is_dead()) {
@@ -371,8 +372,19 @@ impl Shared {
         disk::sync_data(&file, &path).at(&path, "cannot bring to disk")
     }
 
+    /// Refuses to go on with a round after which another one has begun.
+    fn refuse_later(&self, number: u32) -> Result<()> {
+        if self.claims()? == number {
+            return Ok(());
+        }
+        Err(Finding::new(codes::LOCKED, "another process has taken this run over")
+            .file(self.folder.path())
+            .help("one is enough: look at what it says")
+            .into())
+    }
+
     /// Moves all files into a directory that nobody holds, and removes those they lay in.
-    fn gather(&self, data: &str) -> Result<()> {
+    fn gather(&self, number: u32, data: &str) -> Result<()> {
         let path = self.folder.join(data);
         self.folder.create_dir(OsStr::new(data), disk::BY_UMASK).at(&path, "cannot create")?;
         let to = self.folder.sub(OsStr::new(data)).at(&path, "cannot open")?;
@@ -382,6 +394,8 @@ impl Shared {
             if older.is_empty() {
                 return to.sync().at(&path, "cannot bring to disk");
             }
+            // A later round makes its directory after its claim: without one, what was listed is of earlier ones.
+            self.refuse_later(number)?;
             for name in older {
                 let from = match self.folder.sub(OsStr::new(&name)) {
                     Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
