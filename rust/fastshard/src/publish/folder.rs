@@ -62,10 +62,11 @@ pub(super) fn entries(folder: &Dir) -> Result<Vec<String>> {
     Ok(names.into_iter().filter_map(|name| name.into_string().ok()).collect())
 }
 
-/// Removes a staging folder whose data is this program's own: the journal first, as it speaks of data.
-pub(super) fn remove_folder(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+/// Removes a staging folder with its entries `data`, which are this program's own: the journal first, as it speaks of
+/// them.
+pub(super) fn remove_folder(place: &Place, folder: &Dir, data: &[String], lock: File) -> Result<()> {
     folder.remove_file("journal").at(&folder.join("journal"), "cannot remove")?;
-    for name in entries(folder)?.iter().filter(|name| is_data(name)) {
+    for name in data {
         folder.remove_tree(OsStr::new(name)).at(&folder.join(name), "cannot remove")?;
     }
     remove_bookkeeping(place, folder, lock)

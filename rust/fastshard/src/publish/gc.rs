@@ -100,7 +100,8 @@ pub fn collect(
         if fate == Fate::Removed && !dry {
             let place = Place::find(out, &digits)?;
             if let Some(lock) = lock::acquire(&folder)? {
-                remove_folder(&place, &folder, lock)?;
+                let data: Vec<String> = entries(&folder)?.into_iter().filter(|name| is_data(name)).collect();
+                remove_folder(&place, &folder, &data, lock)?;
             }
         }
         leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate });

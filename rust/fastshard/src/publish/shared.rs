@@ -372,6 +372,16 @@ impl Shared {
         disk::sync_data(&file, &path).at(&path, "cannot bring to disk")
     }
 
+    /// True unless another process has begun the last round: then the folder is not this process's to remove.
+    pub(super) fn is_own(&self) -> Result<bool> {
+        let number = self.claims()?;
+        let name = format!("{CLAIM}{number}");
+        let bytes = self.folder.read_small(&name, MAX_OWN).at(&self.folder.join(&name), "cannot read")?;
+        // One that was cut short is of this process, whose error is the reason to ask, or has moved nothing yet.
+        let claim = bytes.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());
+        Ok(claim.is_none_or(|claim| claim.process == Process::own()))
+    }
+
     /// Refuses to go on with a round after which another one has begun.
     fn refuse_later(&self, number: u32) -> Result<()> {
         if self.claims()? == number {

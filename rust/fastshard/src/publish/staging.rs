@@ -103,7 +103,7 @@ impl Staging {
                 Err(error) => {
                     if fresh {
                         // Nothing of value is in there yet; if this fails too, the first error counts.
-                        let _ = remove_folder(&place, &folder, lock);
+                        let _ = remove_folder(&place, &folder, &[DATA.into()], lock);
                     }
                     Err(error)
                 }
@@ -384,11 +384,18 @@ impl Staging {
         rename::publish(self.run, last, go_on)
     }
 
-    /// Removes the folder with all that was written. Refused (`USAGE`) once sealed.
+    /// Removes the folder with all that was written, unless another process has taken the run over. Refused (`USAGE`)
+    /// once sealed.
     pub fn discard(self) -> Result<()> {
         self.refuse_sealed()?;
+        // Before it is asked who owns the folder: a later round makes its directory after its claim.
+        let mut data = entries(&self.run.folder)?;
+        data.retain(|name| is_data(name));
+        if self.shared()?.is_some_and(|shared| !shared.is_own().unwrap_or(false)) {
+            return Ok(());
+        }
         drop(self.journal);
-        remove_folder(&self.run.place, &self.run.folder, self.run.lock)
+        remove_folder(&self.run.place, &self.run.folder, &data, self.run.lock)
     }
 
     fn refuse_sealed(&self) -> Result<()> {

@@ -87,7 +87,7 @@ impl Together<'_> {
 
     /// Rank 0.
     fn lead(&self, about: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
-        let Together { plan, files, roots, out, options, meeting, control } = *self;
+        let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
         let parts = meeting.world() as usize;
         let Begun { staging, shared, round, mut findings, .. } =
             shared::begin(plan, files, roots, out, options, parts, about, control)?;
@@ -152,7 +152,7 @@ impl Together<'_> {
 
     /// Makes a part, and stops if another rank does.
     fn part(&self, shared: &Shared, round: &crate::publish::shared::Round, part: u32) -> Result<()> {
-        let Together { plan, files, roots, out, options, meeting, control } = *self;
+        let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
         let ended = AtomicBool::new(false);
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
         let made = std::thread::scope(|scope| {
