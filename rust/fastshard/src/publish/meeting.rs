@@ -35,7 +35,7 @@ use super::shared::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
-use left::is_ours;
+use left::{is_ours, remove_if_dead};
 pub(super) use left::collect;
 pub use left::forget_dead;
 use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};
@@ -486,8 +486,8 @@ impl Meeting {
                 names.iter().filter(|name| is_ours(name)).for_each(|name| gone(name));
             }
         }
-        // The last one does it; others find it full.
-        let _ = self.table.base.remove_dir(&self.table.name);
+        // The last one that lives does it; what it heard of others is in its memory.
+        remove_if_dead(&self.table.base, &self.table.name, &self.table.folder);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Cards of ranks that are gone.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::table::{Card, MAX_CARD};
 use super::LOOK;
 use crate::error::Result;
-use crate::publish::disk::At;
+use crate::publish::disk::{At, Dir};
 use crate::publish::folder::{check_owner, entries};
 use crate::publish::gc::{Fate, Leaving};
 use crate::publish::place::Place;
@@ -24,15 +25,21 @@ pub(super) fn is_ours(name: &str) -> bool {
 pub fn forget_dead(out: &Path) {
     let Ok(place) = Place::find(out, "0000000000000000") else { return };
     let Ok(folder) = place.base.sub(&place.meeting_name()) else { return };
-    let Ok(names) = entries(&folder) else { return };
-    let is_dead = |name: &&String| {
+    if check_owner(&place, &folder).is_ok() {
+        remove_if_dead(&place.base, &place.meeting_name(), &folder);
+    }
+}
+
+/// Removes the folder `name`, in which ranks met, if nobody who has a card there is alive as far as can be told.
+pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
+    let Ok(names) = entries(folder) else { return };
+    let is_dead = |name: &String| {
         let card = folder.read_small(name, MAX_CARD).ok().flatten();
         card.and_then(|bytes| serde_json::from_slice::<Card>(&bytes).ok()).is_some_and(|c| c.process.is_dead())
     };
-    let mut cards = names.iter().filter(|name| name.starts_with("rank-"));
-    if check_owner(&place, &folder).is_ok() && cards.all(|name| is_dead(&name)) {
+    if names.iter().filter(|name| name.starts_with("rank-")).all(is_dead) {
         names.iter().filter(|name| is_ours(name)).for_each(|name| drop(folder.remove_file(name)));
-        let _ = place.base.remove_dir(&place.meeting_name());
+        let _ = base.remove_dir(name);
     }
 }
 
