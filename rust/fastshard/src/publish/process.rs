@@ -59,8 +59,11 @@ fn start(pid: u32) -> Option<String> {
     let rest = &stat[stat.rfind(')')? + 1..];
     let mut fields = rest.split_whitespace();
     let state = fields.next()?;
-    let start = fields.nth(18)?;
-    (!matches!(state, "Z" | "X")).then(|| start.to_string())
+    let threads = fields.nth(16)?;
+    let start = fields.nth(1)?;
+    // The state is that of the first thread: others may be at work still, a killed one within its last call.
+    let has_ended = matches!(state, "Z" | "X") && matches!(threads, "0" | "1");
+    (!has_ended).then(|| start.to_string())
 }
 
 #[cfg(test)]
