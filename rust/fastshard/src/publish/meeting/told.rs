@@ -144,7 +144,7 @@ impl Meeting {
         )
         .rank(format!("rank {rank}"))
         .expected("a process at work", heard.card.process.told())
-        .help("nothing was published; run again with --resume, with as many ranks as there are hosts");
+        .help("run again with --resume, with as many ranks as there are hosts");
         finding.host = Some(heard.card.process.host.clone());
         Some(vec![finding])
     }
