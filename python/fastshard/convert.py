@@ -170,7 +170,8 @@ def convert(
         "stats": stats,
     }
     alike = ranks.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
-    if this is not None and not overwrite and (done := _done(source, out, to, expect, tokenizer, options)):
+    late = this is not None and not overwrite and not (resume and _unfinished(out))
+    if late and (done := _done(source, out, to, expect, tokenizer, options)):
         return done
     with ranks.met(out, this, wait, alike) as meeting, Progress(progress) as bar:
         # Each rank compares a part of the source with its manifest, where it has one.
@@ -278,6 +279,16 @@ def _planned(
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
     request = Request(to, options=placing.of(planning), tokenizer=words, **planning)
     return expected, checkpoint, make_plan(checkpoint.opened, request), words
+
+
+def _unfinished(out: StrPath) -> bool:
+    """True if a run has left a complete result that is still to be published, or published and to be cleaned up after."""
+    try:
+        found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
+    except _core.CoreError:
+        # Whatever keeps one from looking is told by the run itself.
+        return True
+    return any(leaving["fate"] == "complete" for leaving in found)
 
 
 def _done(
