@@ -91,6 +91,11 @@ impl Staging {
                 return Err(lock::leftover_or_locked(&folder));
             }
             let Some(lock) = lock::acquire(&folder)? else { continue };
+            if fresh && place.occupied().ok().as_ref() != Some(&before) {
+                // Another process has published since, and its folder is gone: this would be a run of its own.
+                let _ = remove_folder(&place, &folder, &[], lock);
+                return Err(lock::locked(&path));
+            }
             return match Self::prepare(&place, &folder, plan, options) {
                 Ok(Found { data, journal, seal, resumed }) => Ok(Staging {
                     run: Run { place, folder, data, options: *options, lock, before, seal },

@@ -103,6 +103,13 @@ impl Together<'_> {
             );
             return roll_forward(staging, plan, out, findings, control);
         };
+        // Nobody has begun a part yet: what was made just now for ranks that are gone is worth nothing.
+        if let Err(error) = meeting.watch(&|_| false) {
+            if !staging.resumed() {
+                staging.discard()?;
+            }
+            return Err(error);
+        }
         let folder = staging.folder().to_path_buf();
         let made = || -> Result<()> {
             meeting.open_run(Opened { run: shared.run.nonce.clone(), round: round.number });
