@@ -73,7 +73,7 @@ pub use member::{Edge, Log, Member, Watch, Who};
 pub use mounts::told as storage_of;
 pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;
-pub use staging::Staging;
+pub use staging::{waits_sealed, Staging};
 
 /// How a result is published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -51,6 +51,13 @@ pub(super) fn is_sealed(place: &Place) -> bool {
     place.base.sub(&place.folder).is_ok_and(|folder| Seal::is_on(&folder))
 }
 
+/// True if the staging folder of run `run_id` towards `out` holds a complete result, or what is left of its clean-up.
+///
+/// Errors: what the system says of `out`.
+pub fn waits_sealed(out: &Path, run_id: &str) -> Result<bool> {
+    Ok(is_sealed(&Place::find(out, run_id)?))
+}
+
 impl Staging {
     /// Creates, or with `resume` finds, the staging folder of run `run_id` (hex digest of `plan`).
     ///

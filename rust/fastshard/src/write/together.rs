@@ -14,6 +14,7 @@ use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
 use crate::publish::meeting::{Meeting, Opened, Pauses, Seen};
 use crate::publish::shared::Shared;
+use crate::publish::{self, Staging};
 use crate::storage::SourceFile;
 
 /// Time between two looks at what the others do.
@@ -89,18 +90,14 @@ impl Together<'_> {
     fn lead(&self, about: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
         let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
         let parts = meeting.world() as usize;
-        let Begun { staging, shared, round, mut findings, .. } =
+        if let Some(done) = self.finish()? {
+            return Ok(done);
+        }
+        let Begun { staging, shared, round, findings, .. } =
             shared::begin(plan, files, roots, out, options, parts, about, control)?;
         let _ = self.nonce.set(shared.run.nonce.clone());
         let Some(round) = round else {
-            findings.push(
-                Finding::new(
-                    codes::LEFTOVER_RUN,
-                    "the result was complete already: it is only published now",
-                )
-                .severity(crate::error::Severity::Note)
-                .file(out),
-            );
+            // It was sealed since that was asked.
             return roll_forward(staging, plan, out, findings, control);
         };
         // Nobody has begun a part yet: what was made just now for ranks that are gone is worth nothing.
@@ -127,6 +124,25 @@ impl Together<'_> {
         };
         made().map_err(|error| resumable(error, &folder))?;
         shared::conclude(plan, files, staging, &shared, options, findings, control)
+    }
+
+    /// Publishes what an earlier run has completed, or ends its clean-up, which may have lost all that told of parts.
+    fn finish(&self) -> Result<Option<(Manifest, Vec<Finding>)>> {
+        let Together { plan, out, options, control, .. } = *self;
+        let run = plan.digest();
+        if !options.publish.resume || !publish::waits_sealed(out, &run)? {
+            return Ok(None);
+        }
+        let staging = Staging::begin(out, &run, &document(plan), &options.publish)?;
+        if !staging.sealed() {
+            return Ok(None);
+        }
+        let mut findings = staging.left_beside(plan.version);
+        let told = "the result was complete already: it is only published now";
+        findings.push(
+            Finding::new(codes::LEFTOVER_RUN, told).severity(crate::error::Severity::Note).file(out),
+        );
+        roll_forward(staging, plan, out, findings, control).map(Some)
     }
 
     /// Any other rank.
