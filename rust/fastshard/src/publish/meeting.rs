@@ -35,9 +35,9 @@ use super::shared::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
-use left::{is_ours, remove_if_dead};
 pub(super) use left::collect;
 pub use left::forget_dead;
+use left::{is_ours, remove_if_dead};
 use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
 use told::{differing, taken};

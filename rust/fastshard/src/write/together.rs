@@ -139,9 +139,8 @@ impl Together<'_> {
         }
         let mut findings = staging.left_beside(plan.version);
         let told = "the result was complete already: it is only published now";
-        findings.push(
-            Finding::new(codes::LEFTOVER_RUN, told).severity(crate::error::Severity::Note).file(out),
-        );
+        findings
+            .push(Finding::new(codes::LEFTOVER_RUN, told).severity(crate::error::Severity::Note).file(out));
         roll_forward(staging, plan, out, findings, control).map(Some)
     }
 

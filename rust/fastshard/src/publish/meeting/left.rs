@@ -35,7 +35,8 @@ pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
     let Ok(names) = entries(folder) else { return };
     let is_dead = |name: &String| {
         let card = folder.read_small(name, MAX_CARD).ok().flatten();
-        card.and_then(|bytes| serde_json::from_slice::<Card>(&bytes).ok()).is_some_and(|c| c.process.is_dead())
+        card.and_then(|bytes| serde_json::from_slice::<Card>(&bytes).ok())
+            .is_some_and(|c| c.process.is_dead())
     };
     if names.iter().filter(|name| name.starts_with("rank-")).all(is_dead) {
         names.iter().filter(|name| is_ours(name)).for_each(|name| drop(folder.remove_file(name)));
