@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings as _warnings
 
-from . import _core, layouts
+from . import _core, layouts, ray
 from .checkpoint import Checkpoint, open
 from .convert import convert, merge, plan
 from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
@@ -47,6 +47,7 @@ __all__ = [
     "merge",
     "open",
     "plan",
+    "ray",
     "repair_masters",
     "stats",
     "verify",

@@ -63,8 +63,8 @@ class Writing(Opening, Placing, total=False):
     optimizer: bool
 
 
-class Merging(Writing, total=False):
-    """What :func:`fastshard.merge` takes besides the source and the destination."""
+class Published(Writing, total=False):
+    """What all functions take that publish a result, besides the source and the destination."""
 
     expect: StrPath | Mapping[str, Any] | None
     tokenizer: StrPath | None
@@ -76,9 +76,23 @@ class Merging(Writing, total=False):
     sparse: bool
     stats: bool
     progress: Any
+
+
+class Merging(Published, total=False):
+    """What :func:`fastshard.merge` takes besides the source and the destination."""
+
     rank: int | Literal["auto"] | None
     world: int | None
     timeout: float | None
+
+
+class Spread(Published, total=False):
+    """What :func:`fastshard.ray.merge` takes besides the source and the destination."""
+
+    address: str | None
+    parts: int | None
+    cpus: int | None
+    retries: int
 
 
 #: Options that shape a plan.
@@ -86,6 +100,7 @@ PLANNING = frozenset(Writing.__annotations__) - frozenset(Source.__annotations__
 #: Options of any function.
 ALL = (
     frozenset(Merging.__annotations__)
+    | frozenset(Spread.__annotations__)
     | frozenset(Threaded.__annotations__)
     | {"drop_optimizer", "subset", "to", "out"}
 )
