@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..checkpoint import open as open_checkpoint
+from ..errors import FastshardError
 from ..launchers import detect
 from ..placing import OPTIONS
 from ..planning import thread_count
@@ -141,6 +142,34 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long ranks wait for one another (default: 600)",
     )
+
+
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """On which cluster the work is done: :func:`spread`."""
+    group = parser.add_argument_group("a Ray cluster")
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a Ray of its own "
+        "on this host (pip install 'fastshard[ray]')",
+    )
+
+
+def spread(a: argparse.Namespace) -> dict[str, Any]:
+    """Options of a run on a cluster.
+
+    Raises:
+        FastshardError: ``FS515`` for options of a process among several.
+    """
+    given = [f"--{name}" for name, value in ranked(a).items() if value is not None]
+    if given:
+        raise FastshardError.of(
+            "FS515",
+            f"--ray and {', '.join(given)}",
+            help="with --ray one process is started, and Ray starts the others; without it each rank by itself",
+        )
+    # All cores of a node are its own affair.
+    return {"address": a.ray, "threads": None if a.threads is None else thread_count(a.threads)}
 
 
 def _rank(text: str) -> int | str:

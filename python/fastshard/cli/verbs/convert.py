@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+from typing import Any
 
 from ...convert import convert as convert_checkpoint
 from ...manifests import MANIFEST_NAME
+from ...ray import convert as convert_on_ray
 from ..arguments import (
     add_common,
     add_ranks,
+    add_ray,
     add_shaping,
     add_source,
     add_target,
@@ -18,6 +23,7 @@ from ..arguments import (
     progress,
     ranked,
     shape,
+    spread,
 )
 from ..render import human
 from ..verb import Outcome, Result, Verb
@@ -31,6 +37,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
     add_shaping(parser)
     add_writing(parser)
     add_ranks(parser)
+    add_ray(parser)
     add_common(parser)
 
 
@@ -43,10 +50,17 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     shaping = shape(a)
     if to is not None:
         shaping |= placing(a)
-    manifest = convert_checkpoint(
-        a.ckpt, a.out, to, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, fsync=a.fsync == "full", sparse=a.sparse, stats=a.stats, progress=progress(a), **ranked(a), **shaping, **opening(a),
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "expect": a.expect, "tokenizer": a.tokenizer, "memory": a.memory, "resume": a.resume, "overwrite": a.overwrite,
+        "fsync": a.fsync == "full", "sparse": a.sparse, "stats": a.stats, "progress": progress(a), **shaping, **opening(a),
+    }  # fmt: skip
+    if a.ray is None:
+        manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a))
+    else:
+        options |= spread(a)
+        # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
+        with contextlib.redirect_stdout(sys.stderr):
+            manifest = convert_on_ray(a.ckpt, a.out, to, **options)
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
