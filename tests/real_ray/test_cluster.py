@@ -1,0 +1,579 @@
+"""Real Ray: nodes of a cluster on this host make the parts of a run, and what comes of it is what one process makes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import fastshard.ray
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+psutil = pytest.importorskip("psutil")
+from ray.cluster_utils import Cluster  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+NEOX = FIXTURES / "gpt_neox/neox_pp_tp2"
+
+pytestmark = pytest.mark.timeout(240)
+
+#: Files of a source, tensors of each, and MiB of all.
+FILES, TENSORS, SIZE = 3, 8, 192
+#: Nodes are found dead in a second or two.
+QUICKLY = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+
+
+def started(*cpus: float, **system: Any) -> Any:
+    """A cluster with nodes of so many CPUs, the head first."""
+    head: dict[str, Any] = {
+        "num_cpus": cpus[0],
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,
+    }
+    if system:
+        head["_system_config"] = system
+    for left in (2, 1, 0):
+        cluster = Cluster()
+        try:
+            cluster.add_node(**head)
+            for count in cpus[1:]:
+                cluster.add_node(num_cpus=count, object_store_memory=80 << 20)
+            cluster.wait_for_nodes()
+            return cluster
+        except Exception:
+            # Ray gives a node 30 seconds to start, whatever else the host does.
+            cluster.shutdown()
+            if not left:
+                raise
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def running(*cpus: float, **system: Any) -> Iterator[Any]:
+    cluster = started(*cpus, **system)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with running(1, 1, 1) as made:
+        yield made
+
+
+@pytest.fixture
+def connected(cluster: Any) -> Iterator[Any]:
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder in memory, where there is one."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fastshard-ray-", dir=base) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def source(memory: Path) -> Path:
+    """A checkpoint of random bytes in several files."""
+    folder, random, index = memory / "source", np.random.default_rng(5), {}
+    folder.mkdir()
+    for number in range(FILES):
+        name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+        rows = (SIZE << 20) // FILES // TENSORS // 4 // 256
+        tensors = {
+            f"layers.{number}.{i}.weight": random.standard_normal((rows, 256), dtype=np.float32)
+            for i in range(TENSORS)
+        }
+        save_file(tensors, folder / name)
+        index |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path, memory: Path) -> Path:
+    """What one process makes of it."""
+    fastshard.merge(source, memory / "alone")
+    return memory / "alone"
+
+
+@pytest.fixture
+def out(memory: Path) -> Iterator[Path]:
+    folder = memory / "made"
+    folder.mkdir()
+    yield folder / "out"
+    shutil.rmtree(folder)
+
+
+def settled(document: dict[str, Any]) -> dict[str, Any]:
+    """A manifest without who made it, and when."""
+    kept = {key: value for key, value in document.items() if key != "provenance"}
+    times = ("mtime_ns", "identity")
+    kept["files"] = [{k: v for k, v in file.items() if k not in times} for file in document["files"]]
+    return kept
+
+
+def assert_equal(made: Path, expected: Path) -> None:
+    """Two results are equal to the bit, and nothing is left beside the first."""
+    document = json.loads((made / "fastshard.manifest.json").read_text())
+    assert settled(document) == settled(json.loads((expected / "fastshard.manifest.json").read_text()))
+    names = sorted(p.name for p in expected.iterdir())
+    assert sorted(p.name for p in made.iterdir()) == names
+    for name in set(names) - {"fastshard.manifest.json"}:
+        assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+    assert [p.name for p in made.parent.iterdir()] == [made.name]
+
+
+def parts_of(manifest: Any) -> list[int]:
+    return sorted(part["part"] for part in manifest.document["provenance"]["parts"])
+
+
+# --- what is made
+
+
+def test_each_node_makes_a_part(connected: Any, source: Path, alone: Path, out: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    manifest = fastshard.ray.merge(source, out, progress=lambda done, total: seen.append((done, total)))
+    assert parts_of(manifest) == [0, 1, 2]
+    assert_equal(out, alone)
+    assert fastshard.verify(out, expect=out / "fastshard.manifest.json") == []
+    assert seen[-1] == (SIZE << 20, SIZE << 20)
+    assert all(0 <= done <= total for done, total in seen)
+    assert ray.is_initialized(), "what was connected before stays so"
+
+
+def test_another_layout_by_the_address(cluster: Any, memory: Path, out: Path) -> None:
+    """Connected for the time of the call; more parts than nodes, and than tensors are worth."""
+    expected = memory / "hf"
+    fastshard.convert(NEOX, expected, "hf")
+    manifest = fastshard.ray.convert(NEOX, out, "hf", address=cluster.address, parts=7, threads=2)
+    assert not ray.is_initialized()
+    assert len(parts_of(manifest)) <= 7
+    assert_equal(out, expected)
+
+
+def test_a_ray_of_its_own(source: Path, alone: Path, out: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    manifest = fastshard.ray.merge(source, out, parts=2, cpus=1)
+    assert (parts_of(manifest), ray.is_initialized()) == ([0, 1], False)
+    assert signal.getsignal(signal.SIGTERM) is before, "Ray took SIGTERM over"
+    assert_equal(out, alone)
+
+
+# --- what goes wrong
+
+
+class Midway:
+    """Stops every process that makes a part, as soon as one does; with it the test has all time to look.
+
+    What a process writes first of all is its journal, so whoever holds one open has begun.
+    """
+
+    def __init__(self, out: Path, then: Callable[[list[tuple[int, Path]]], None]) -> None:
+        self._out, self._then = out, then
+        self._ended = threading.Event()
+        self.error: BaseException | None = None
+        self.met = False
+
+    def __enter__(self) -> Midway:
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _watch(self) -> None:
+        pattern = f".{self._out.name}.fastshard-????????????????/member-*"
+        try:
+            while not self._ended.is_set():
+                if not any(self._out.parent.glob(pattern)):
+                    time.sleep(0.001)
+                    continue
+                stopped = [process.pid for process in psutil.process_iter(["name"])
+                           if process.info["name"].startswith("ray::")]  # fmt: skip
+                for pid in stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+                held = [(pid, journal) for pid in stopped for journal in journals(pid, self._out)]
+                # What a part has learnt it writes at its end.
+                making = [
+                    (pid, j)
+                    for pid, j in held
+                    if not j.with_name(j.name.replace("member", "evidence")).exists()
+                ]
+                for pid in set(stopped) - {pid for pid, _ in making}:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+                if making:
+                    self.met = True
+                    try:
+                        self._then(making)
+                    except BaseException:
+                        goes_on(*stopped)
+                        raise
+                    return
+        except BaseException as error:
+            self.error = error
+
+
+def command(*words: object, told: Callable[[Any], None] = lambda _: None) -> subprocess.CompletedProcess[str]:
+    """Runs `fastshard` in a process of its own, which `told` is given."""
+    argv = [sys.executable, "-m", "fastshard", *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(Path(fastshard.__file__).parents[1])}
+    run = subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    told(run)
+    out, err = run.communicate(timeout=90)
+    return subprocess.CompletedProcess(argv, run.returncode, out, err)
+
+
+def journals(pid: int, out: Path) -> list[Path]:
+    """Journals of a run towards a destination that a process has open."""
+    found = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                path = link.readlink()
+                if path.name.startswith("member-") and path.parent.parent == out.parent:
+                    found.append(path)
+    # Each is open more than once.
+    return found[:1]
+
+
+def goes_on(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def kills_nodes(
+    cluster: Any, cpus: float, count: int, asleep: list[int]
+) -> Callable[[list[tuple[int, Path]]], None]:
+    """Kills nodes of so many CPUs that make parts; the processes that made them stay stopped."""
+    raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+
+    def kill(making: list[tuple[int, Path]]) -> None:
+        for pid in [pid for pid, _ in making]:
+            node = raylets[psutil.Process(pid).ppid()]
+            if len(asleep) < count and node._ray_params.num_cpus == cpus:
+                asleep.append(pid)
+                cluster.remove_node(node, allow_graceful=False)
+            else:
+                goes_on(pid)
+
+    return kill
+
+
+def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
+    """Its part is made on another node. The process that made it is stopped all the while, and wakes up at the end: it
+    holds no file that is published."""
+    with running(0, 1, 1, 1, **QUICKLY) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        asleep: list[int] = []
+        with Midway(out, kills_nodes(cluster, 1, 1, asleep)) as midway:
+            manifest = fastshard.ray.merge(source, out, threads=1)
+        assert midway.met and len(asleep) == 1, "all parts were made before one was seen"
+        # What two processes have worked on is looked at once more, and is neither's.
+        assert len(parts_of(manifest)) >= 2
+        assert sum(node["Alive"] for node in ray.nodes()) == 3
+        goes_on(*asleep)
+        time.sleep(1)
+    assert_equal(out, alone)
+
+
+def test_a_smaller_node_takes_over(source: Path, alone: Path, out: Path) -> None:
+    """All nodes that have the CPUs that the tasks reserved die: who is left reserves what it has."""
+    with running(0, 2, 2, 1, **QUICKLY) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        asleep: list[int] = []
+        kill, rest = kills_nodes(cluster, 2, 2, asleep), list(cluster.worker_nodes)
+
+        def kill_all(making: list[tuple[int, Path]]) -> None:
+            kill(making)
+            for node in [node for node in rest if node in cluster.worker_nodes]:
+                if node._ray_params.num_cpus == 2:
+                    cluster.remove_node(node, allow_graceful=False)
+
+        with Midway(out, kill_all) as midway:
+            fastshard.ray.merge(source, out, threads=1)
+        assert midway.met
+        assert [n["Resources"]["CPU"] for n in ray.nodes() if n["Alive"] and "CPU" in n["Resources"]] == [1]
+        goes_on(*asleep)
+    assert_equal(out, alone)
+
+
+def test_a_worker_dies_midway(cluster: Any, source: Path, alone: Path, out: Path) -> None:
+    """Ray says so on stdout, and means it well: there the command line has its one JSON object."""
+
+    def kill(making: list[tuple[int, Path]]) -> None:
+        os.kill(making[0][0], signal.SIGKILL)
+        goes_on(*(pid for pid, _ in making[1:]))
+
+    with Midway(out, kill) as midway:
+        done = command("merge", source, out, "--ray", cluster.address, "--threads", "1", "--json")
+    assert midway.met
+    document = json.loads(done.stdout)
+    assert (document["published"], document["exit_code"], document["findings"]) == (True, 0, [])
+    assert_equal(out, alone)
+
+
+def test_a_worker_that_always_dies_is_named_and_the_run_goes_on(
+    connected: Any, source: Path, alone: Path, out: Path
+) -> None:
+    def kill(making: list[tuple[int, Path]]) -> None:
+        os.kill(making[0][0], signal.SIGKILL)
+        goes_on(*(pid for pid, _ in making[1:]))
+
+    with Midway(out, kill) as midway, pytest.raises(fastshard.IncompleteError) as raised:
+        fastshard.ray.merge(source, out, threads=1, retries=0)
+    assert midway.met
+    error = raised.value
+    assert (error.code, error.exit_code) == ("FS523", 3)
+    assert error.rank in ("part 0", "part 1", "part 2")
+    assert "--resume" in (error.findings[0].help or "")
+    assert not out.exists()
+    fastshard.ray.merge(source, out, parts=2, resume=True)
+    assert_equal(out, alone)
+
+
+def test_a_damaged_source(
+    connected: Any, memory: Path, source: Path, alone: Path, out: Path, tmp_path: Path
+) -> None:
+    """One part finds it, once, and is not made again: what is told is what one process tells, and where."""
+    damaged, expect = memory / "damaged", tmp_path / "expect.json"
+    shutil.copytree(source, damaged)
+    expect.write_text(json.dumps(fastshard.manifest(source).document))
+    file = damaged / "model-00002-of-00003.safetensors"
+    held = bytearray(file.read_bytes())
+    held[len(held) // 2] ^= 8
+    file.write_bytes(held)
+    with pytest.raises(fastshard.ProblemError) as raised:
+        fastshard.ray.merge(damaged, out, expect=expect)
+    with pytest.raises(fastshard.ProblemError) as single:
+        fastshard.merge(damaged, tmp_path / "out", expect=expect)
+    told, expected = (
+        [(f.code, f.tensor, f.message, f.file) for f in error.value.findings if f.severity == "error"]
+        for error in (raised, single)
+    )
+    assert told == expected
+    assert "Ray node" in (raised.value.host or "")
+    assert not out.exists()
+    shutil.copyfile(source / file.name, file)
+    fastshard.ray.merge(damaged, out, expect=expect, resume=True)
+    assert (out / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    shutil.rmtree(damaged)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_the_user(
+    cluster: Any, source: Path, alone: Path, out: Path, number: signal.Signals
+) -> None:
+    words = ("merge", source, out, "--ray", cluster.address, "--threads", "1")
+    started: list[subprocess.Popen[str]] = []
+
+    def stop(making: list[tuple[int, Path]]) -> None:
+        started[0].send_signal(number)
+        time.sleep(1)
+        goes_on(*(pid for pid, _ in making))
+
+    with Midway(out, stop) as midway:
+        done = command(*words, told=started.append)
+    assert midway.met
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert "FS510" in done.stderr and "--resume" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not out.exists()
+    done = command(*words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert_equal(out, alone)
+
+
+# --- whether nodes see the destination
+
+
+@contextlib.contextmanager
+def with_a_disk_of_its_own(cluster: Any, folder: Path) -> Iterator[None]:
+    """A node more, which has another filesystem at a folder."""
+    script = 'mount -t tmpfs none "$1"; shift; exec "$@"'
+    own = ["unshare", "--mount", "sh", "-euc", script, "sh", str(folder)]
+    if os.geteuid() != 0:
+        own[1:1] = ["--user", "--map-root-user"]
+    if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    start = [
+        sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--address", cluster.address,
+        "--num-cpus", "1", "--object-store-memory", str(80 << 20), "--block", "--disable-usage-stats",
+    ]  # fmt: skip
+    node = subprocess.Popen([*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 30
+        while sum(n["Alive"] for n in ray.nodes()) < 4:
+            assert time.monotonic() < until and node.poll() is None, "the node did not start"
+            time.sleep(0.1)
+        yield
+    finally:
+        node.terminate()
+        node.wait(30)
+
+
+def test_a_node_with_a_disk_of_its_own_is_named(connected: Any, source: Path, out: Path) -> None:
+    """In a mount namespace of its own, that node has an empty tmpfs where the others have the destination."""
+    with with_a_disk_of_its_own(connected, out.parent):
+        begun = time.monotonic()
+        with pytest.raises(fastshard.CannotRunError) as raised:
+            fastshard.ray.merge(source, out)
+        took = time.monotonic() - begun
+    error = raised.value
+    assert [f.code for f in error.findings] == ["FS522"]
+    assert took < 15
+    assert "Ray node" in (error.host or "")
+    assert f"mounted at {out.parent}" in (error.got or "")
+    assert "the storage of" in (error.expected or "")
+    assert list(out.parent.iterdir()) == [], "something of the run was made"
+
+
+def test_a_source_that_a_node_does_not_see(connected: Any, source: Path, out: Path, tmp_path: Path) -> None:
+    """The destination is everybody's, the source is not: the node says so."""
+    moved = tmp_path / "source"
+    shutil.copytree(source, moved)
+    with (
+        with_a_disk_of_its_own(connected, moved),
+        pytest.raises(fastshard.CannotRunError) as raised,
+    ):
+        fastshard.ray.merge(moved, out)
+    (finding,) = (f for f in raised.value.findings if f.severity == "error")
+    assert "Ray node" in (finding.host or "")
+    assert str(moved) in (finding.file or "")
+    assert "--resume" in (finding.help or "")
+    assert not out.exists()
+
+
+def test_what_a_node_looks_at(tmp_path: Path) -> None:
+    """What a node does, called here: with the driver's folder, with another one (as a disk of its own would be), and
+    with a file of the same name and other contents."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "said").write_text("word")
+    told = fastshard.ray.look(str(here / "said"), "word", "answer")
+    assert (told["error"], told["version"]) == (None, fastshard.__version__)
+    assert (here / "answer").read_text() == "answer"
+    assert " mounted at /" in told["storage"]
+    absent = fastshard.ray.look(str(there / "said"), "word", "answer")
+    assert "No such file" in absent["error"]
+    assert list(there.iterdir()) == [], "a node that does not see the file writes nothing"
+    (there / "said").write_text("older")
+    assert fastshard.ray.look(str(there / "said"), "word", "answer")["error"] == "another file is there"
+
+
+def test_a_cluster_that_is_not_there(source: Path, out: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(fastshard.CannotRunError) as raised:
+        fastshard.ray.merge(source, out, address="127.0.0.1:9")
+    assert (raised.value.code, raised.value.got) == ("FS515", "'127.0.0.1:9'")
+    assert time.monotonic() - begun < 20
+
+
+def test_no_node_is_large_enough(connected: Any, source: Path, out: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as raised:
+        fastshard.ray.merge(source, out, cpus=64)
+    assert (raised.value.code, raised.value.got) == ("FS515", "the largest node has 1")
+    assert list(out.parent.iterdir()) == []
+
+
+# --- the guide
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/ray.md"
+
+
+def block(name: str, folder: Path) -> str:
+    """A block of the guide, with a folder in the place of ``/shared``."""
+    fenced = GUIDE.read_text().partition(f"<!-- run: {name} -->\n```")[2].partition("```")[0]
+    language, _, text = fenced.partition("\n")
+    assert language in ("sh", "python") and "/shared/" in text
+    return text.replace("/shared/", f"{folder}/")
+
+
+@pytest.fixture
+def shared(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as the guide has it, and the command on the way to programs."""
+    folder = out.parent
+    (folder / "checkpoint").symlink_to(source)
+    programs = folder / "bin"
+    programs.mkdir()
+    program = programs / "fastshard"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fastshard "$@"\n')
+    program.chmod(0o755)
+    beside = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{programs}:{beside}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(fastshard.__file__).parents[1]))
+    return folder
+
+
+def same_weights(made: Path, expected: Path) -> bool:
+    return (made / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+
+
+def test_the_guides_shell_and_python(
+    cluster: Any, alone: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    done = subprocess.run(block("shell", shared), shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert same_weights(shared / "whole", alone)
+    script = [sys.executable, "-c", block("python", shared)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
+    assert same_weights(shared / "again", alone)
+
+
+def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    head = {
+        "num_cpus": 1, "include_dashboard": True, "dashboard_port": port, "object_store_memory": 80 << 20,
+    }  # fmt: skip
+    cluster = Cluster()
+    try:
+        cluster.add_node(**head)
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
+        done = subprocess.run(block("job", shared), shell=True, capture_output=True, text=True, check=False)
+    finally:
+        cluster.shutdown()
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "every byte hashed" in done.stdout
+    assert same_weights(shared / "merged", alone)
