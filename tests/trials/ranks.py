@@ -296,9 +296,13 @@ class Trial:
             words = [line(one.said.get("words", one.ended.said)) for one in told if not one.good]
             self.violated("resume", f"by {world}{' alone' if alone else ''}: {'; '.join(words[:2])}")
 
-    def tidy(self) -> None:
-        """Looks whether anything hidden is left."""
-        if left := self.hidden():
+    def tidy(self, counts: Counter[str], gone: bool = False) -> None:
+        """Looks whether anything hidden is left; ``gone`` if the run was over when its last process was killed."""
+        left = self.hidden()
+        if gone and [p.name for p in left] == [".out.fastshard-ranks"]:
+            # Rank 0 was killed when the others had left it and the result was complete: this is for `fastshard gc`.
+            counts["cards left"] += 1
+        elif left:
             names = [f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in left]
             self.violated("litter", "; ".join(names))
 
@@ -393,8 +397,9 @@ class Workers:
         counts["published"] += new
         if not hit and (not new or not all(one.good for one in told)):
             trial.violated("exit0", f"nobody was killed, and the run failed: {trial.story[-1]}")
+        over = new and not trial.staged()
         trial.finish(new)
-        trial.tidy()
+        trial.tidy(counts, over)
 
     def _stop(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
         trial.locks = rng.random() < 0.3
@@ -408,7 +413,7 @@ class Workers:
             told = trial.end(runs, timeout)
             if not trial.look(told, "not stopped") or not all(one.good for one in told):
                 trial.violated("exit0", f"nobody was stopped, and the run failed: {trial.story[-1]}")
-            trial.tidy()
+            trial.tidy(counts)
             return
         counts["disturbed"] += 1
         trial.story.append(f"{victim} of {world} stopped at {moment.where}")
@@ -434,7 +439,7 @@ class Workers:
             if fresh_ones:
                 names = [f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in fresh_ones]
                 trial.violated("recreated" if begun else "litter", "; ".join(names))
-        trial.tidy()
+        trial.tidy(counts)
 
     def _without(self, trial: Trial, rng: random.Random, stopped: Run, counts: Counter[str]) -> Told | None:
         """Others finish the run; what the stopped one came to, if it had to be woken for that."""
@@ -449,8 +454,12 @@ class Workers:
             stopped.send(signal.SIGCONT)
             woken = trial.end([stopped], 20, "the one that was woken early, ")[0]
         told = trial.end(runs, 20)
-        # One that was woken early and ended well looked at OUT when it was whole; so does this.
-        new = trial.look([*told, *([woken] if woken else [])], f"resume by {world}:")
+        # What one that was woken early says may have been so when it said it.
+        new = trial.look(told, f"resume by {world}:")
+        if woken is not None:
+            trial.story.append(f"woken {'/'.join(woken.said.get('codes', []))}")
+            if woken.good and not new:
+                trial.violated("exit0", "the one that was woken early ended well, and OUT is not the new result")
         if new and all(one.good for one in told):
             return woken
         if woken is None:
@@ -523,7 +532,7 @@ class Workers:
         good = sum(one.good for one in told)
         if good > 1 and trial.locks:
             counts["several ended well"] += 1
-        trial.tidy()
+        trial.tidy(counts)
 
 
 def main() -> int:
