@@ -303,8 +303,8 @@ impl Meeting {
         if self.about.rank > 0 {
             let theirs = self.wait(
                 go_on,
-                |_, others| {
-                    let zero = others.get(&0)?;
+                |own, others| {
+                    let zero = met(own, others)?;
                     (zero.card.plan.is_some()).then(|| zero.card.plan.clone())
                 },
                 |_, others| self.silent(others, 0),
@@ -316,7 +316,7 @@ impl Meeting {
             }
             return self.wait(
                 go_on,
-                |_, others| (others.get(&0)?.card.phase >= Phase::Agreed).then_some(()),
+                |own, others| (met(own, others)?.card.phase >= Phase::Agreed).then_some(()),
                 |_, others| self.silent(others, 0),
             );
         }
@@ -381,8 +381,8 @@ impl Meeting {
     pub fn wait_for_run(&self, go_on: &dyn Fn() -> bool) -> Result<Option<Opened>> {
         self.wait(
             go_on,
-            |_, others| {
-                let zero = others.get(&0)?;
+            |own, others| {
+                let zero = met(own, others)?;
                 (zero.card.phase >= Phase::Working).then(|| zero.card.opened.clone())
             },
             |_, others| self.silent(others, 0),
@@ -396,7 +396,10 @@ impl Meeting {
     pub fn wait_for_result(&self, published: &dyn Fn() -> bool, go_on: &dyn Fn() -> bool) -> Result<()> {
         self.wait(
             go_on,
-            |_, others| (others.get(&0)?.card.phase == Phase::Published || published()).then_some(()),
+            |own, others| {
+                let told = met(own, others).is_some_and(|zero| zero.card.phase == Phase::Published);
+                (told || published()).then_some(())
+            },
             |_, others| self.silent(others, 0),
         )
     }
@@ -503,4 +506,9 @@ impl Drop for Meeting {
 
 fn is_seen(own: &Card, heard: &Heard) -> bool {
     own.seen.get(&heard.card.rank) == Some(&heard.card.nonce)
+}
+
+/// Rank 0, if it is the one that has met this rank: one that was stopped, and given up, may write its card again.
+fn met<'h>(own: &Card, others: &'h BTreeMap<u32, Heard>) -> Option<&'h Heard> {
+    others.get(&0).filter(|zero| zero.card.seen.get(&own.rank) == Some(&own.nonce))
 }
