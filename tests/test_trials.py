@@ -52,6 +52,11 @@ def test_changes() -> None:
 
 
 @pytest.mark.slow
+def test_ranks() -> None:
+    run_series("ranks", "--count", 16, "--jobs", 4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
 def test_mutations(how: list[object], tmp_path: Path) -> None:
     argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]

@@ -89,9 +89,7 @@ def _program(numbers: list[int], answer: int) -> _Program:
 
 def _filter(program: _Program, flags: int) -> int:
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    return _checked(
-        _libc.syscall(_SECCOMP_CALL, _SET_MODE_FILTER, flags, ctypes.byref(program)), "seccomp"
-    )
+    return _checked(_libc.syscall(_SECCOMP_CALL, _SET_MODE_FILTER, flags, ctypes.byref(program)), "seccomp")
 
 
 def install(report_to: socket.socket) -> None:

@@ -31,14 +31,12 @@ traceback    a traceback, a panic, or death by a signal of its own making
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,7 +203,7 @@ class Trial:
             return inode(self.out) != was
         for folder in self.hidden():
             try:
-                names = os.listdir(folder)
+                names = [path.name for path in folder.iterdir()]
             except OSError:
                 continue
             if any(name.startswith(sight) for name in names):
@@ -217,7 +215,11 @@ class Trial:
         was = inode(self.out)
         due: dict[int, float] = {}
         while any(not d.sent for d in disturbed.values()):
-            if not any(run.alive() for rank, run in enumerate(runs) if rank not in disturbed or not disturbed[rank].sent):
+            if not any(
+                run.alive()
+                for rank, run in enumerate(runs)
+                if rank not in disturbed or not disturbed[rank].sent
+            ):
                 return
             for rank, moment in disturbed.items():
                 if moment.sent or not runs[rank].alive():
@@ -237,7 +239,9 @@ class Trial:
         told = []
         for i, run in enumerate(runs):
             if run.alive(max(0.1, deadline - time.monotonic())):
-                self.violated("hang", f"{what}{i} of {len(runs)} had not ended {timeout + _SLACK:.0f} s later")
+                self.violated(
+                    "hang", f"{what}{i} of {len(runs)} had not ended {timeout + _SLACK:.0f} s later"
+                )
             told.append(self.took(run.finish(self.zygote)))
         return told
 
@@ -266,14 +270,20 @@ class Trial:
         if not new and now != self.old:
             self.violated("mixed", f"{what}: {trees.difference(now or {}, self.case.new)}")
         if not new and any(one.good for one in told):
-            self.violated("exit0", f"{what}: a process ended well, and OUT is {'what it was' if now == self.old else 'mixed'}")
+            self.violated(
+                "exit0",
+                f"{what}: a process ended well, and OUT is {'what it was' if now == self.old else 'mixed'}",
+            )
         for one in told:
             words = one.said.get("words", "")
             if new and "nothing was published" in words and "FS519" not in one.said["codes"]:
                 self.violated("words", f"{what}: {line(words)}")
         if strange := [p.name for p in self.hidden() if not p.name.startswith(".out.fastshard-")]:
             self.violated("foreign", f"{what}: {', '.join(strange)}")
-        codes = [str(one.ended.code) if one.good else "/".join(one.said.get("codes", [])) or str(one.ended.code) for one in told]
+        codes = [
+            str(one.ended.code) if one.good else "/".join(one.said.get("codes", [])) or str(one.ended.code)
+            for one in told
+        ]
         self.story.append(f"{what} {' '.join(codes)} -> {'new' if new else 'not new'}")
         return new
 
@@ -392,7 +402,9 @@ class Workers:
         told = trial.end(runs, timeout)
         hit = sum(told[v].ended.code == -signal.SIGKILL for v in victims)
         counts["disturbed"] += hit > 0
-        trial.story.append(", ".join(f"{v} of {world} killed at {m.where}" for v, m in moments.items() if m.sent))
+        trial.story.append(
+            ", ".join(f"{v} of {world} killed at {m.where}" for v, m in moments.items() if m.sent)
+        )
         new = trial.look(told, "others")
         counts["published"] += new
         if not hit and (not new or not all(one.good for one in told)):
@@ -433,11 +445,16 @@ class Workers:
             if marks(trial.out) != before or result(trial.out) != content:
                 now = marks(trial.out)
                 differ = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
-                trial.violated("changed", f"{', '.join(differ[:4])}; {trees.difference(result(trial.out) or {}, content or {})}")
+                trial.violated(
+                    "changed",
+                    f"{', '.join(differ[:4])}; {trees.difference(result(trial.out) or {}, content or {})}",
+                )
             trial.look([woken], "woken")
             fresh_ones = [p for p in trial.hidden() if p.name not in hidden and any(p.iterdir())]
             if fresh_ones:
-                names = [f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in fresh_ones]
+                names = [
+                    f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in fresh_ones
+                ]
                 trial.violated("recreated" if begun else "litter", "; ".join(names))
         trial.tidy(counts)
 
@@ -459,14 +476,18 @@ class Workers:
         if woken is not None:
             trial.story.append(f"woken {'/'.join(woken.said.get('codes', []))}")
             if woken.good and not new:
-                trial.violated("exit0", "the one that was woken early ended well, and OUT is not the new result")
+                trial.violated(
+                    "exit0", "the one that was woken early ended well, and OUT is not the new result"
+                )
         if new and all(one.good for one in told):
             return woken
         if woken is None:
             # It holds the folder's lock.
             codes = {code for one in told for code in one.said.get("codes", [])}
             if not (trial.locks and "FS509" in codes):
-                trial.violated("resume", f"by {world}: {line(' '.join(one.said.get('words', '') for one in told))}")
+                trial.violated(
+                    "resume", f"by {world}: {line(' '.join(one.said.get('words', '') for one in told))}"
+                )
             counts["locked"] += 1
             stopped.send(signal.SIGCONT)
             woken = trial.end([stopped], 20, "the one that was woken, ")[0]
@@ -477,8 +498,7 @@ class Workers:
     def _commit(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
         trial.locks = rng.random() < 0.5
         number = rng.choice((1, 2, 3))
-        arguments = {k: v for k, v in trial.converting().items()}
-        [begun] = trial.end([trial.start("begin", parts=number, **arguments)], 10)
+        [begun] = trial.end([trial.start("begin", parts=number, **trial.converting())], 10)
         if not begun.good:
             trial.violated("resume", f"begin: {line(begun.ended.said)}")
             return
@@ -488,7 +508,10 @@ class Workers:
         told = trial.end([trial.start("part", out=str(trial.out), part=p, run=run) for p in makers], 32)
         for part in range(number):
             if not any(one.good for p, one in zip(makers, told, strict=True) if p == part):
-                trial.violated("none", f"part {part} was made by none: {line(' '.join(t.said.get('words', '') for t in told))}")
+                trial.violated(
+                    "none",
+                    f"part {part} was made by none: {line(' '.join(t.said.get('words', '') for t in told))}",
+                )
         counts["two of a part"] += len(makers) - number
         trial.look([], "parts")
         several = rng.choice((2, 2, 3))
@@ -499,7 +522,9 @@ class Workers:
                 # A commit makes fewer calls than rank 0.
                 moments[0].at = rng.randrange(max(trial.case.calls[True] // 2, 1))
             else:
-                moments[0].sight, moments[0].delay = rng.choice((("claim-", 0.0), ("member-", rng.uniform(0, 0.03)), ("sealed", 0.0)))
+                moments[0].sight, moments[0].delay = rng.choice(
+                    (("claim-", 0.0), ("member-", rng.uniform(0, 0.03)), ("sealed", 0.0))
+                )
         committers = []
         for i in range(several):
             committers.append(trial.start("commit", moments.get(i), out=str(trial.out), run=run))
@@ -525,7 +550,10 @@ class Workers:
         counts["published"] += new
         if not new:
             if trial.locks and not stopped:
-                trial.violated("none", f"none of {several} published: {line(' '.join(t.said.get('words', '') for t in told))}")
+                trial.violated(
+                    "none",
+                    f"none of {several} published: {line(' '.join(t.said.get('words', '') for t in told))}",
+                )
             last = trial.end([trial.start("commit", out=str(trial.out), run=run)], 40)
             if not trial.look(last, "the last commit"):
                 trial.violated("resume", f"commit: {line(last[0].said.get('words', ''))}")
@@ -538,7 +566,9 @@ class Workers:
 def main() -> int:
     """The command line."""
     parser = options(__doc__ or "", 200)
-    parser.add_argument("--what", choices=("kill", "stop", "commit", "all"), default="all", help="trials (default: all)")
+    parser.add_argument(
+        "--what", choices=("kill", "stop", "commit", "all"), default="all", help="trials (default: all)"
+    )
     arguments = parser.parse_args()
     missing = unavailable()
     if missing:

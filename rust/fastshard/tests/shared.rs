@@ -13,6 +13,7 @@ use fastshard::codes::{self, Code};
 use fastshard::engine::Control;
 use fastshard::error::Error;
 use fastshard::plan::Plan;
+use fastshard::publish::meeting::{About, Meeting};
 use fastshard::publish::shared::Shared;
 use fastshard::storage::SourceFile;
 use fastshard::write::shared::{self, Begun, Made};
@@ -284,4 +285,33 @@ fn a_run_that_is_not_there_is_not_made() {
     assert_eq!(enter(&nonce).unwrap().run.nonce, nonce);
     refused(enter("0123"), codes::LEFTOVER_RUN);
     refused(case.part("out", 2, &Control::default()), codes::USAGE);
+}
+
+#[test]
+fn a_rank_is_taken_over_from_a_process_that_is_silent() {
+    let dir = temp();
+    let out = dir.path().join("out");
+    let about =
+        || About { rank: 0, world: 1, timeout: PATIENCE, words: BTreeMap::new(), hosts: Vec::new() };
+    let folder = dir.path().join(".out.fastshard-ranks");
+    let card = folder.join("rank-00000.json");
+    let first = Meeting::begin(&out, about(), &|| true).unwrap();
+    while !card.exists() {
+        std::thread::yield_now();
+    }
+    let mut left: serde_json::Value = serde_json::from_slice(&std::fs::read(&card).unwrap()).unwrap();
+    drop(first);
+    assert!(!folder.exists());
+    // Of this process, which lives; whichever of two random numbers is the smaller one.
+    for digit in ["0", "f"] {
+        left["nonce"] = json!(digit.repeat(32));
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(&card, serde_json::to_vec(&left).unwrap()).unwrap();
+        std::fs::write(folder.join("rank-00007.json"), "{}").unwrap();
+        let again = Meeting::begin(&out, about(), &|| true).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(again.stopped().is_none(), "{digit}");
+        drop(again);
+        assert!(!folder.exists(), "{digit}: cards of more ranks than there are now");
+    }
 }

@@ -224,6 +224,31 @@ fn whoever_fails_at_whichever_call_the_result_is_the_old_one_or_the_new_one() {
     assert!(tried > 1000 && failed > 500, "{failed} of {tried}");
 }
 
+#[test]
+fn whoever_stops_while_it_makes_the_files_may_write_to_none_that_is_used() {
+    let case = Case::new();
+    let clear = || {
+        case.hidden().iter().for_each(|name| std::fs::remove_dir_all(case.dir.path().join(name)).unwrap());
+    };
+    arm(usize::MAX, Fault::Gone);
+    drop(case.begin(false).unwrap());
+    let calls = disarm().into_iter().enumerate();
+    let is_data = |path: &Path| path.extension().is_some_and(|e| e == "safetensors");
+    let writes: Vec<usize> =
+        calls.filter(|(_, (call, path))| *call == "write" && is_data(path)).map(|(i, _)| i).collect();
+    assert!(writes.len() >= case.plan.files.len(), "{writes:?}");
+    for call in writes {
+        clear();
+        arm(call, Fault::Gone);
+        assert!(case.begin(false).is_err());
+        disarm();
+        let run = Shared::enter(&case.out(), &case.plan.digest(), &document(&case.plan), None).unwrap();
+        let claimed = run.claim().unwrap();
+        // This process lives: any of them may still be open in it.
+        assert_eq!(claimed.renewed.len(), case.plan.files.len(), "call {call}");
+    }
+}
+
 /// Makes the destination what it was before.
 fn prepare(case: &Case, overwrite: bool) -> Option<Tree> {
     let out = case.out();
