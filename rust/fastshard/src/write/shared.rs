@@ -16,7 +16,7 @@ use crate::codes;
 use crate::engine::{self, Control, Evidence, Share, TileRun};
 use crate::error::{Error, Finding, Result};
 use crate::hash::TileHasher;
-use crate::manifest::{Maker, Manifest, Provenance};
+use crate::manifest::{Maker, Manifest, Provenance, MANIFEST_NAME};
 use crate::plan::{Form, Plan};
 use crate::publish::shared::{Claimed, Joined, Round, Shared};
 use crate::publish::{self, Log, Member, Space, Staging};
@@ -512,8 +512,33 @@ pub fn commit(
     options: &Options,
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let shared = Shared::enter(out, &plan.digest(), &document(plan), Some(nonce))?;
+    let done = commit_found(plan, files, out, &shared, options, control);
+    done.or_else(|error| unless_published(out, &shared.run.nonce, error))
+}
+
+/// An error of this process, unless others have published the run called `nonce` without it: it was away, and was
+/// given up, or they were faster.
+pub(super) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
+    let ours = |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|made| made.run == nonce);
+    match Manifest::read(&out.join(MANIFEST_NAME)) {
+        Ok(manifest) if !error.is_interrupt() && !error.is_after_publishing() && ours(&manifest) => {
+            let told = "other processes have published the result without this one";
+            Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(out)]))
+        }
+        _ => Err(error),
+    }
+}
+
+fn commit_found(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    out: &Path,
+    shared: &Shared,
+    options: &Options,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
     let run = plan.digest();
-    let shared = Shared::enter(out, &run, &document(plan), Some(nonce))?;
     engine::admit(plan, &engine_options(plan, options, shared.path()))?;
     let publish = publish::Options { resume: true, ..options.publish };
     let staging = Staging::begin(out, &run, &document(plan), &publish)?;
@@ -526,13 +551,13 @@ pub fn commit(
         if !staging.resumed() {
             staging.discard()?;
         }
-        Shared::enter(out, &run, &document(plan), Some(nonce))?;
+        Shared::enter(out, &run, &document(plan), Some(&shared.run.nonce))?;
         return Err(Finding::new(codes::LOCKED, "the run was published by another process, and begun anew")
             .file(shared.path())
             .into());
     }
-    refuse_living(&shared, options.patience, control)?;
-    conclude(plan, files, staging, &shared, options, findings, control)
+    refuse_living(shared, options.patience, control)?;
+    conclude(plan, files, staging, shared, options, findings, control)
 }
 
 /// Takes the run over, and puts together what its parts have made.

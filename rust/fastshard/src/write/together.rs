@@ -41,7 +41,10 @@ pub fn write_together(
         0 => run.lead(about),
         _ => run.follow(),
     });
-    let done = done.or_else(|error| run.unless_published(error));
+    let done = done.or_else(|error| match run.nonce.get() {
+        Some(nonce) => shared::unless_published(out, nonce, error),
+        None => Err(error),
+    });
     match &done {
         Err(error) if !error.is_after_publishing() => meeting.stop(error.findings()),
         _ => meeting.published(),
@@ -62,20 +65,6 @@ struct Together<'a> {
 }
 
 impl Together<'_> {
-    /// An error of this process, unless others have published the very run without it: it was away, and was given up.
-    fn unless_published(&self, error: Error) -> Result<(Manifest, Vec<Finding>)> {
-        let is_published = !error.is_interrupt()
-            && !error.is_after_publishing()
-            && self.nonce.get().is_some_and(|nonce| self.is_published(nonce));
-        match Manifest::read(&self.out.join(MANIFEST_NAME)) {
-            Ok(manifest) if is_published => {
-                let told = "other processes have published the result without this one";
-                Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(self.out)]))
-            }
-            _ => Err(error),
-        }
-    }
-
     fn agree(&self) -> Result<()> {
         let sources = self.plan.sources.iter().map(|s| Seen {
             name: if s.root == 0 { s.path.clone() } else { format!("{} of CKPT {}", s.path, s.root + 1) },
