@@ -33,6 +33,7 @@ __all__ = [
     "manifest_entry",
     "manifest_files",
     "shared_run",
+    "storage_of",
     "vocabulary",
 ]
 
@@ -337,6 +338,9 @@ def commit(
 
 def collect(out: str | PathLike[str], abandon: str | None, patience: float, dry: bool) -> str:
     """Takes away what runs that are over have left: JSON array of ``path``, ``run``, ``fate``."""
+
+def storage_of(path: str | PathLike[str]) -> str:
+    """The storage that a path lies on, for people: filesystem, what is mounted, and where."""
 
 def shared_run(out: str | PathLike[str], nonce: str) -> str:
     """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""

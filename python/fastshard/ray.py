@@ -318,7 +318,7 @@ def look(path: str, said: str, answer: str) -> dict[str, Any]:
     Returns:
         ``host``, ``storage`` and ``version`` of this process; ``error``, why it does not see the file, or None.
     """
-    about = {"host": socket.gethostname(), "storage": storage(path), "version": _core.__version__}
+    about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
         if regular.read_bytes(Path(path), 64, code="FS522") != said.encode():
             return {**about, "error": "another file is there"}
@@ -326,21 +326,6 @@ def look(path: str, said: str, answer: str) -> dict[str, Any]:
     except (OSError, FastshardError) as error:
         return {**about, "error": getattr(error, "strerror", None) or _line(error)}
     return {**about, "error": None}
-
-
-def storage(path: str) -> str:
-    """What a path lies on, for people: ``nfs4 server:/data mounted at /mnt/data``."""
-    real, best, told = os.path.realpath(path), "", "of an unknown kind"
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            fields, _, rest = line.partition(" - ")
-            point = fields.split()[4].replace("\\040", " ")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            # Of several mounts on one point the last hides the others.
-            if inside and len(point) >= len(best):
-                kind, source = rest.split()[:2]
-                best, told = point, f"{kind} {source} mounted at {point}"
-    return told
 
 
 @contextlib.contextmanager
@@ -355,10 +340,12 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
     file = folder / f"{said}.new"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with file.open("x") as f:
-            f.write(said)
-            f.flush()
-            os.fsync(f.fileno())
+        descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(descriptor, said.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError:
         yield None
         return
@@ -456,7 +443,7 @@ def _unlike(node: _Node, about: Any, file: Path, answer: str) -> list[Finding]:
             what = "what this node writes beside the destination is something else here"
         except (OSError, FastshardError):
             what = "what this node writes beside the destination is not seen here"
-    here = f"the storage of {socket.gethostname()} ({storage(str(file))})"
+    here = f"the storage of {socket.gethostname()} ({_core.storage_of(str(file))})"
     found.append(
         Finding.of(
             "FS522",

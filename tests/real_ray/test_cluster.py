@@ -134,7 +134,7 @@ def out(memory: Path) -> Iterator[Path]:
 def settled(document: dict[str, Any]) -> dict[str, Any]:
     """A manifest without who made it, and when."""
     kept = {key: value for key, value in document.items() if key != "provenance"}
-    times = ("mtime_ns", "identity")
+    times = ("mtime_ns",)
     kept["files"] = [{k: v for k, v in file.items() if k not in times} for file in document["files"]]
     return kept
 

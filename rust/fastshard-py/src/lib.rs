@@ -754,6 +754,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::collect, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::commit, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::shared_run, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::storage_of, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;

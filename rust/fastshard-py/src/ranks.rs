@@ -218,6 +218,13 @@ pub(crate) fn collect(
     to_json(&told)
 }
 
+/// The storage that a path lies on, for people.
+#[pyfunction]
+pub(crate) fn storage_of(path: PathBuf) -> String {
+    let real = path.canonicalize().unwrap_or(path);
+    fastshard::publish::storage_of(&real)
+}
+
 /// What is written of the run `nonce` (or the beginning of it) towards `out`: `{"run", "folder", "about", "parts", "missing"}`.
 #[pyfunction]
 pub(crate) fn shared_run(out: PathBuf, nonce: &str) -> PyResult<String> {

@@ -291,8 +291,7 @@ fn a_run_that_is_not_there_is_not_made() {
 fn a_rank_is_taken_over_from_a_process_that_is_silent() {
     let dir = temp();
     let out = dir.path().join("out");
-    let about =
-        || About { rank: 0, world: 1, timeout: PATIENCE, words: BTreeMap::new(), hosts: Vec::new() };
+    let about = || About { rank: 0, world: 1, timeout: PATIENCE, words: BTreeMap::new(), hosts: Vec::new() };
     let folder = dir.path().join(".out.fastshard-ranks");
     let card = folder.join("rank-00000.json");
     let first = Meeting::begin(&out, about(), &|| true).unwrap();
