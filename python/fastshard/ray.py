@@ -340,12 +340,7 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
     file = folder / f"{said}.new"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            os.write(descriptor, said.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        file.write_text(said)
     except OSError:
         yield None
         return

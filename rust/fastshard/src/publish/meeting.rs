@@ -480,6 +480,17 @@ impl Meeting {
         {
             pauses.sleep();
         }
+        // What one rank stopped for is read by rank 0, which tells it to all, before its card goes.
+        let stopped = self.table.lock().card.phase == Phase::Stopped;
+        let unread = || {
+            let zero = self.table.read(0);
+            zero.is_some_and(|z| {
+                z.phase < Phase::Published && z.seen.get(&rank) == Some(&own) && !z.process.is_dead()
+            })
+        };
+        while rank > 0 && stopped && begun.elapsed() < FAREWELL && unread() {
+            pauses.sleep();
+        }
         gone(&format!("{own}.new"));
         if self.table.read(rank).is_some_and(|card| card.nonce == own) {
             gone(&file_of(rank));
