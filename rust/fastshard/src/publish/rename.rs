@@ -63,11 +63,22 @@ fn in_between(place: &Place, error: Error) -> Error {
 }
 
 /// Seals unless done, renames unless done, cleans up.
-pub(super) fn publish(run: Run, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
+///
+/// `may_publish` is asked once the seal is there: from then on nobody may take the files over who has not before.
+pub(super) fn publish(
+    run: Run,
+    last: &[&str],
+    may_publish: &dyn Fn() -> Result<()>,
+    go_on: &dyn Fn() -> bool,
+) -> Result<Vec<Finding>> {
     let Run { place, folder, data, options, lock, before, seal } = run;
     let mut seal = match seal {
         Some(seal) => seal,
-        None => Seal::make(&folder, &data, last, options.fsync, go_on)?,
+        None => {
+            let seal = Seal::make(&folder, &data, last, options.fsync, go_on)?;
+            may_publish()?;
+            seal
+        }
     };
     if !seal.is_published(&place, &folder)? {
         let done = if place.inside {

@@ -25,7 +25,8 @@
 //! claim, writes `state`, and moves every file into a directory of its own, so that a directory that somebody holds is
 //! empty; then it reads all journals, and what a member noted to have open and not closed becomes a new file
 //! ([`member::renew`]), unless that member's process is proven dead. A woken one holds files that are not published. If
-//! it is woken between its note and its look, it sees the new `state`, or its note is seen.
+//! it is woken between its note and its look, it sees the new `state`, or its note is seen. Likewise whoever seals looks
+//! into `state` before it publishes, and whoever claims looks for a seal before it moves a file.
 //!
 //! **Signs of life decide progress only**: who is silent may be passed over, who is not is waited for. They are counted
 //! on the watcher's own clock; the times of several hosts are never compared.
@@ -54,6 +55,7 @@ use super::mounts;
 use super::others;
 use super::place::Place;
 use super::process::Process;
+use super::seal::Seal;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 
@@ -324,6 +326,7 @@ impl Shared {
     ///
     /// Errors: `LOCKED` if another process does so at the same time; what the system says.
     pub fn claim(&self) -> Result<Claimed> {
+        self.refuse_sealed()?;
         let number = self.claims()? + 1;
         let claim = Claim { nonce: nonce(), process: Process::own() };
         let (name, nonce) = (format!("{CLAIM}{number}"), claim.nonce.clone());
@@ -343,6 +346,8 @@ impl Shared {
         self.folder.sync().at(self.folder.path(), "cannot bring to disk")?;
         self.refuse_later(number)?;
         self.set_state(&nonce)?;
+        // Whoever seals looks into `state` afterwards: one of the two sees the other.
+        self.refuse_sealed()?;
         let data = format!("data.{nonce}");
         self.gather(number, &data)?;
         let logs = self.logs()?;
@@ -381,6 +386,28 @@ impl Shared {
         // One that was cut short is of this process, whose error is the reason to ask, or has moved nothing yet.
         let claim = bytes.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());
         Ok(claim.is_none_or(|claim| claim.process == Process::own()))
+    }
+
+    /// Refuses to take files from a process that is about to publish them.
+    fn refuse_sealed(&self) -> Result<()> {
+        if !Seal::is_on(&self.folder) {
+            return Ok(());
+        }
+        Err(Finding::new(codes::LOCKED, "another process is publishing this run")
+            .file(self.folder.path())
+            .help("look at what it says; if it is gone, the same command with --resume publishes")
+            .into())
+    }
+
+    /// True if the last round has another directory than `data`: what was sealed there was overtaken.
+    ///
+    /// Errors: what the system says.
+    pub(super) fn is_overtaken(&self, data: &str) -> Result<bool> {
+        let name = format!("{CLAIM}{}", self.claims()?);
+        let bytes = self.folder.read_small(&name, MAX_OWN).at(&self.folder.join(&name), "cannot read")?;
+        let claim = bytes.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());
+        // One that was cut short has moved nothing.
+        Ok(claim.is_some_and(|claim| data != format!("data.{}", claim.nonce)))
     }
 
     /// Refuses to go on with a round after which another one has begun.

@@ -130,7 +130,14 @@ impl Staging {
         let held = entries(folder)?.into_iter().find(|name| is_data(name));
         if let (Some(stale), Some(held)) = (&seal, &held) {
             // Of a process that was taken over by another one before it could publish: what it sealed is in `held`.
-            if stale.data != *held && !stale.is_published(place, folder).unwrap_or(false) {
+            let gone = stale.data != *held && !stale.is_published(place, folder).unwrap_or(false);
+            // Sealed, and overtaken before any of it appeared: files may have been moved away since.
+            let overtaken = || -> Result<bool> {
+                let shared = Shared::find(folder)?;
+                Ok(shared.map_or(Ok(false), |shared| shared.is_overtaken(&stale.data))?
+                    && stale.is_untouched(place, folder).unwrap_or(false))
+            };
+            if gone || overtaken()? {
                 Seal::remove(folder)?;
                 seal = None;
             }
@@ -393,7 +400,9 @@ impl Staging {
     /// after the result appeared says so ([`Error::is_after_publishing`]).
     pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
         drop(self.journal);
-        rename::publish(self.run, last, go_on)
+        let member = self.member;
+        let may_publish = || member.as_ref().map_or(Ok(()), Member::still_writes);
+        rename::publish(self.run, last, &may_publish, go_on)
     }
 
     /// Removes the folder with all that was written, unless another process has taken the run over. Refused (`USAGE`)
