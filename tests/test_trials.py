@@ -53,7 +53,7 @@ def test_changes() -> None:
 
 @pytest.mark.slow
 def test_ranks() -> None:
-    run_series("ranks", "--count", 16, "--jobs", 4)
+    run_series("ranks", "--count", 16, "--jobs", 8)
 
 
 @pytest.mark.slow

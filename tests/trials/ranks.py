@@ -395,7 +395,7 @@ class Workers:
         return Disturbed(rng, number, calls)
 
     def _kill(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
-        trial.locks = rng.random() < 0.8
+        trial.locks = rng.random() < 0.8 or not self._by_calls
         world, timeout = rng.choice((2, 2, 3, 4)), rng.choice((2.0, 3.0, 4.0))
         victims = rng.sample(range(world), rng.choice((1, 1, 2)))
         moments = {v: self._moment(rng, trial.case, v == 0, signal.SIGKILL) for v in victims}
@@ -416,7 +416,7 @@ class Workers:
         trial.tidy(counts, over)
 
     def _stop(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
-        trial.locks = rng.random() < 0.3
+        trial.locks = rng.random() < 0.3 or not self._by_calls
         world, timeout = rng.choice((2, 2, 3, 4)), rng.choice((2.0, 3.0))
         victim = 0 if rng.random() < 0.5 else rng.randrange(world)
         moment = self._moment(rng, trial.case, victim == 0, signal.SIGSTOP)
@@ -498,7 +498,7 @@ class Workers:
         return woken
 
     def _commit(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
-        trial.locks = rng.random() < 0.5
+        trial.locks = rng.random() < 0.5 or not self._by_calls
         number = rng.choice((1, 2, 3))
         [begun] = trial.end([trial.start("begin", parts=number, **trial.converting())], 10)
         if not begun.good:
