@@ -558,6 +558,19 @@ def test_the_guides_shell_and_python(
     assert same_weights(shared / "again", alone)
 
 
+def wait_for_jobs(seconds: float) -> None:
+    """Waits until the cluster takes jobs: its agent starts after the nodes, and Ray itself waits ten seconds only."""
+    until = time.monotonic() + seconds
+    while True:
+        tried = subprocess.run(
+            ["ray", "job", "submit", "--", "true"], capture_output=True, text=True, check=False
+        )
+        if tried.returncode == 0:
+            return
+        assert "please try again later" in tried.stderr, tried.stderr[-2000:]
+        assert time.monotonic() < until, tried.stderr[-2000:]
+
+
 def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]")
     with socket.socket() as free:
@@ -571,6 +584,7 @@ def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPat
         cluster.add_node(**head)
         cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
+        wait_for_jobs(180)
         done = subprocess.run(block("job", shared), shell=True, capture_output=True, text=True, check=False)
     finally:
         cluster.shutdown()
