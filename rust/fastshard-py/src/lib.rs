@@ -427,7 +427,7 @@ impl Plan {
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         let plan = Arc::clone(&self.plan);
-        py.detach(move || serde_json::to_string(&*plan)).map_err(json_error)
+        Ok(py.detach(move || plan.told()))
     }
 
     fn summary(&self) -> PyResult<String> {

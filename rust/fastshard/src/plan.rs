@@ -455,7 +455,9 @@ pub struct Plan {
     pub topology: BTreeMap<String, u64>,
     /// Extents of the axes, for the reader.
     pub axes: BTreeMap<String, u64>,
-    /// What was noted while planning.
+    /// What was noted while planning, in words that name files by where they lie; not part of what is made, which is the
+    /// same wherever that is.
+    #[serde(skip)]
     pub notes: Vec<Finding>,
     /// Roots as given, for messages; not part of the document.
     #[serde(skip)]
@@ -481,6 +483,16 @@ impl Plan {
         let mut sink = Digesting(blake3::Hasher::new());
         serde_json::to_writer(&mut sink, self).expect("a plan is plain data");
         sink.0.finalize().to_hex().to_string()
+    }
+
+    /// The plan with its notes, as JSON.
+    pub fn told(&self) -> String {
+        let mut text = serde_json::to_string(self).expect("a plan is plain data");
+        text.truncate(text.len() - 1);
+        text += ",\"notes\":";
+        text += &serde_json::to_string(&self.notes).expect("plain data");
+        text.push('}');
+        text
     }
 
     /// The outputs of each file, by their position in [`Plan::outputs`].
