@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
+from ...absent import absent, commands, told
 from ...errors import FastshardError
 from ...verify import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
@@ -44,8 +46,12 @@ def _run(a: argparse.Namespace) -> Outcome:
     verdict = "nothing wrong found" if not errors else f"{errors} errors"
     if warnings:
         verdict += f", {warnings} warnings"
-    document = {"ok": not errors, "errors": errors, "warnings": warnings}
-    return Result(f"{', '.join(map(str, a.ckpt))}: {verdict}", document), findings
+    document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
+    text = f"{', '.join(map(str, a.ckpt))}: {verdict}"
+    if missing := absent(findings, a.ckpt):
+        text += "\n" + told(missing, a.ckpt[0])
+        document["absent"] = {"files": missing, "commands": list(commands(a.ckpt[0]))}
+    return Result(text, document), findings
 
 
 VERIFY = Verb(

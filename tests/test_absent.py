@@ -1,0 +1,61 @@
+"""A piece of a checkpoint says what is elsewhere, and the commands that it prints bring it here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import FIXTURES, NEOX, cli
+
+#: What `rsync -a --ignore-existing HOST:FROM/ TO/` does where HOST is this machine.
+RSYNC = """#!/bin/sh
+[ "$1 $2" = "-a --ignore-existing" ] || exit 9
+from="${3#HOST:}"; mkdir -p "$4" && cp -a -n "$OTHER/." "$4"
+"""
+
+
+def halves(source: Path, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of which every second file lies on another host; texts lie on both."""
+    here, there = folder / "it's here", folder / "there"
+    shutil.copytree(source, here)
+    shutil.copytree(source, there)
+    holding = sorted(p for p in here.rglob("*") if p.suffix in (".pt", ".safetensors", ".distcp"))
+    for i, file in enumerate(holding):
+        (file if i % 2 else there / file.relative_to(here)).unlink()
+    return here, there
+
+
+@pytest.mark.parametrize(
+    "source", [NEOX, FIXTURES / "sharded/hf_sharded", FIXTURES / "sharded/dcp_fsdp2"], ids=lambda p: p.name
+)
+def test_the_printed_commands_bring_the_rest(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = halves(source, tmp_path)
+    gone = {str(p.relative_to(there)) for p in there.rglob("*") if not (here / p.relative_to(there)).exists()}
+    ran = cli("verify", here)
+    assert ran.code == 3, ran.out
+    told = json.loads(ran.out)["absent"]
+    named = {file for files in told["files"].values() for file in files}
+    # A file that no tensor is taken of is not missed.
+    assert named and named <= gone
+    copy, spread = told["commands"]
+    assert shlex.split(spread)[:3] == ["fastshard", "merge", str(here)]
+    text = cli("verify", here, json_output=False).out
+    assert copy in text and spread in text
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/rsync").write_text(RSYNC)
+    (tmp_path / "bin/rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("OTHER", str(there))
+    subprocess.run(copy, shell=True, check=True)
+    assert cli("verify", here).code == 0
+
+
+def test_nothing_is_said_of_a_whole_one() -> None:
+    ran = cli("verify", NEOX)
+    assert "absent" not in json.loads(ran.out)
