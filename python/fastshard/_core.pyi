@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "anonymous_memory",
     "begin_parts",
+    "bring",
     "codes_table",
     "collect",
     "commit",
@@ -29,6 +30,7 @@ __all__ = [
     "exit_code",
     "format_finding",
     "histogram_edges",
+    "is_elsewhere",
     "make_part",
     "manifest_entry",
     "manifest_files",
@@ -286,6 +288,11 @@ class Meeting:
         """Says why this rank stops, so that the others do too."""
     def done(self) -> None:
         """Says that this rank has nothing left to do."""
+    def lend(self, roots: str, files: list[tuple[int, str]], folder: str | PathLike[str]) -> str:
+        """Lends files (root, relative path) below roots (JSON array of ``folder``, ``file``), and makes folders in `folder`
+        that stand for the other ranks': JSON array of ``rank``, ``host``, ``there``, ``here``, ``file``, for each root."""
+    def lent(self) -> dict[int, int]:
+        """Bytes that each rank has lent by now."""
     def close(self) -> None:
         """Takes leave."""
 
@@ -341,6 +348,12 @@ def collect(out: str | PathLike[str], abandon: str | None, patience: float, dry:
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""
+
+def is_elsewhere(path: str | PathLike[str]) -> bool:
+    """True if a path stands for something on another host."""
+
+def bring(path: str | PathLike[str], most: int) -> None:
+    """Fills a file with the first bytes of what it stands for, if it does."""
 
 def shared_run(out: str | PathLike[str], nonce: str) -> str:
     """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""

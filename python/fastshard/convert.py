@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions, placing, ranks, regular
+from . import _core, budget, companions, lending, placing, ranks, regular
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -125,6 +125,7 @@ def convert(
     rank: int | str | None = None,
     world: int | None = None,
     timeout: float | None = None,
+    node_local: bool = False,
     **options: Unpack[Writing],
 ) -> Manifest:
     """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
@@ -150,6 +151,8 @@ def convert(
             ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike. None: one process.
         world: how many ranks there are, where no launcher says so.
         timeout: seconds that ranks wait for one another; default 600.
+        node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole. What is made of
+            several hosts' files goes from host to host by way of the destination; ``FS525`` says how much that was.
         options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
 
     Returns:
@@ -168,15 +171,21 @@ def convert(
         "overwrite": overwrite,
         "sparse": sparse,
         "stats": stats,
+        "node_local": node_local,
     }
     alike = ranks.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
     late = this is not None and not overwrite and not (resume and _unfinished(out))
-    if late and (done := _done(source, out, to, expect, tokenizer, options)):
+    if late and (done := _done(source, out, to, expect, tokenizer, options, node_local=node_local)):
         return done
-    with ranks.met(out, this, wait, alike) as meeting, Progress(progress) as bar:
+    with (
+        ranks.met(out, this, wait, alike) as meeting,
+        lending.lent(meeting, source, node_local) as lent,
+        Progress(progress) as bar,
+    ):
         # Each rank compares a part of the source with its manifest, where it has one.
         share = (this.rank + 1, this.world) if this else (1, 1)
-        job = prepared(source, to, expect, tokenizer, memory, threads, options, bar, share)
+        whole = source if lent is None else lent.sources
+        job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
         writing: dict[str, Any] = {
             "resume": resume,
             "overwrite": overwrite,
@@ -186,6 +195,8 @@ def convert(
         }
         if this is not None:
             writing["patience"] = ranks.patience(wait)
+        if lent is not None:
+            writing["near"] = lent.near
         with carrying(job.made.core):
             written = job.made.core.write(
                 os.fspath(out),
@@ -196,7 +207,11 @@ def convert(
                 bar.tell,
                 meeting=meeting.core if meeting else None,
             )
-            return job.manifest(written)
+            manifest = job.manifest(written)
+        if lent is not None:
+            told = [lent.told()] if this is not None and this.rank == 0 else []
+            manifest.findings[:] = [*lent.named(manifest.findings), *told]
+        return manifest
 
 
 @dataclass(frozen=True)
@@ -298,6 +313,8 @@ def _done(
     expect: StrPath | Mapping[str, Any] | None,
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
+    *,
+    node_local: bool,
 ) -> Manifest | None:
     """The manifest of a result of the same plan that several processes have published: a rank that comes late has
     nothing to do."""
@@ -307,13 +324,30 @@ def _done(
     document = json.loads(regular.read_bytes(path, MAX_MANIFEST, code="FS518"))
     if not isinstance(document, dict) or not document.get("provenance"):
         return None
-    _, _, made, _ = _planned(source, to, expect, tokenizer, options)
-    if document.get("plan") != made.digest:
-        return None
+    if node_local:
+        if not _holds(document, source):
+            return None
+    else:
+        _, _, made, _ = _planned(source, to, expect, tokenizer, options)
+        if document.get("plan") != made.digest:
+            return None
     told = Finding.of(
         "FS519", "the result is complete here already: there is nothing left to do", file=str(out)
     )
     return Manifest(document, [told])
+
+
+def _holds(document: dict[str, Any], source: Source) -> bool:
+    """True if a result was made of the files that this rank has, as they are."""
+    listing = lending.own_files(source)
+    made_of = {(f.get("path"), f.get("size"), f.get("mtime_ns")) for f in document.get("sources", [])}
+    names = {path for path, _, _ in made_of}
+    stamps = {
+        (f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)
+        for f in listing.files
+        if f.path in names
+    }
+    return bool(stamps) and stamps <= made_of
 
 
 #: The plan that was written last, for :func:`told`.

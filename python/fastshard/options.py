@@ -84,6 +84,7 @@ class Merging(Published, total=False):
     rank: int | Literal["auto"] | None
     world: int | None
     timeout: float | None
+    node_local: bool
 
 
 class Spread(Published, total=False):

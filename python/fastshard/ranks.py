@@ -117,11 +117,12 @@ class Meeting:
         self.core.close()
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """Findings of this rank with its number and host, where they name none: all ranks tell them."""
+        """Findings of this rank with its number and host, where they name no rank of the run that wrote the source: all
+        ranks tell them."""
         own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
         return [
-            replace(f, rank=f.rank or f"rank {self.rank.rank}", host=f.host or own["host"])
-            if f.severity == "error"
+            replace(f, rank=f"rank {self.rank.rank}", host=f.host or own["host"])
+            if f.severity == "error" and f.rank is None
             else f
             for f in findings
         ]

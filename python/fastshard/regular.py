@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from . import budget
-from .errors import FastshardError, Finding, error_for
+from . import _core, budget
+from .errors import FastshardError, Finding, error_for, from_core
 from .options import StrPath
 
 #: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
@@ -28,6 +28,7 @@ MAX_CONFIG = 16 << 20
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE = 1 << 20
+_ALL = (1 << 64) - 1
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -76,19 +77,28 @@ def is_file(path: StrPath, code: str = "FS601") -> bool:
 
 
 @contextlib.contextmanager
-def opened(path: StrPath, *, label: str | None = None, code: str = "FS601") -> Iterator[int]:
+def opened(
+    path: StrPath, *, label: str | None = None, code: str = "FS601", most: int = _ALL
+) -> Iterator[int]:
     """A descriptor of a regular file for reading.
 
     Args:
         path: the file.
         label: how messages name it; default the path.
         code: of the finding if it is no regular file.
+        most: bytes that are read of it, for one that comes from another host.
 
     Raises:
         FastshardError: ``code``; ``FS501`` if there is no such file, ``FS502`` if it may not be read,
             ``FS507`` for other errors of the system.
     """
     name = label or os.fspath(path)
+    try:
+        _core.bring(path, most)
+    except ValueError as error:
+        raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
+    except _core.CoreError as error:
+        raise from_core(error) from None
     try:
         # Looked at before it is opened too: to open a device may already do something.
         kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
@@ -123,7 +133,7 @@ def read_bytes(
     """
     parts: list[bytes] = []
     left = limit + whole
-    with opened(path, label=label, code=code) as descriptor:
+    with opened(path, label=label, code=code, most=left) as descriptor:
         try:
             size = os.fstat(descriptor).st_size
         except OSError as error:

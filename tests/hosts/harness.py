@@ -7,6 +7,7 @@ Needs the right to make namespaces (root, or user namespaces that may mount).
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 #: Names the host, gives it a disk of its own at $2 if that is not empty, and becomes the command.
 _ENTER = """
@@ -102,3 +104,26 @@ def ended(hosts: Sequence[Host], timeout: float = 120) -> list[tuple[int, str, s
         for host in hosts:
             if host.running is not None and host.running.poll() is None:
                 host.kill()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of a result; the manifest without times and makers."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == "fastshard.manifest.json":
+            document = json.loads(data)
+            document.pop("provenance", None)
+            for file in document["files"]:
+                file.pop("mtime_ns", None)
+            data = json.dumps(document).encode()
+        found[str(path.relative_to(folder))] = data
+    return found
+
+
+def hosts(n: int, **kwargs: Any) -> list[Host]:
+    return [Host(f"node{i}", **kwargs) for i in range(n)]
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith("."))

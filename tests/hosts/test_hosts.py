@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from harness import Host, can_have_hosts, ended
+from harness import Host, can_have_hosts, content, ended, hidden, hosts
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,44 +27,6 @@ from helpers import NEOX, at_once, cli
 pytestmark = pytest.mark.skipif(
     can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder that all hosts see, in memory where that is to be had."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir():
-        yield tmp_path
-        return
-    folder = memory / f"fastshard-hosts-{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a result; the manifest without times and makers."""
-    found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        if path.name == "fastshard.manifest.json":
-            document = json.loads(data)
-            document.pop("provenance", None)
-            for file in document["files"]:
-                file.pop("mtime_ns", None)
-            data = json.dumps(document).encode()
-        found[str(path.relative_to(folder))] = data
-    return found
-
-
-def hosts(n: int, **kwargs: Any) -> list[Host]:
-    return [Host(f"node{i}", **kwargs) for i in range(n)]
-
-
-def hidden(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.name.startswith("."))
 
 
 def megatron_config(folder: Path) -> Path:

@@ -144,6 +144,16 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_node_local(parser: argparse.ArgumentParser) -> None:
+    """Whether each rank has a part of the checkpoint on its own disk."""
+    parser.add_argument(
+        "--node-local",
+        action="store_true",
+        help="with --rank: CKPT is what this host has of the checkpoint, on its own disk; what is made of several hosts' "
+        "files goes by way of OUT's storage",
+    )
+
+
 def add_ray(parser: argparse.ArgumentParser) -> None:
     """On which cluster the work is done: :func:`spread`."""
     group = parser.add_argument_group("a Ray cluster")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import budget
+from .. import _core, budget
 from ..errors import FastshardError
 from . import ocdbt_index
 from .dtypes import numpy_dtype
@@ -88,10 +89,27 @@ def new_context() -> Any:
     )
 
 
+def refuse_elsewhere(paths: Iterable[Path]) -> None:
+    """Refuses stores of which a part lies on another host's disk: TensorStore reads files, and what stands for others is empty.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    for path in paths:
+        if _core.is_elsewhere(path):
+            raise FastshardError.of(
+                "FS514",
+                "a store on several hosts' disks: stores are read by a library that knows files alone",
+                file=os.fspath(path),
+                help="copy each host's directory to one that sees all (rsync -a), name each as a CKPT, and run without --node-local",
+            )
+
+
 class Store:
     """A directory with arrays: their folders, or an OCDBT database that holds them."""
 
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
+        refuse_elsewhere([path])
         self._ts = library()
         self.label = label
         # TensorStore takes no path with `..` in it.

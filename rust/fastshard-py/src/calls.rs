@@ -86,6 +86,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
         };
         if let Err(error) = signals.and(drawn).and(told) {
             control.cancel.store(true, Ordering::Relaxed);
+            fastshard::storage::elsewhere::interrupt();
             stopped.get_or_insert(error);
         }
         if ended {

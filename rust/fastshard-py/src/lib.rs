@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use fastshard::catalog::{Catalog as CoreCatalog, Wanted};
 use fastshard::codes;
 use fastshard::draft::Planned;
-use fastshard::engine::Options as EngineOptions;
+use fastshard::engine::{Control, Options as EngineOptions};
 use fastshard::error::{exit_code as exit_code_of, Error, Finding, Severity};
 use fastshard::manifest::Manifest;
 use fastshard::plan::{Pieces, Plan as CorePlan};
@@ -87,6 +87,9 @@ struct RunOptions {
     /// Seconds that other processes of a run are given to show a sign of life.
     #[serde(default = "patience")]
     patience: f64,
+    /// Which rank has each root of the sources on its own disk.
+    #[serde(default)]
+    near: Option<Vec<u32>>,
 }
 
 fn patience() -> f64 {
@@ -109,6 +112,7 @@ impl RunOptions {
             stats: self.stats == Statistics::Full,
             expected: self.expected,
             patience: patience.unwrap_or(std::time::Duration::MAX),
+            near: self.near,
         }
     }
 }
@@ -208,8 +212,8 @@ impl Catalog {
             };
             parts.push((root, path, wanted));
         }
-        let inner = py.detach(|| CoreCatalog::open_parts(roots, &parts, threads, memory)).map_err(raise)?;
-        Ok(Catalog { inner: Arc::new(inner) })
+        let opened = run(py, None, move |_| CoreCatalog::open_parts(roots, &parts, threads, memory));
+        Ok(Catalog { inner: Arc::new(opened.settle(None)?) })
     }
 
     fn findings(&self) -> PyResult<String> {
@@ -694,8 +698,8 @@ fn format_finding(finding: &str) -> PyResult<String> {
 /// What a `.metadata` file of torch.distributed.checkpoint says, as JSON.
 #[pyfunction]
 fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
-    let read = || fastshard::format::dcp::metadata(&SourceFile::open(&path)?);
-    to_json(&py.detach(read).map_err(raise)?)
+    let read = move |_: &Control| fastshard::format::dcp::metadata(&SourceFile::open(&path)?);
+    to_json(&run(py, None, read).settle(None)?)
 }
 
 /// What is kept of a tokenizer's vocabulary, as JSON; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
@@ -709,7 +713,7 @@ fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) ->
         "lines" => Kind::Lines,
         other => return Err(PyValueError::new_err(format!("no kind of vocabulary: {other}"))),
     };
-    to_json(&py.detach(|| read(&SourceFile::open(&path)?, kind, &wanted)).map_err(raise)?)
+    to_json(&run(py, None, move |_| read(&SourceFile::open(&path)?, kind, &wanted)).settle(None)?)
 }
 
 /// Findings about the files below `roots` that `manifest` lists and that hold no tensors, as JSON.
@@ -755,6 +759,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::commit, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::shared_run, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::storage_of, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::is_elsewhere, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::bring, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;

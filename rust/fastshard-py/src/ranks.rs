@@ -8,8 +8,10 @@ use std::time::Duration;
 use fastshard::codes;
 use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
+use fastshard::publish::lending::{Lending, Root};
 use fastshard::publish::shared::Shared;
 use fastshard::publish::{gc, meeting};
+use fastshard::storage::elsewhere;
 use fastshard::write::{self, shared};
 use pyo3::prelude::*;
 use serde_json::json;
@@ -37,6 +39,7 @@ fn seconds(seconds: f64) -> Duration {
 #[pyclass(frozen, module = "fastshard._core")]
 pub(crate) struct Meeting {
     inner: Mutex<Option<Arc<meeting::Meeting>>>,
+    lending: Mutex<Option<Lending>>,
 }
 
 impl Meeting {
@@ -63,7 +66,7 @@ impl Meeting {
             let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
             meeting::Meeting::begin(&out, about, &go_on).map(Arc::new)
         });
-        Ok(Meeting { inner: Mutex::new(Some(met.settle(None)?)) })
+        Ok(Meeting { inner: Mutex::new(Some(met.settle(None)?)), lending: Mutex::default() })
     }
 
     /// What each rank said of itself: of all for rank 0, of rank 0 and this one for the others.
@@ -89,8 +92,44 @@ impl Meeting {
         Ok(())
     }
 
+    /// Lends `files` (root and relative path) below `roots` (JSON: `{"folder", "file"}` of each), and makes folders below
+    /// `folder` that stand for the roots of the other ranks: `{"rank", "host", "there", "here", "file"}` of each root of
+    /// all ranks.
+    fn lend(
+        &self,
+        py: Python<'_>,
+        roots: &str,
+        files: Vec<(u32, String)>,
+        folder: PathBuf,
+    ) -> PyResult<String> {
+        let roots: Vec<Root> = serde_json::from_str(roots).map_err(json_error)?;
+        let inner = self.inner()?;
+        let begun = run(py, None, move |control| {
+            let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
+            Lending::begin(&inner, roots, &files, &folder, &go_on)
+        });
+        let lending = begun.settle(None)?;
+        let told: Vec<_> = lending
+            .sources()
+            .iter()
+            .map(
+                |s| json!({"rank": s.rank, "host": s.host, "there": s.there, "here": s.here, "file": s.file}),
+            )
+            .collect();
+        *self.lending.lock().unwrap_or_else(PoisonError::into_inner) = Some(lending);
+        to_json(&told)
+    }
+
+    /// Bytes that each rank has lent by now.
+    fn lent(&self) -> BTreeMap<u32, u64> {
+        let lending = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
+        lending.as_ref().map(Lending::lent).unwrap_or_default()
+    }
+
     /// Takes leave.
     fn close(&self, py: Python<'_>) {
+        let lending = self.lending.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(lending));
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(inner));
     }
@@ -216,6 +255,22 @@ pub(crate) fn collect(
         .map(|left| json!({"path": left.path, "run": left.run, "fate": fate(left.fate)}))
         .collect();
     to_json(&told)
+}
+
+/// True if `path` stands for something on another host.
+#[pyfunction]
+pub(crate) fn is_elsewhere(path: PathBuf) -> bool {
+    elsewhere::is_elsewhere(&path)
+}
+
+/// Fills the file at `path` with the first `most` bytes of what it stands for, if it does, for readers that know files
+/// alone.
+#[pyfunction]
+pub(crate) fn bring(py: Python<'_>, path: PathBuf, most: u64) -> PyResult<()> {
+    if !elsewhere::is_elsewhere(&path) {
+        return Ok(());
+    }
+    run(py, None, move |_| elsewhere::bring(&path, most)).settle(None)
 }
 
 /// The storage that a path lies on, for people.

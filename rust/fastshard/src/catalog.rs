@@ -10,7 +10,7 @@ use crate::format::{self, ParsedFile};
 use crate::hash;
 use crate::memory::{HeaderRoom, Room};
 use crate::plan::PlanFile;
-use crate::storage::SourceFile;
+use crate::storage::{elsewhere, SourceFile};
 use crate::tensor::{c_strides, element_count};
 
 /// One file of a checkpoint.
@@ -72,9 +72,14 @@ impl Catalog {
     /// A file as messages name it: by its root too, where there are several.
     pub fn label(&self, file: &CatalogFile) -> String {
         match self.roots.get(file.root as usize) {
-            Some(root) if self.roots.len() > 1 => root.join(&file.path).display().to_string(),
+            Some(root) if self.roots.len() > 1 => format!("{}/{}", name_of(root), file.path),
             _ => file.path.clone(),
         }
+    }
+
+    /// What messages call the roots.
+    pub fn root_names(&self) -> Vec<String> {
+        self.roots.iter().map(|root| name_of(root)).collect()
     }
 
     /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
@@ -123,7 +128,10 @@ impl Catalog {
                 // Nothing is wrong with the file.
                 Some(Err(error)) if beyond_memory(&error) => return Err(error),
                 Some(Err(error)) => {
-                    findings.extend(error.into_findings());
+                    // What keeps other hosts' files from coming is the same for all of them.
+                    let new: Vec<_> =
+                        error.into_findings().into_iter().filter(|f| findings.last() != Some(f)).collect();
+                    findings.extend(new);
                     None
                 }
                 None => None,
@@ -131,6 +139,11 @@ impl Catalog {
         }
         Ok(Catalog { roots, files: opened, findings, room: Mutex::new(None) })
     }
+}
+
+/// A root as messages name it: with its host, where the roots lie on several.
+fn name_of(root: &Path) -> String {
+    elsewhere::name(root).unwrap_or_else(|| root.display().to_string())
 }
 
 fn beyond_memory(error: &Error) -> bool {

@@ -157,6 +157,7 @@ codes! {
     522 NOT_SHARED Error CouldNotRun "The destination is not one storage for all ranks: a rank was never seen by rank 0, or never saw it. Each rank says which storage it sees there; a disk of its own is the usual cause."
     523 PART_MISSING Error Incomplete "A part of a run of several processes was not made to its end: its process never came, or ended. Nothing was published; make that part, or run again with --resume and as many processes as there are."
     524 RANKS_DIFFER Error CouldNotRun "The processes of one run were not started alike: other sources, options, versions or numbers of ranks. Each names what differs."
+    525 LENT Note CouldNotRun "Ranks whose sources lie on their own disks have lent one another these bytes by way of the destination: headers, copies that were compared, and what tiles needed that are made of several hosts' files."
     601 UNSAFE_HEADER Error Problem "A header is malformed or made to mislead (sizes, overlaps, holes, duplicate names)."
     602 UNSAFE_PICKLE Error Problem "A pickle stream is malformed or exceeds the limits on depth, size or memo. Nothing of it was executed."
     603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory."

@@ -7,6 +7,7 @@ mod blocks;
 mod budget;
 mod checksums;
 mod evidence;
+mod foresee;
 mod gather;
 mod release;
 mod report;
@@ -32,10 +33,11 @@ use crate::storage::SourceFile;
 pub use budget::{admit, MemoryUse};
 use checksums::Checksums;
 pub use evidence::Evidence;
+pub use foresee::foresee;
 use gather::Sources;
 pub use release::{decoding, Decoding};
 pub(crate) use report::{limit, place};
-pub use share::{all_tiles, divide, tiling, without, Share, TileRun};
+pub use share::{all_tiles, divide, divide_near, tiling, without, Share, TileRun};
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.
@@ -288,7 +290,7 @@ pub fn work(
     let (sizes, memory) = budget::divide(plan, options, Some(sizes))?;
     let run = Run::new(plan, files, sink, options, sizes, &memory, Some(share), control);
     run.make_all(files, &memory)?;
-    Ok(run.evidence(share.pads))
+    Ok(run.evidence(&share.pads))
 }
 
 /// Executes a plan of which others have made shares: what the sink says is adopted is not looked at, all else is made,
@@ -324,8 +326,7 @@ fn run_whole(
     let mut run = Run::new(plan, files, sink, options, sizes, &memory, None, control);
     for evidence in evidence {
         run.learn(evidence)?;
-        let known = evidence.pads();
-        run.pads.retain(|pad| !known.contains(pad));
+        run.pads.retain(|pad| !evidence.has_looked_at(*pad));
     }
     run.make_all(files, &memory)?;
     without_panic(|| run.report(memory))
@@ -364,13 +365,15 @@ impl<'a> Run<'a> {
         let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
         let count = |o: &Output, size: u64| o.nbytes().div_ceil(size);
         let (runs, pads) = match share {
-            Some(share) => (share.tiles.clone(), share.pads.0..share.pads.1),
+            Some(share) => {
+                (share.tiles.clone(), share.pads.iter().flat_map(|&(first, end)| first..end).collect())
+            }
             None => {
                 let whole =
                     |i: usize| TileRun { output: i as u32, first: 0, end: count(&plan.outputs[i], sizes[i]) };
                 // An empty output has no tiles.
                 let order = release::order(plan, &blobs_of).into_iter().map(whole);
-                (order.filter(|run| run.end > 0).collect(), 0..plan.pads.len() as u32)
+                (order.filter(|run| run.end > 0).collect(), (0..plan.pads.len() as u32).collect::<Vec<_>>())
             }
         };
         let mut remaining = vec![0; plan.outputs.len()];
@@ -414,7 +417,7 @@ impl<'a> Run<'a> {
             first,
             total_tiles,
             next: AtomicU64::new(0),
-            pads: pads.collect(),
+            pads,
             next_pad: AtomicU32::new(0),
             outputs: plan.outputs.iter().zip(&sizes).map(|(o, &size)| progress(o, size)).collect(),
             stats: Gather::new(options.stats, plan.outputs.len()),

@@ -50,6 +50,7 @@ mod folder;
 pub mod gc;
 mod journal;
 mod kept;
+pub mod lending;
 mod lock;
 pub mod meeting;
 mod member;

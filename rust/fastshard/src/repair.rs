@@ -176,7 +176,7 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     plan.texts = repair.texts.clone();
     plan.point(repair.pointers.clone());
     plan.topology = request.source.degrees.clone();
-    plan.roots = catalog.roots.iter().map(|r| r.display().to_string()).collect();
+    plan.roots = catalog.root_names();
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
     Ok(Planned { plan, findings })
@@ -195,7 +195,7 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
         layers_may_repeat: request.source.layers_may_repeat,
         untied: false,
         copies_accepted: request.source.copies_accepted.clone(),
-        roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
+        roots: catalog.root_names(),
         ..Plan::default()
     };
     let compared: Vec<bool> = plan.stored.iter().map(|t| !t.twins.is_empty()).collect();

@@ -351,7 +351,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         copies_accepted: request.source.copies_accepted.clone(),
         topology: request.source.degrees.clone(),
         axes,
-        roots: catalog.roots.iter().map(|r| r.display().to_string()).collect(),
+        roots: catalog.root_names(),
         ..Plan::default()
     };
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));

@@ -1,5 +1,6 @@
 //! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
 
+pub mod elsewhere;
 mod guard;
 
 use std::any::Any;
@@ -15,6 +16,7 @@ use memmap2::Mmap;
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::HeaderRoom;
+use elsewhere::{Elsewhere, Rehearsal};
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +35,7 @@ pub struct Stamp {
 }
 
 impl Stamp {
-    fn of(meta: &std::fs::Metadata) -> Self {
+    pub(crate) fn of(meta: &std::fs::Metadata) -> Self {
         let nanoseconds = |seconds, rest| i128::from(seconds) * 1_000_000_000 + i128::from(rest);
         Stamp {
             size: meta.len(),
@@ -80,7 +82,7 @@ pub trait BlockReader: Debug + Send + Sync {
 #[derive(Debug)]
 pub struct SourceFile {
     path: PathBuf,
-    file: File,
+    bytes: Bytes,
     stamp: Stamp,
     network: bool,
     /// True for a file that this process writes and nobody else can see.
@@ -91,6 +93,15 @@ pub struct SourceFile {
     blocks: Option<Arc<dyn BlockReader>>,
     /// What headers may take, while they are read.
     room: Option<Arc<HeaderRoom>>,
+}
+
+/// Where the bytes of a file come from.
+#[derive(Debug)]
+enum Bytes {
+    /// An open file.
+    File(File),
+    /// Another host.
+    Elsewhere(Arc<dyn Elsewhere>),
 }
 
 /// `statfs` magic numbers of filesystems on which a page fault is a network round trip.
@@ -120,7 +131,11 @@ impl SourceFile {
     pub fn open(path: &Path) -> Result<Self> {
         let cannot_open = |e: std::io::Error| Error::io(path, "cannot open", &e);
         // Looked at first: opening a device may do something. And once more when it is open.
-        regular(path, &std::fs::metadata(path).map_err(cannot_open)?)?;
+        let meta = std::fs::metadata(path).map_err(cannot_open)?;
+        regular(path, &meta)?;
+        if let Some(elsewhere) = elsewhere::find(path)? {
+            return Ok(Self::at(path, Stamp::of(&meta), elsewhere));
+        }
         let file = open_at_once(path).map_err(cannot_open)?;
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
         regular(path, &meta)?;
@@ -129,7 +144,7 @@ impl SourceFile {
             rustix::fs::fstatfs(&file).map(|s| is_network_filesystem(s.f_type as u32)).unwrap_or(false);
         Ok(SourceFile {
             path: path.to_path_buf(),
-            file,
+            bytes: Bytes::File(file),
             stamp: Stamp::of(&meta),
             network,
             own: false,
@@ -138,6 +153,44 @@ impl SourceFile {
             blocks: None,
             room: None,
         })
+    }
+
+    /// A file on another host, of which `stamp` is known.
+    fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Elsewhere>) -> Self {
+        SourceFile {
+            path: path.to_path_buf(),
+            bytes: Bytes::Elsewhere(bytes),
+            stamp,
+            network: true,
+            // Its owner looks whether it is as it was.
+            own: true,
+            map: OnceLock::new(),
+            faulted: AtomicBool::new(false),
+            blocks: None,
+            room: None,
+        }
+    }
+
+    /// A file of this name and size that is read to no effect but what `rehearsal` notes.
+    pub(crate) fn rehearsed(&self, rehearsal: Arc<Rehearsal>) -> Self {
+        Self::at(&self.path, self.stamp, rehearsal)
+    }
+
+    /// True for a file on another host.
+    pub fn is_elsewhere(&self) -> bool {
+        matches!(self.bytes, Bytes::Elsewhere(_))
+    }
+
+    /// Says that ranges (first byte, one past the last) will be read, in this order: what lies on another host is sent
+    /// for.
+    ///
+    /// # Errors
+    /// What keeps that from being said.
+    pub fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
+        match &self.bytes {
+            Bytes::File(_) => Ok(()),
+            Bytes::Elsewhere(file) => file.will_read(ranges),
+        }
     }
 
     /// The same file, of which [`Self::read_vec`] reads no more than there is room for; without, as much as is asked for.
@@ -216,7 +269,7 @@ impl SourceFile {
             return Ok(None);
         }
         self.unchanged()?;
-        Ok(self.file.try_clone().ok())
+        Ok(self.file().and_then(|file| file.try_clone().ok()))
     }
 
     /// Treats the file as one on a network filesystem: for tests of that way of reading.
@@ -229,7 +282,14 @@ impl SourceFile {
 
     /// Fills `buffer` from `offset`; a short file is an error that names it.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(buffer, offset).map_err(|e| {
+        let file = match &self.bytes {
+            Bytes::File(file) => file,
+            Bytes::Elsewhere(_) if offset + buffer.len() as u64 > self.stamp.size => {
+                return Err(self.changed(format!("at least {} bytes", offset + buffer.len() as u64), "fewer"))
+            }
+            Bytes::Elsewhere(file) => return file.read(offset, buffer),
+        };
+        file.read_exact_at(buffer, offset).map_err(|e| {
             if e.kind() == std::io::ErrorKind::UnexpectedEof {
                 self.changed(format!("at least {} bytes", offset + buffer.len() as u64), "fewer")
             } else {
@@ -249,11 +309,12 @@ impl SourceFile {
     /// The whole file as a read-only map, made on first use; none where the filesystem makes none.
     fn map(&self) -> Option<&Mmap> {
         if self.map.get().is_none() {
+            let file = self.file()?;
             // SAFETY: the map is private to this process and read-only. Rust requires that the bytes do
             // not change underneath; files under conversion are not written by anybody (checked by
             // `unchanged`), and a racing writer could only change plain bytes that carry no invariant.
             #[allow(unsafe_code)]
-            let map = unsafe { Mmap::map(&self.file) }.ok()?;
+            let map = unsafe { Mmap::map(file) }.ok()?;
             let _ = self.map.set(map);
         }
         self.map.get()
@@ -298,12 +359,20 @@ impl SourceFile {
         }
     }
 
+    fn file(&self) -> Option<&File> {
+        match &self.bytes {
+            Bytes::File(file) => Some(file),
+            Bytes::Elsewhere(_) => None,
+        }
+    }
+
     /// Its stamp as it is now.
     ///
     /// # Errors
     /// What keeps it from being looked at.
     pub fn now(&self) -> Result<Stamp> {
-        let meta = self.file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
+        let Some(file) = self.file() else { return Ok(self.stamp) };
+        let meta = file.metadata().map_err(|e| Error::io(&self.path, "cannot stat", &e))?;
         Ok(Stamp::of(&meta))
     }
 
@@ -375,7 +444,7 @@ impl SourceFile {
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;
         Ok(SourceFile {
             path: path.to_path_buf(),
-            file,
+            bytes: Bytes::File(file),
             stamp: Stamp::of(&meta),
             network: false,
             own: true,
@@ -396,8 +465,8 @@ impl SourceFile {
     /// Writes into a file of [`SourceFile::scratch`]; pages of zeros stay holes.
     pub(crate) fn keep_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (at, run) in crate::kernel::filled(bytes) {
-            self.file
-                .write_all_at(run, offset + at)
+            let file = self.file().ok_or_else(|| Finding::new(codes::INTERNAL, "no file of this process"))?;
+            file.write_all_at(run, offset + at)
                 .map_err(|e| Error::io(&self.path, "cannot write a temporary file", &e))?;
         }
         Ok(())
@@ -407,7 +476,8 @@ impl SourceFile {
     pub(crate) fn drop_range(&self, offset: u64, len: u64) {
         use rustix::fs::{fallocate, FallocateFlags};
         // Where the filesystem cannot, the space is free at the end of the run.
-        let _ = fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len);
+        let Some(file) = self.file() else { return };
+        let _ = fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len);
     }
 }
 

@@ -60,6 +60,8 @@ pub struct Options {
     pub expected: bool,
     /// How long other processes of the same run are given to show a sign of life.
     pub patience: Duration,
+    /// Which rank has each root of the sources on its own disk, where not all see all of them.
+    pub near: Option<Vec<u32>>,
 }
 
 /// Roots of the sources, for the check that the destination is not among them.
@@ -232,8 +234,10 @@ fn resumable(error: Error, folder: &Path) -> Error {
         "nothing was published; the same command with --resume continues, or remove {}",
         folder.display()
     );
-    // Where another process is at work it may have published, and its folder is not to be removed.
-    let told = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED;
+    // Where another process is at work it may have published, and its folder is not to be removed. What another rank
+    // stopped for says it already.
+    let says = |f: &Finding| f.help.as_ref().is_some_and(|help| help.ends_with(&way));
+    let told = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED && !says(f);
     for f in findings.iter_mut().filter(told) {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
             Some(help) => format!("{help}; {way}"),

@@ -74,6 +74,7 @@ fn write_out(
         arrays: None,
         stats: false,
         expected: false,
+        near: None,
         patience: Duration::from_secs(1),
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)

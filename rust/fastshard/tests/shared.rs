@@ -84,6 +84,7 @@ impl Case {
             stats: false,
             expected: false,
             patience: PATIENCE,
+            near: None,
         }
     }
 

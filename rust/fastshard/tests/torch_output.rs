@@ -95,6 +95,7 @@ fn write_out(
         stats: false,
         expected: false,
         patience: std::time::Duration::ZERO,
+        near: None,
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
@@ -280,6 +281,7 @@ fn safetensors_files_can_be_prescribed() {
         stats: false,
         expected: false,
         patience: std::time::Duration::ZERO,
+        near: None,
     };
     let (manifest, _) =
         write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())

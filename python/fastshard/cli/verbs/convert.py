@@ -8,10 +8,13 @@ import sys
 from typing import Any
 
 from ...convert import convert as convert_checkpoint
+from ...errors import FastshardError
+from ...lending import LENT
 from ...manifests import MANIFEST_NAME
 from ...ray import convert as convert_on_ray
 from ..arguments import (
     add_common,
+    add_node_local,
     add_ranks,
     add_ray,
     add_shaping,
@@ -37,6 +40,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
     add_shaping(parser)
     add_writing(parser)
     add_ranks(parser)
+    add_node_local(parser)
     add_ray(parser)
     add_common(parser)
 
@@ -55,8 +59,12 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         "fsync": a.fsync == "full", "sparse": a.sparse, "stats": a.stats, "progress": progress(a), **shaping, **opening(a),
     }  # fmt: skip
     if a.ray is None:
-        manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a))
+        manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)
     else:
+        if a.node_local:
+            raise FastshardError.of(
+                "FS515", "--ray and --node-local", help="start a rank on each host: --rank I --world N"
+            )
         options |= spread(a)
         # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):
@@ -69,6 +77,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         f"{a.out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
         f"every byte hashed; manifest {MANIFEST_NAME}"
     )
+    text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
     summary = {
         "out": str(a.out),
         "tensors": len(document["tensors"]),

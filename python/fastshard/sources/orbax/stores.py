@@ -81,8 +81,10 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         names: arrays that there must be.
 
     Raises:
-        FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
+        FastshardError: for stores that cannot be read (``FS514``: on several hosts' disks), and arrays that two hosts describe
+            differently.
     """
+    tensorstore.refuse_elsewhere(listing.roots)
     union = Union([])
     context = tensorstore.new_context()
     for place in places:

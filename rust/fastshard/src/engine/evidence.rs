@@ -27,7 +27,7 @@ pub struct Evidence {
     /// Samples of blocks that were decoded.
     samples: Vec<(u32, u64)>,
     /// Paddings that were looked at.
-    pads: (u32, u32),
+    pads: Vec<(u32, u32)>,
     /// Statistics of outputs, or of parts of them.
     stats: Vec<(u32, Partial)>,
     /// What was found.
@@ -35,9 +35,9 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Paddings that need not be looked at again.
-    pub(super) fn pads(&self) -> std::ops::Range<u32> {
-        self.pads.0..self.pads.1
+    /// True for a padding that need not be looked at again.
+    pub(super) fn has_looked_at(&self, pad: u32) -> bool {
+        self.pads.iter().any(|&(first, end)| (first..end).contains(&pad))
     }
 
     /// Checks that it speaks of things that `plan` has.
@@ -52,7 +52,7 @@ impl Evidence {
             && self.twins.iter().all(|(a, b, _)| stored(*a) && stored(*b))
             && self.segments.iter().all(|(b, _)| blob(*b))
             && self.samples.iter().all(|(b, _)| blob(*b))
-            && self.pads.1 as usize <= plan.pads.len()
+            && self.pads.iter().all(|(_, end)| *end as usize <= plan.pads.len())
             && self.stats.iter().all(|(o, _)| (*o as usize) < plan.outputs.len());
         match good {
             true => Ok(()),
@@ -67,8 +67,8 @@ fn foreign() -> Error {
 
 impl Run<'_> {
     /// What this run has learnt.
-    pub(super) fn evidence(&self, pads: (u32, u32)) -> Evidence {
-        let mut evidence = Evidence { pads, ..Evidence::default() };
+    pub(super) fn evidence(&self, pads: &[(u32, u32)]) -> Evidence {
+        let mut evidence = Evidence { pads: pads.to_vec(), ..Evidence::default() };
         for (i, (output, progress)) in (0u32..).zip(self.plan.outputs.iter().zip(&self.outputs)) {
             let progress = lock(progress);
             evidence.drift.extend(progress.drift.iter().map(|(p, d)| (i, *p as u32, d.clone())));

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{budget, release, Options};
 use crate::error::Result;
-use crate::plan::Plan;
+use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 /// Tiles `first..end` of one output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,8 +51,8 @@ impl TileRun {
 pub struct Share {
     /// Tiles, in the order in which they are made.
     pub tiles: Vec<TileRun>,
-    /// Paddings it looks at, by their place in the plan: first, and one past the last.
-    pub pads: (u32, u32),
+    /// Paddings it looks at, by their place in the plan: first, and one past the last, of each run of them.
+    pub pads: Vec<(u32, u32)>,
 }
 
 impl Share {
@@ -89,7 +89,7 @@ pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Ve
     let cut = |part: usize| (total * part as u128 / parts as u128) as u64;
     let pad = |part: usize| (plan.pads.len() * part / parts) as u32;
     let mut shares: Vec<Share> =
-        (0..parts).map(|k| Share { tiles: Vec::new(), pads: (pad(k), pad(k + 1)) }).collect();
+        (0..parts).map(|k| Share { tiles: Vec::new(), pads: vec![(pad(k), pad(k + 1))] }).collect();
     // Bytes before the run, and the part that takes what comes next.
     let (mut at, mut part) = (0, 0);
     for run in tiles {
@@ -115,6 +115,123 @@ pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Ve
         at += hi - lo;
     }
     shares
+}
+
+/// Divides runs of tiles among ranks so that each makes what lies on its own disk: `ranks` has one for each root of the
+/// plan's sources, `parts` of them. A tile whose bytes lie on several goes to the one that has most of it.
+pub fn divide_near(plan: &Plan, sizes: &[u64], tiles: &[TileRun], ranks: &[u32], parts: usize) -> Vec<Share> {
+    let mut shares = vec![Share::default(); parts];
+    let mut loads = vec![0u64; parts];
+    let rank_of = |blob: u32| {
+        let file = plan.blobs[blob as usize].file;
+        let root = plan.sources[file as usize].root;
+        ranks.get(root as usize).map_or(0, |rank| (*rank as usize).min(parts - 1))
+    };
+    let mut held = vec![0.0f64; parts];
+    for run in tiles {
+        let output = &plan.outputs[run.output as usize];
+        let (size, total) = (sizes[run.output as usize], output.nbytes());
+        let reaches = reaches(plan, output, &rank_of);
+        for tile in run.first..run.end {
+            let (lo, hi) = (tile * size, ((tile + 1) * size).min(total));
+            held.fill(0.0);
+            for reach in reaches.iter().filter(|reach| reach.lo < hi && reach.hi > lo) {
+                let both = reach.hi.min(hi) - reach.lo.max(lo);
+                held[reach.rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
+            }
+            // Where several have as much, whoever has least to do.
+            let most = held.iter().copied().fold(0.0, f64::max) * 0.999;
+            let nearest = (0..parts).filter(|&rank| held[rank] >= most).min_by_key(|&rank| loads[rank]);
+            let rank = nearest.expect("one of them has most");
+            loads[rank] += hi - lo;
+            match shares[rank].tiles.last_mut() {
+                Some(last) if (last.output, last.end) == (run.output, tile) => last.end = tile + 1,
+                _ => shares[rank].tiles.push(TileRun { output: run.output, first: tile, end: tile + 1 }),
+            }
+        }
+    }
+    for (pad, region) in (0u32..).zip(&plan.pads) {
+        let blob = super::shards::first_blob(&plan.stored[region.stored as usize]);
+        let pads = &mut shares[blob.map_or(0, rank_of)].pads;
+        match pads.last_mut() {
+            Some(last) if last.1 == pad => last.1 += 1,
+            _ => pads.push((pad, pad + 1)),
+        }
+    }
+    shares
+}
+
+/// Bytes of an output that are made of what one rank has, and the range in which they lie.
+struct Reach {
+    rank: usize,
+    lo: u64,
+    hi: u64,
+    bytes: u64,
+}
+
+fn reaches(plan: &Plan, output: &Output, rank_of: &dyn Fn(u32) -> usize) -> Vec<Reach> {
+    let mut found = Vec::new();
+    for part in output.parts.iter().filter(|part| part.volume() > 0) {
+        for &source in &part.sources {
+            let stored = &plan.stored[source as usize];
+            let mut add = |blob: u32, lo: &[u64], len: &[u64]| {
+                found.extend(reach(output, part, stored, lo, len).map(|(lo, hi, bytes)| Reach {
+                    rank: rank_of(blob),
+                    lo,
+                    hi,
+                    bytes,
+                }));
+            };
+            match &stored.pieces {
+                Pieces::View { blob, .. } => add(*blob, &vec![0; stored.shape.len()], &stored.shape),
+                Pieces::Boxes(pieces) => pieces.iter().for_each(|p| add(p.blob, &p.lo, &p.len)),
+                Pieces::Ranges(pieces) => {
+                    let row = stored.shape.iter().skip(1).product::<u64>().max(1);
+                    for piece in pieces.iter().filter(|piece| piece.len > 0) {
+                        // The rows that it touches.
+                        let (mut lo, mut len) = (vec![0; stored.shape.len()], stored.shape.clone());
+                        if let (Some(lo), Some(len)) = (lo.first_mut(), len.first_mut()) {
+                            *lo = piece.start / row;
+                            *len = (piece.start + piece.len).div_ceil(row) - *lo;
+                        }
+                        add(piece.blob, &lo, &len);
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+/// First byte, end and number of the bytes of an output that `part` makes of the box `lo`, `len` of a stored tensor.
+fn reach(
+    output: &Output,
+    part: &Part,
+    stored: &StoredTensor,
+    lo: &[u64],
+    len: &[u64],
+) -> Option<(u64, u64, u64)> {
+    let item = output.dtype.size() as u64;
+    let mut alone = vec![0usize; stored.shape.len()];
+    part.axes.iter().for_each(|axis| alone[axis.dim as usize] += 1);
+    let (mut first, mut last, mut count) = (part.dst_base, part.dst_base, 1);
+    for axis in &part.axes {
+        let d = axis.dim as usize;
+        let (mut low, mut high) = (0, axis.n - 1);
+        // An axis that shares its dimension with others may reach its ends.
+        if alone[d] == 1 && axis.step > 0 {
+            let end = (lo[d] + len[d]).checked_sub(part.src_base[d] + 1)?;
+            high = high.min(end / axis.step);
+            low = lo[d].saturating_sub(part.src_base[d]).div_ceil(axis.step);
+            if low > high {
+                return None;
+            }
+        }
+        first += low * axis.dst;
+        last += high * axis.dst;
+        count *= high - low + 1;
+    }
+    Some((first * item, (last + 1) * item, count * item))
 }
 
 /// What of `tiles` is not in `done`.

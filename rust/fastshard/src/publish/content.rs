@@ -11,6 +11,7 @@ use super::older;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{ManifestFile, MANIFEST_NAME};
+use crate::storage::elsewhere;
 
 /// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
 const HASHED: u64 = 256 << 10;
@@ -25,6 +26,7 @@ pub fn is_plain(name: &str) -> bool {
 /// Opens a file that goes along with a result.
 pub(super) fn companion(path: &Path) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
+    elsewhere::bring(path, u64::MAX)?;
     // A pipe would keep the run waiting for ever.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);

@@ -83,6 +83,29 @@ impl Journal {
         Ok((whole && payload.len() == LAST && payload[0] == RECORD).then(|| payload.split_off(1)))
     }
 
+    /// Calls `each` with the records of the journal `name` from byte `from` on, as far as they are whole now; where they
+    /// end. For one that its process is still writing: whoever follows it opens it anew each time, since a file server's
+    /// client looks for what is new then.
+    pub(super) fn follow(
+        folder: &Dir,
+        name: &str,
+        from: u64,
+        each: &mut dyn FnMut(&[u8]),
+    ) -> io::Result<u64> {
+        let file = folder.read_only(name)?;
+        let len = file.metadata()?.len();
+        let mut reader =
+            BufReader::with_capacity(64 << 10, Reading(&file, from).take(len.saturating_sub(from)));
+        let (mut at, mut payload) = (from, Vec::new());
+        while frame(&mut reader, &mut payload)? {
+            if payload[0] == RECORD {
+                each(&payload[1..]);
+            }
+            at += (HEADER + payload.len()) as u64;
+        }
+        Ok(at)
+    }
+
     /// Calls `each` with the records of the earlier sessions of this run, in order of appending, and where
     /// [`Journal::read`] finds them. Records that were never synced (`fsync` off) are left out if the
     /// machine was restarted since.

@@ -215,6 +215,35 @@ impl Meeting {
         cards
     }
 
+    /// What this process is called among the ranks.
+    pub(super) fn nonce(&self) -> String {
+        self.table.lock().card.nonce.clone()
+    }
+
+    /// What the processes that have met are called, by rank.
+    pub(super) fn nonces(&self) -> BTreeMap<u32, String> {
+        let state = self.table.lock();
+        let zero = match self.about.rank {
+            0 => Some(&state.card),
+            _ => met(&state.card, &state.others).map(|heard| &heard.card),
+        };
+        let Some(zero) = zero else { return BTreeMap::new() };
+        let mut nonces = zero.seen.clone();
+        nonces.insert(0, zero.nonce.clone());
+        nonces
+    }
+
+    /// The folder in which ranks meet.
+    pub(super) fn folder(&self) -> &disk::Dir {
+        &self.table.folder
+    }
+
+    /// Stops all ranks for what a thread of this one has met.
+    pub(super) fn fail(&self, error: Error) {
+        self.stop(error.findings());
+        self.table.lock().failed = error.into_findings().into_iter().next();
+    }
+
     /// Changes what this rank says of itself.
     fn say(&self, change: impl FnOnce(&mut Card)) {
         let mut state = self.table.lock();
@@ -418,8 +447,9 @@ impl Meeting {
             }
             card.phase = Phase::Stopped;
             card.findings = findings.to_vec();
-            for finding in &mut card.findings {
-                finding.rank.get_or_insert_with(|| format!("rank {rank}"));
+            // One that names a rank speaks of that of the run that wrote the source, or of another rank of this one.
+            for finding in card.findings.iter_mut().filter(|finding| finding.rank.is_none()) {
+                finding.rank = Some(format!("rank {rank}"));
                 finding.host.get_or_insert_with(|| card.process.host.clone());
             }
         });

@@ -24,6 +24,8 @@ use crate::storage::SourceFile;
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
+/// Largest tile where ranks make what lies on their own disks, in bytes: the smaller, the fewer are made of several.
+const NEAR_TILE: u64 = 256 << 10;
 /// Part of what others have written that is read back before it is published.
 const SPOT_CHECKED: u64 = 256;
 
@@ -172,7 +174,10 @@ fn prepare(
             shared
         }
         None => {
-            let sizes = engine::tiling(plan, &engine_options(plan, options, staging.folder()))?;
+            let mut sizes = engine::tiling(plan, &engine_options(plan, options, staging.folder()))?;
+            if options.near.is_some() {
+                sizes.iter_mut().for_each(|size| *size = (*size).min(NEAR_TILE));
+            }
             let named = plan.files.iter().map(|f| (f.name.clone(), f.size)).collect();
             let work = Work { sizes: in_runs(&sizes), about };
             staging.share(named, serde_json::to_value(work).expect("plain data"))?
@@ -191,10 +196,14 @@ fn prepare(
     adopted.retain(|(nonce, _)| earlier.log(nonce).is_some_and(sound));
     let done: Vec<TileRun> = adopted.iter().flat_map(|(_, share)| share.tiles.iter().copied()).collect();
     let all = engine::all_tiles(plan, &sizes, &|output| is_array(plan, output));
-    let mut shares = engine::divide(plan, &sizes, &engine::without(&all, &done), parts);
+    let left = engine::without(&all, &done);
+    let mut shares = match &options.near {
+        Some(ranks) => engine::divide_near(plan, &sizes, &left, ranks, parts),
+        None => engine::divide(plan, &sizes, &left, parts),
+    };
     if !adopted.is_empty() {
         // Those who are adopted have looked at theirs; whoever concludes looks at the rest, which is little.
-        shares.iter_mut().for_each(|share| share.pads = (0, 0));
+        shares.iter_mut().for_each(|share| share.pads.clear());
     }
     let bytes: Vec<u64> = shares.iter().map(|share| share.bytes(plan, &sizes)).collect();
     let work = serde_json::to_value(Division { shares, adopted }).expect("plain data");
@@ -400,8 +409,9 @@ pub fn make_part(
     let sparse = options.sparse && is_fresh;
     let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse);
     let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
-    let made =
-        engine::work(plan, files, &sink, &engine_options, &sizes, share, control).and_then(|evidence| {
+    let made = engine::foresee(plan, files, &sizes, share, control)
+        .and_then(|()| engine::work(plan, files, &sink, &engine_options, &sizes, share, control))
+        .and_then(|evidence| {
             files.iter().try_for_each(|f| f.unchanged())?;
             Ok(evidence)
         });

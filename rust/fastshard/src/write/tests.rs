@@ -80,6 +80,7 @@ impl Case {
             arrays: None,
             stats: false,
             expected: false,
+            near: None,
             // Nobody is alive: this thread is all of them.
             patience: Duration::ZERO,
         }

@@ -12,12 +12,14 @@ use crate::error::Result;
 use crate::publish::disk::{At, Dir};
 use crate::publish::folder::{check_owner, entries};
 use crate::publish::gc::{Fate, Leaving};
+use crate::publish::lending;
 use crate::publish::place::Place;
 
 /// True for the name of a card, or of what belongs to one.
 pub(super) fn is_ours(name: &str) -> bool {
     ["rank-", "sources-"].iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".json")
         || name.strip_suffix(".new").is_some_and(|nonce| nonce.len() == 32)
+        || lending::is_ours(name)
 }
 
 /// Takes away what ranks towards `out` have left, if all of them are proven dead: a process by itself has finished their

@@ -1,0 +1,682 @@
+//! Sources that lie on the disks of several hosts: each rank lends what the others ask for, by way of the destination.
+//!
+//! Each rank writes two files into the folder in which ranks meet, and reads those of the others; nobody writes to
+//! another's:
+//! - `lent-NONCE.journal`: the files it has, what it asks others for, what it has lent;
+//! - `lent-NONCE.bytes`: the bytes that it has lent, each of them once, whoever asked.
+//!
+//! ```text
+//! borrower                          owner
+//! ASK rank, file, range  --------->  reads its file, appends to its bytes,
+//!                        <---------  GIVEN file, range, place, CRC32
+//! ```
+//!
+//! What was lent counts once its CRC32 is right, so that pages which a file server's client has kept do no harm. An
+//! owner lends from files that are as they were when it listed them; one that changes stops the run.
+
+mod own;
+mod ranges;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{File, Permissions};
+use std::io;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use super::disk::{At, Dir};
+use super::journal::Journal;
+use super::meeting::{Meeting, Pauses};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::storage::elsewhere::{Elsewhere, Lender, Standing};
+use own::Owner;
+use ranges::Ranges;
+
+/// First bytes of records.
+const FILE: u8 = 1;
+const LISTED: u8 = 2;
+const ASK: u8 = 3;
+const GIVEN: u8 = 4;
+
+/// Files of this lending, for whoever takes away what ranks have left.
+pub(super) const PREFIX: &str = "lent-";
+
+/// Bytes that are asked for at least, where nobody knew before what would be read, and at most, where reading goes on.
+const ASKED_LEAST: u64 = 256 << 10;
+const ASKED_MOST: u64 = 8 << 20;
+/// Time between two looks at what others ask for and have lent.
+const LOOK: Duration = Duration::from_millis(50);
+/// Ranks that are looked at in that time.
+const MANY: u32 = 16;
+/// Time that bytes are given to arrive as they were lent.
+const ARRIVAL: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+
+/// A path that a rank was given as the checkpoint, or as a part of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Root {
+    /// The folder.
+    pub folder: PathBuf,
+    /// The file in it, if one was named.
+    pub file: Option<String>,
+}
+
+/// A file below one of a rank's roots.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Listed {
+    root: u32,
+    path: String,
+    size: u64,
+    mtime_ns: i64,
+}
+
+/// All that a rank has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Told {
+    host: String,
+    roots: Vec<Root>,
+}
+
+/// One of the checkpoint's roots, as this process sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// Whose it is.
+    pub rank: u32,
+    /// Its host.
+    pub host: String,
+    /// The folder there.
+    pub there: PathBuf,
+    /// The folder here: the same for this rank, else one whose files stand for those.
+    pub here: PathBuf,
+    /// The file in it, if one was named.
+    pub file: Option<String>,
+}
+
+/// A rank that lends what it has, and borrows what others have.
+pub struct Lending {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    sources: Vec<Source>,
+    standing: Option<Standing>,
+}
+
+/// Bytes of a file that another rank has lent.
+#[derive(Debug, Clone, Copy)]
+struct Given {
+    len: u64,
+    place: u64,
+    crc32: u32,
+    /// True once they were read and found right.
+    checked: bool,
+}
+
+/// A file of another rank.
+#[derive(Debug)]
+struct Borrowed {
+    listed: Listed,
+    given: BTreeMap<u64, Given>,
+    asked: Ranges,
+    /// Where the last reading that nobody had foreseen ended, and how much was asked for then.
+    ahead: (u64, u64),
+}
+
+/// Another rank.
+#[derive(Debug, Default)]
+struct Other {
+    nonce: String,
+    /// How far its journal was read.
+    read: u64,
+    /// Files it has named since its journal was begun.
+    named: Vec<Listed>,
+    told: Option<Told>,
+    files: Vec<Borrowed>,
+    /// Its bytes, opened anew when what is there is not what was lent.
+    bytes: Option<Arc<File>>,
+    lent: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    others: BTreeMap<u32, Other>,
+    /// Path here -> rank and number of the file.
+    places: HashMap<PathBuf, (u32, u32)>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Gone once the ranks have parted, though files that were lent may be held still.
+    meeting: Weak<Meeting>,
+    rank: u32,
+    world: u32,
+    nonce: String,
+    folder: Dir,
+    journal: Journal,
+    state: Mutex<State>,
+    arrived: Condvar,
+    ended: AtomicBool,
+    interrupted: AtomicBool,
+    /// Bytes that this rank has lent.
+    lent: AtomicU64,
+}
+
+/// A file of another rank, for those who read it.
+#[derive(Debug)]
+struct Lent {
+    shared: Arc<Shared>,
+    rank: u32,
+    file: u32,
+}
+
+/// What is asked for: number of the file, first byte, one past the last.
+type Ask = (u32, u64, u64);
+
+/// Ends the waiting of those who borrow.
+struct Giver {
+    shared: Weak<Shared>,
+    /// Roots here, and what people call them.
+    names: HashMap<PathBuf, String>,
+}
+
+fn journal_of(nonce: &str) -> String {
+    format!("{PREFIX}{nonce}.journal")
+}
+
+fn bytes_of(nonce: &str) -> String {
+    format!("{PREFIX}{nonce}.bytes")
+}
+
+/// True for the name of a file that a rank lends by.
+pub(super) fn is_ours(name: &str) -> bool {
+    name.starts_with(PREFIX) && (name.ends_with(".journal") || name.ends_with(".bytes"))
+}
+
+impl Lending {
+    /// Lends `files` (root and relative path) below `roots`, and makes folders below `folder`, which is empty, that stand
+    /// for the roots of the other ranks. Returns once all have said what they have.
+    ///
+    /// # Errors
+    /// What keeps a file from being looked at; what another rank stopped for.
+    pub fn begin(
+        meeting: &Arc<Meeting>,
+        roots: Vec<Root>,
+        files: &[(u32, String)],
+        folder: &Path,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Lending> {
+        let table = meeting.folder();
+        let inside = table.again().at(table.path(), "cannot open")?;
+        let nonce = meeting.nonce();
+        let journal = Journal::open(&inside, &journal_of(&nonce), true)?;
+        let shared = Arc::new(Shared {
+            meeting: Arc::downgrade(meeting),
+            rank: meeting.rank(),
+            world: meeting.world(),
+            nonce,
+            folder: inside,
+            journal,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            ended: AtomicBool::new(false),
+            interrupted: AtomicBool::new(false),
+            lent: AtomicU64::new(0),
+        });
+        let mut lending =
+            Lending { shared: Arc::clone(&shared), thread: None, sources: Vec::new(), standing: None };
+        let host = super::process::Process::own().host;
+        let told = Told { host, roots };
+        let owner = Owner::begin(&shared, &told, files)?;
+        let pause = LOOK * shared.world.div_ceil(MANY);
+        let turns = move || {
+            let (mut owner, mut pauses) = (owner, Pauses::new(pause));
+            while !owner.shared().ended.load(Ordering::Relaxed) {
+                match owner.turn() {
+                    Ok(true) => pauses = Pauses::new(pause),
+                    Ok(false) => pauses.sleep(),
+                    Err(error) => {
+                        owner.shared().meeting.upgrade().into_iter().for_each(|m| m.fail(error.clone()));
+                        return;
+                    }
+                }
+            }
+        };
+        let spawned = std::thread::Builder::new().name("fastshard-lends".into()).spawn(turns);
+        lending.thread = Some(spawned.map_err(|e| Error::io(folder, "cannot start a thread", &e))?);
+        let all = shared.wait_for_lists(go_on)?;
+        let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
+        lending.sources = shared.stand(&told, &all, &folder)?;
+        let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
+        let names = lending.sources.iter().map(name).collect();
+        let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
+        lending.standing = Some(Standing::register(folder, giver));
+        Ok(lending)
+    }
+
+    /// The roots of all ranks, in the order of these.
+    pub fn sources(&self) -> &[Source] {
+        &self.sources
+    }
+
+    /// Bytes that each rank has lent by now.
+    pub fn lent(&self) -> BTreeMap<u32, u64> {
+        let state = self.shared.lock();
+        let mut lent: BTreeMap<u32, u64> = state.others.iter().map(|(rank, o)| (*rank, o.lent)).collect();
+        lent.insert(self.shared.rank, self.shared.lent.load(Ordering::Relaxed));
+        lent
+    }
+}
+
+impl Drop for Lending {
+    fn drop(&mut self) {
+        self.standing.take();
+        self.shared.ended.store(true, Ordering::Relaxed);
+        self.shared.arrived.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        for name in [journal_of(&self.shared.nonce), bytes_of(&self.shared.nonce)] {
+            let _ = self.shared.folder.remove_file(&name);
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks whether waiting makes sense still.
+    fn check(&self) -> Result<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+        }
+        match self.meeting.upgrade().filter(|_| !self.ended.load(Ordering::Relaxed)) {
+            Some(meeting) => meeting.watch(&|_| false),
+            None => Err(Finding::new(codes::PART_MISSING, "the ranks have parted that had this file").into()),
+        }
+    }
+
+    /// What the other ranks have, once all have said it.
+    fn wait_for_lists(&self, go_on: &dyn Fn() -> bool) -> Result<BTreeMap<u32, Told>> {
+        loop {
+            {
+                let state = self.lock();
+                let told: BTreeMap<u32, Told> =
+                    state.others.iter().filter_map(|(rank, o)| Some((*rank, o.told.clone()?))).collect();
+                if told.len() + 1 == self.world as usize {
+                    return Ok(told);
+                }
+                drop(self.arrived.wait_timeout(state, LOOK));
+            }
+            if !go_on() {
+                return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+            }
+            self.check()?;
+        }
+    }
+
+    /// Makes folders that stand for the roots of the other ranks: all roots in the order of the ranks.
+    fn stand(&self, own: &Told, others: &BTreeMap<u32, Told>, folder: &Path) -> Result<Vec<Source>> {
+        let mut sources = Vec::new();
+        for rank in 0..self.world {
+            let told = if rank == self.rank { own } else { &others[&rank] };
+            let base = folder.join(format!("rank-{rank}"));
+            for (number, root) in told.roots.iter().enumerate() {
+                let here = match rank == self.rank {
+                    true => root.folder.clone(),
+                    false => base.join(number.to_string()),
+                };
+                sources.push(Source {
+                    rank,
+                    host: told.host.clone(),
+                    there: root.folder.clone(),
+                    here,
+                    file: root.file.clone(),
+                });
+            }
+        }
+        let mut state = self.lock();
+        let mut places = HashMap::new();
+        for (rank, other) in &state.others {
+            let base = folder.join(format!("rank-{rank}"));
+            for root in 0..others[rank].roots.len() {
+                let root = base.join(root.to_string());
+                std::fs::create_dir_all(&root).map_err(|e| Error::io(&root, "cannot create", &e))?;
+            }
+            for (number, file) in (0u32..).zip(&other.files) {
+                let path = base.join(file.listed.root.to_string()).join(&file.listed.path);
+                stand_for(&path, &file.listed).map_err(|e| Error::io(&path, "cannot create", &e))?;
+                places.insert(path, (*rank, number));
+            }
+        }
+        state.places = places;
+        Ok(sources)
+    }
+
+    /// Takes note of the records of another rank's journal; those that ask this rank for something.
+    fn learn(&self, rank: u32, records: &[Vec<u8>]) -> Result<Vec<Ask>> {
+        let mut asked = Vec::new();
+        let mut state = self.lock();
+        let other = state.others.entry(rank).or_default();
+        for record in records {
+            let learnt = match record.split_first() {
+                Some((&FILE, json)) => other.name(json),
+                Some((&LISTED, json)) => other.tell(json)?,
+                Some((&ASK, fields)) => numbers::<4>(fields).map(|[to, file, lo, hi]| {
+                    if to == u64::from(self.rank) {
+                        asked.push((file as u32, lo, hi));
+                    }
+                }),
+                Some((&GIVEN, fields)) => numbers::<5>(fields).map(|[file, lo, len, place, crc32]| {
+                    other.lent += len;
+                    if let Some(file) = other.files.get_mut(file as usize) {
+                        file.given.insert(lo, Given { len, place, crc32: crc32 as u32, checked: false });
+                    }
+                }),
+                _ => None,
+            };
+            if learnt.is_none() {
+                return Err(Finding::new(codes::INTERNAL, "what a rank says of its files cannot be read")
+                    .rank(format!("rank {rank}"))
+                    .file(self.folder.path())
+                    .into());
+            }
+        }
+        Ok(asked)
+    }
+
+    /// Follows the journals of the other ranks; what they ask this one for, and whether there was anything new.
+    fn follow(&self) -> Result<(Vec<Ask>, bool)> {
+        let (mut asked, mut moved) = (Vec::new(), false);
+        let nonces = self.meeting.upgrade().map(|meeting| meeting.nonces()).unwrap_or_default();
+        for (rank, nonce) in nonces.into_iter().filter(|(rank, _)| *rank != self.rank) {
+            let from = {
+                let mut state = self.lock();
+                let other = state.others.entry(rank).or_default();
+                if other.nonce != nonce {
+                    other.restart(nonce.clone());
+                }
+                other.read
+            };
+            let mut records = Vec::new();
+            let name = journal_of(&nonce);
+            let end = match Journal::follow(&self.folder, &name, from, &mut |r| records.push(r.to_vec())) {
+                // It has not begun yet, or has ended.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                end => end.at(&self.folder.join(&name), "cannot read")?,
+            };
+            if end > from {
+                asked.extend(self.learn(rank, &records)?);
+                self.lock().others.entry(rank).or_default().read = end;
+                moved = true;
+            }
+        }
+        if moved {
+            self.arrived.notify_all();
+        }
+        Ok((asked, moved))
+    }
+
+    /// Asks a rank for ranges of a file, of what was not asked for yet.
+    fn ask(&self, rank: u32, file: u32, ranges: &[(u64, u64)]) -> Result<()> {
+        let mut wanted = Vec::new();
+        {
+            let mut state = self.lock();
+            let Some(about) = state.others.get_mut(&rank).and_then(|o| o.files.get_mut(file as usize)) else {
+                return Ok(());
+            };
+            for &(lo, hi) in ranges {
+                let hi = hi.min(about.listed.size);
+                wanted.extend(about.asked.missing(lo, hi));
+                about.asked.insert(lo, hi);
+            }
+        }
+        for (lo, hi) in &wanted {
+            let fields = [u64::from(rank), u64::from(file), *lo, *hi];
+            self.journal.append(&record(ASK, &fields))?;
+        }
+        if !wanted.is_empty() {
+            self.journal.show()?;
+        }
+        Ok(())
+    }
+}
+
+impl Other {
+    /// Another process has taken this rank over: it says anew what it has.
+    fn restart(&mut self, nonce: String) {
+        (self.nonce, self.read, self.bytes) = (nonce, 0, None);
+        self.named.clear();
+        self.files.iter_mut().for_each(|file| file.given.clear());
+    }
+
+    fn name(&mut self, json: &[u8]) -> Option<()> {
+        let listed: Listed = serde_json::from_slice(json).ok()?;
+        let plain = |part: Component| matches!(part, Component::Normal(_));
+        let is_below = Path::new(&listed.path).components().all(plain) && !listed.path.is_empty();
+        self.named.push(listed);
+        is_below.then_some(())
+    }
+
+    fn tell(&mut self, json: &[u8]) -> Result<Option<()>> {
+        let Ok(told) = serde_json::from_slice::<Told>(json) else { return Ok(None) };
+        let named = std::mem::take(&mut self.named);
+        if named.iter().any(|file| file.root as usize >= told.roots.len()) {
+            return Ok(None);
+        }
+        if self.told.is_none() {
+            let borrowed = |listed| Borrowed {
+                listed,
+                given: BTreeMap::new(),
+                asked: Ranges::default(),
+                ahead: (0, ASKED_LEAST),
+            };
+            self.files = named.into_iter().map(borrowed).collect();
+        } else if !self.files.iter().map(|file| &file.listed).eq(&named) {
+            return Err(Finding::new(codes::RANKS_DIFFER, "a rank that was started again has other files")
+                .expected("the files that it had before", format!("others on {}", told.host))
+                .help("run again with --resume, all ranks")
+                .into());
+        }
+        self.told = Some(told);
+        Ok(Some(()))
+    }
+
+    /// The pieces that hold bytes `lo..hi` of a file; what of these is missing.
+    fn pieces(&self, file: u32, lo: u64, hi: u64) -> std::result::Result<Vec<(u64, Given)>, (u64, u64)> {
+        let given = &self.files[file as usize].given;
+        let (mut found, mut at) = (Vec::new(), lo);
+        while at < hi {
+            match given.range(..=at).next_back() {
+                Some((&first, piece)) if first + piece.len > at => {
+                    found.push((first, *piece));
+                    at = first + piece.len;
+                }
+                _ => return Err((at, hi)),
+            }
+        }
+        Ok(found)
+    }
+}
+
+impl Lent {
+    /// Asks for what nobody had foreseen, and more where reading goes on from there.
+    fn ask_ahead(&self, lo: u64, hi: u64) -> Result<()> {
+        let more = {
+            let mut state = self.shared.lock();
+            let Some(file) =
+                state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize))
+            else {
+                return Ok(());
+            };
+            let (end, step) = file.ahead;
+            let step = if lo == end { (step * 2).min(ASKED_MOST) } else { ASKED_LEAST };
+            let until = hi.max(lo + step).min(file.listed.size);
+            file.ahead = (until, step);
+            until
+        };
+        self.shared.ask(self.rank, self.file, &[(lo, more)])
+    }
+
+    /// The pieces that hold bytes `lo..hi`, once they are there.
+    fn wait_for(&self, lo: u64, hi: u64) -> Result<Vec<(u64, Given)>> {
+        let mut asked = false;
+        loop {
+            let missing = {
+                let state = self.shared.lock();
+                let other = state.others.get(&self.rank).filter(|o| (self.file as usize) < o.files.len());
+                let Some(other) = other else {
+                    return Err(Finding::new(codes::INTERNAL, "a file that no rank has named").into());
+                };
+                match other.pieces(self.file, lo, hi) {
+                    Ok(pieces) => return Ok(pieces),
+                    Err(_) if asked => {
+                        drop(self.shared.arrived.wait_timeout(state, LOOK));
+                        None
+                    }
+                    Err(missing) => Some(missing),
+                }
+            };
+            match missing {
+                Some((lo, hi)) => self.ask_ahead(lo, hi)?,
+                None => self.shared.check()?,
+            }
+            asked = true;
+        }
+    }
+
+    /// The owner's bytes, opened anew if `again`; none if they are gone: an owner that stops takes them away, and says so.
+    fn bytes(&self, again: bool) -> Result<Option<Arc<File>>> {
+        let mut state = self.shared.lock();
+        let Some(other) = state.others.get_mut(&self.rank) else {
+            return Err(Finding::new(codes::INTERNAL, "a rank that is not there").into());
+        };
+        if let Some(bytes) = other.bytes.as_ref().filter(|_| !again) {
+            return Ok(Some(Arc::clone(bytes)));
+        }
+        let name = bytes_of(&other.nonce);
+        let file = match self.shared.folder.read_only(&name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file.at(&self.shared.folder.join(&name), "cannot open")?,
+        };
+        Ok(Some(Arc::clone(other.bytes.insert(Arc::new(file)))))
+    }
+
+    /// Reads a piece and compares it with its checksum, until it has arrived.
+    fn checked(&self, first: u64, piece: Given) -> Result<Vec<u8>> {
+        let begun = Instant::now();
+        let mut bytes = vec![0; piece.len as usize];
+        let mut pauses = Pauses::new(LOOK);
+        let mut again = false;
+        loop {
+            let file = self.bytes(again)?;
+            let read = file.is_some_and(|file| file.read_exact_at(&mut bytes, piece.place).is_ok());
+            if read && crc32fast::hash(&bytes) == piece.crc32 {
+                let mut state = self.shared.lock();
+                let file = state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize));
+                if let Some(held) = file.and_then(|file| file.given.get_mut(&first)) {
+                    held.checked = held.place == piece.place;
+                }
+                return Ok(bytes);
+            }
+            if begun.elapsed() > ARRIVAL {
+                let state = self.shared.lock();
+                let nonce = state.others.get(&self.rank).map(|o| o.nonce.clone()).unwrap_or_default();
+                return Err(Finding::new(
+                    codes::WRITTEN_DIFFERS,
+                    "what a rank has lent is not what is read here",
+                )
+                .file(self.shared.folder.join(bytes_of(&nonce)))
+                .rank(format!("rank {}", self.rank))
+                .expected(format!("CRC32 {:08x} of {} bytes", piece.crc32, piece.len), "others, or fewer")
+                .help("the destination is not one storage for all, or it loses writes: `fastshard probe` tells which")
+                .into());
+            }
+            self.shared.check()?;
+            pauses.sleep();
+            again = true;
+        }
+    }
+}
+
+impl Elsewhere for Lent {
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let end = offset + bytes.len() as u64;
+        let mut at = offset;
+        for (first, piece) in self.wait_for(offset, end)? {
+            let until = (first + piece.len).min(end);
+            let into = &mut bytes[(at - offset) as usize..(until - offset) as usize];
+            let shift = at - first;
+            let direct = piece.checked
+                && self
+                    .bytes(false)?
+                    .is_some_and(|file| file.read_exact_at(into, piece.place + shift).is_ok());
+            if !direct {
+                let whole = self.checked(first, piece)?;
+                into.copy_from_slice(&whole[shift as usize..shift as usize + into.len()]);
+            }
+            at = until;
+        }
+        Ok(())
+    }
+
+    fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
+        self.shared.ask(self.rank, self.file, ranges)
+    }
+}
+
+impl Lender for Giver {
+    fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>> {
+        let shared = self.shared.upgrade()?;
+        let &(rank, file) = shared.lock().places.get(path)?;
+        Some(Arc::new(Lent { shared, rank, file }))
+    }
+
+    fn name(&self, folder: &Path) -> Option<String> {
+        self.names.get(folder).cloned()
+    }
+
+    fn interrupt(&self) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.interrupted.store(true, Ordering::Relaxed);
+            shared.arrived.notify_all();
+        }
+    }
+}
+
+/// Makes an empty file that stands for `listed`: of its size and time.
+fn stand_for(path: &Path, listed: &Listed) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let file = File::create_new(path)?;
+    file.set_len(listed.size)?;
+    let since = Duration::from_nanos(listed.mtime_ns.unsigned_abs());
+    let time = match listed.mtime_ns >= 0 {
+        true => SystemTime::UNIX_EPOCH + since,
+        false => SystemTime::UNIX_EPOCH - since,
+    };
+    file.set_modified(time)?;
+    // Whoever does not know what it stands for is not to take its holes for content.
+    file.set_permissions(Permissions::from_mode(0o000))
+}
+
+fn record(kind: u8, fields: &[u64]) -> Vec<u8> {
+    let mut record = vec![kind];
+    fields.iter().for_each(|field| record.extend(field.to_le_bytes()));
+    record
+}
+
+fn numbers<const N: usize>(bytes: &[u8]) -> Option<[u64; N]> {
+    let mut numbers = [0; N];
+    for (i, number) in numbers.iter_mut().enumerate() {
+        *number = u64::from_le_bytes(bytes.get(8 * i..8 * i + 8)?.try_into().ok()?);
+    }
+    Some(numbers)
+}

@@ -1,0 +1,165 @@
+//! The owner's side: what it has, and lending it.
+
+use std::collections::VecDeque;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LISTED};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
+use crate::publish::disk::{self, At};
+use crate::storage::SourceFile;
+
+/// Bytes that carry one checksum.
+const PIECE: u64 = 1 << 20;
+/// Pieces that are lent before what others ask for is looked at again.
+const TURN: usize = 8;
+/// Files up to this size are lent whole from the start: texts, small tensors.
+const SMALL: u64 = 64 << 10;
+/// Of others the first and the last bytes: headers and directories lie there.
+const END: u64 = 16 << 10;
+/// Files of the rank's own that are held open.
+const OPEN: usize = 256;
+
+struct OwnFile {
+    path: PathBuf,
+    size: u64,
+    mtime_ns: i64,
+    given: Ranges,
+}
+
+pub(super) struct Owner {
+    shared: Arc<Shared>,
+    files: Vec<OwnFile>,
+    open: VecDeque<(u32, Arc<SourceFile>)>,
+    bytes: File,
+    path: PathBuf,
+    end: u64,
+    asked: VecDeque<Ask>,
+}
+
+impl Owner {
+    /// Says what this rank has, and lends what everybody reads of it.
+    pub(super) fn begin(shared: &Arc<Shared>, told: &Told, files: &[(u32, String)]) -> Result<Owner> {
+        let name = bytes_of(&shared.nonce);
+        let path = shared.folder.join(&name);
+        let bytes = shared.folder.create(OsStr::new(&name)).at(&path, "cannot create")?;
+        let mut owner = Owner {
+            shared: Arc::clone(shared),
+            files: Vec::with_capacity(files.len()),
+            open: VecDeque::new(),
+            bytes,
+            path,
+            end: 0,
+            asked: VecDeque::new(),
+        };
+        for (root, path) in files {
+            let Some(folder) = told.roots.get(*root as usize) else {
+                return Err(Finding::new(codes::USAGE, format!("there is no root {root}")).into());
+            };
+            let full = folder.folder.join(path);
+            let meta = std::fs::metadata(&full).map_err(|e| Error::io(&full, "cannot stat", &e))?;
+            let stamp = crate::storage::Stamp::of(&meta);
+            let listed =
+                Listed { root: *root, path: path.clone(), size: stamp.size, mtime_ns: stamp.mtime_ns as i64 };
+            let json = serde_json::to_vec(&listed).expect("plain data");
+            shared.journal.append(&[&[FILE][..], &json].concat())?;
+            let (size, mtime_ns) = (listed.size, listed.mtime_ns);
+            owner.files.push(OwnFile { path: full, size, mtime_ns, given: Ranges::default() });
+        }
+        let json = serde_json::to_vec(told).expect("plain data");
+        shared.journal.append(&[&[LISTED][..], &json].concat())?;
+        shared.journal.show()?;
+        for (number, file) in (0u32..).zip(&owner.files) {
+            match file.size {
+                0 => {}
+                size if size <= SMALL => owner.asked.push_back((number, 0, size)),
+                size => owner.asked.extend([(number, 0, END), (number, size - END, size)]),
+            }
+        }
+        Ok(owner)
+    }
+
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// One look at what others ask for, and some of it lent; whether there was anything to do.
+    pub(super) fn turn(&mut self) -> Result<bool> {
+        let (asked, moved) = self.shared.follow()?;
+        self.asked.extend(asked);
+        let mut pieces = Vec::new();
+        while let Some((number, lo, hi)) = self.asked.pop_front() {
+            let Some(file) = self.files.get(number as usize) else { continue };
+            let missing = file.given.missing(lo, hi.min(file.size));
+            let mut missing = missing.into_iter().flat_map(|(lo, hi)| {
+                (lo..hi).step_by(PIECE as usize).map(move |at| (at, (at + PIECE).min(hi)))
+            });
+            for (lo, hi) in missing.by_ref().take(TURN - pieces.len()) {
+                pieces.push((number, lo, hi));
+            }
+            if let Some((at, _)) = missing.next() {
+                self.asked.push_front((number, at, hi));
+            }
+            if pieces.len() == TURN {
+                break;
+            }
+            // Two that ask for the same: what is about to be lent counts as lent.
+            pieces.iter().for_each(|&(n, lo, hi)| self.files[n as usize].given.insert(lo, hi));
+        }
+        let worked = !pieces.is_empty();
+        self.lend(pieces)?;
+        Ok(moved || worked)
+    }
+
+    fn lend(&mut self, pieces: Vec<Ask>) -> Result<()> {
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let mut records = Vec::with_capacity(pieces.len());
+        for (number, lo, hi) in pieces {
+            let mut bytes = vec![0; (hi - lo) as usize];
+            let file = self.file(number)?;
+            file.read_at(lo, &mut bytes)?;
+            file.unchanged()?;
+            disk::write_at(&self.bytes, &self.path, self.end, &bytes).at(&self.path, "cannot write")?;
+            let crc = crc32fast::hash(&bytes);
+            records.push(record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]));
+            self.end += hi - lo;
+            self.files[number as usize].given.insert(lo, hi);
+            self.shared.lent.fetch_add(hi - lo, Ordering::Relaxed);
+        }
+        if disk::is_network(&self.bytes) {
+            disk::sync_data(&self.bytes, &self.path).at(&self.path, "cannot bring to disk")?;
+        }
+        records.iter().try_for_each(|record| self.shared.journal.append(record))?;
+        self.shared.journal.show()
+    }
+
+    fn file(&mut self, number: u32) -> Result<Arc<SourceFile>> {
+        if let Some((_, file)) = self.open.iter().find(|(open, _)| *open == number) {
+            return Ok(Arc::clone(file));
+        }
+        let about = &self.files[number as usize];
+        let file = Arc::new(SourceFile::open(&about.path)?);
+        let stamp = file.stamp();
+        if (stamp.size, stamp.mtime_ns as i64) != (about.size, about.mtime_ns) {
+            return Err(Finding::new(codes::SOURCE_CHANGED, "changed since the ranks have met")
+                .file(&about.path)
+                .expected(
+                    format!("{} bytes, and its time of then", about.size),
+                    format!("{} bytes", stamp.size),
+                )
+                .help("wait until the save is complete, then run again")
+                .into());
+        }
+        if self.open.len() == OPEN {
+            self.open.pop_front();
+        }
+        self.open.push_back((number, Arc::clone(&file)));
+        Ok(file)
+    }
+}

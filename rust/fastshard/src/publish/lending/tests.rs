@@ -1,0 +1,203 @@
+//! Ranks of one process that lend one another what they have.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use super::*;
+use crate::publish::meeting::About;
+use crate::storage::SourceFile;
+
+/// Two ranks, each with one file; what each reads of the other.
+struct Two {
+    ranks: Vec<(Arc<Meeting>, Option<Lending>)>,
+    folder: tempfile::TempDir,
+    /// What one test stops is stopped in all of this process.
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Drop for Two {
+    fn drop(&mut self) {
+        // Rank 0 gives the others time to read how it ended.
+        while self.ranks.pop().is_some() {}
+    }
+}
+
+fn content(rank: u32, bytes: usize) -> Vec<u8> {
+    (0..bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> (8 + rank)) as u8).collect()
+}
+
+fn about(rank: u32) -> About {
+    About { rank, world: 2, timeout: Duration::from_secs(20), words: BTreeMap::new(), hosts: Vec::new() }
+}
+
+/// A rank with its file of `bytes` bytes, met and lending.
+fn begun(base: &Path, rank: u32, bytes: usize) -> (Arc<Meeting>, Result<Lending>) {
+    let (own, stubs) = (base.join(format!("own-{rank}")), base.join(format!("stubs-{rank}")));
+    std::fs::create_dir_all(own.join("deep")).unwrap();
+    std::fs::create_dir_all(&stubs).unwrap();
+    std::fs::write(own.join("deep/file"), content(rank, bytes)).unwrap();
+    let meeting = Arc::new(Meeting::begin(&base.join("out"), about(rank), &|| true).unwrap());
+    let roots = vec![Root { folder: own, file: None }];
+    let lending = Lending::begin(&meeting, roots, &[(0, "deep/file".into())], &stubs, &|| true);
+    (meeting, lending)
+}
+
+impl Two {
+    fn new(bytes: usize) -> Two {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder = tempfile::tempdir().unwrap();
+        let base = folder.path().to_path_buf();
+        let threads: Vec<_> = (0..2)
+            .map(|rank| {
+                let base = base.clone();
+                std::thread::spawn(move || begun(&base, rank, bytes))
+            })
+            .collect();
+        let ranks = threads.into_iter().map(|thread| {
+            let (meeting, lending) = thread.join().unwrap();
+            (meeting, Some(lending.unwrap()))
+        });
+        let ranks = ranks.collect();
+        Two { ranks, folder, _alone }
+    }
+
+    /// The file of rank 1, as rank 0 sees it.
+    fn stub(&self) -> PathBuf {
+        self.ranks[0].1.as_ref().unwrap().sources()[1].here.join("deep/file")
+    }
+
+    fn own(&self) -> PathBuf {
+        self.folder.path().join("own-1/deep/file")
+    }
+
+    /// The bytes that rank 1 has lent.
+    fn spool(&self) -> PathBuf {
+        let nonce = self.ranks[1].0.nonce();
+        self.ranks[1].0.folder().path().join(bytes_of(&nonce))
+    }
+}
+
+#[test]
+fn any_range_is_what_the_owner_has() {
+    let bytes = 3 << 20;
+    let two = Two::new(bytes);
+    let whole = content(1, bytes);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    assert!(file.is_elsewhere() && file.size() == bytes as u64);
+    let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
+    assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
+    // Heads and tails, what was asked for ahead, what nobody foresaw, over the ends of pieces.
+    file.will_read(&[(1 << 20, (1 << 20) + 700_000)]).unwrap();
+    let ranges = prop::collection::vec((0..bytes, 0usize..400_000), 1..6);
+    TestRunner::deterministic()
+        .run(&ranges, |ranges| {
+            for (lo, len) in ranges {
+                let hi = (lo + len).min(bytes);
+                let mut read = vec![1; hi - lo];
+                file.read_at(lo as u64, &mut read).unwrap();
+                prop_assert_eq!(&read[..], &whole[lo..hi]);
+            }
+            Ok(())
+        })
+        .unwrap();
+    let lent = two.ranks[0].1.as_ref().unwrap().lent();
+    // No byte twice.
+    assert!(lent[&1] <= bytes as u64, "{lent:?}");
+    let beyond = file.read_at(bytes as u64 - 1, &mut [0; 2]).unwrap_err();
+    assert_eq!(beyond.findings()[0].code, codes::SOURCE_CHANGED);
+}
+
+#[test]
+fn files_alone_can_be_filled() {
+    let bytes = 200 << 10;
+    let two = Two::new(bytes);
+    crate::storage::elsewhere::bring(&two.stub(), 100).unwrap();
+    let held = std::fs::read(two.stub()).unwrap();
+    assert_eq!((held.len(), &held[..100]), (bytes, &content(1, bytes)[..100]));
+    assert!(held[100..].iter().all(|byte| *byte == 0));
+    crate::storage::elsewhere::bring(&two.stub(), u64::MAX).unwrap();
+    assert_eq!(std::fs::read(two.stub()).unwrap(), content(1, bytes));
+    let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
+    assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
+}
+
+#[test]
+fn what_changes_on_the_way_is_never_taken() {
+    let bytes = 1 << 20;
+    let two = Two::new(bytes);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    file.will_read(&[(0, bytes as u64)]).unwrap();
+    let begun = Instant::now();
+    while two.ranks[0].1.as_ref().unwrap().lent()[&1] < bytes as u64 {
+        assert!(begun.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut spooled = std::fs::read(two.spool()).unwrap();
+    spooled.iter_mut().for_each(|byte| *byte ^= 1);
+    std::fs::write(two.spool(), &spooled).unwrap();
+    let error = file.read_at(300_000, &mut [0; 10]).unwrap_err();
+    assert_eq!(error.findings()[0].code, codes::WRITTEN_DIFFERS);
+    assert_eq!(error.findings()[0].rank.as_deref(), Some("rank 1"));
+}
+
+#[test]
+fn an_owner_whose_file_changes_stops_all() {
+    let bytes = 1 << 20;
+    let two = Two::new(bytes);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    std::fs::OpenOptions::new().append(true).open(two.own()).unwrap().write_all(b"more").unwrap();
+    let error = file.read_at(300_000, &mut [0; 10]).unwrap_err();
+    let finding = &error.findings()[0];
+    assert_eq!((finding.code, finding.rank.as_deref()), (codes::SOURCE_CHANGED, Some("rank 1")));
+    assert!(finding.file.as_deref().unwrap().ends_with("own-1/deep/file"));
+}
+
+#[test]
+fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
+    let mut two = Two::new(1 << 20);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    let stub = two.stub();
+    // Its owner is gone without a word.
+    two.ranks[1].1.take().unwrap();
+    let (told, heard) = mpsc::channel();
+    let reading = std::thread::spawn(move || {
+        told.send(file.read_at(300_000, &mut [0; 10]).unwrap_err().findings()[0].code).unwrap();
+        file
+    });
+    assert!(heard.recv_timeout(Duration::from_millis(300)).is_err(), "it waits for its owner");
+    crate::storage::elsewhere::interrupt();
+    assert_eq!(heard.recv_timeout(Duration::from_secs(20)).unwrap(), codes::INTERRUPTED);
+    let file = reading.join().unwrap();
+    two.ranks[0].1.take().unwrap();
+    assert!(file.read_at(300_000, &mut [0; 10]).is_err());
+    assert!(!crate::storage::elsewhere::is_elsewhere(&stub));
+}
+
+#[test]
+fn nothing_is_left_in_the_folder_where_ranks_met() {
+    let mut two = Two::new(100 << 10);
+    let folder = two.ranks[0].0.folder().path().to_path_buf();
+    let lent = || {
+        let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name.to_string_lossy().starts_with(PREFIX)).count()
+    };
+    assert_eq!(lent(), 4);
+    two.ranks.iter_mut().for_each(|rank| drop(rank.1.take()));
+    assert_eq!(lent(), 0);
+}
+
+#[test]
+fn names_that_leave_their_root_are_refused() {
+    for path in ["../file", "/etc/passwd", "a/../../b", "", ".", "a/./../b"] {
+        let listed = Listed { root: 0, path: path.into(), size: 1, mtime_ns: 0 };
+        let json = serde_json::to_vec(&listed).unwrap();
+        assert!(Other::default().name(&json).is_none(), "{path:?}");
+    }
+    let listed = Listed { root: 0, path: "a/b.pt".into(), size: 1, mtime_ns: 0 };
+    assert!(Other::default().name(&serde_json::to_vec(&listed).unwrap()).is_some());
+}
