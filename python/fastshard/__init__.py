@@ -15,6 +15,7 @@ from .convert import convert, merge, plan
 from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
 from .manifests import Manifest
 from .masters import MastersReport, masters, repair_masters
+from .pieces import piece
 from .planning import Plan
 from .stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
 from .tensor import Tensor
@@ -46,6 +47,7 @@ __all__ = [
     "masters",
     "merge",
     "open",
+    "piece",
     "plan",
     "ray",
     "repair_masters",

@@ -37,6 +37,7 @@ __all__ = [
     "shared_run",
     "storage_of",
     "vocabulary",
+    "write_piece",
 ]
 
 __version__: str
@@ -348,6 +349,16 @@ def collect(out: str | PathLike[str], abandon: str | None, patience: float, dry:
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""
+
+def write_piece(
+    files: list[tuple[str, str]],
+    roots: list[str],
+    out: str | PathLike[str],
+    options: str,
+    progress: _Progress = None,
+    tell: Callable[[str], object] | None = None,
+) -> str:
+    """Copies files (name, path) as a host's part of a checkpoint: JSON of ``manifest`` and ``findings``."""
 
 def is_elsewhere(path: str | PathLike[str]) -> bool:
     """True if a path stands for something on another host."""

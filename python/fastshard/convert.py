@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions, lending, placing, ranks, regular
+from . import _core, budget, companions, lending, pieces, placing, ranks, regular
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -272,9 +272,10 @@ def prepared(
         part = run if share == (1, 1) else {**run, "subset": share}
         with carrying(made.core):
             findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
+        findings += pieces.compared(checkpoint, share)
         raise_errors(findings)
     # What was compared with a manifest is where it belongs.
-    settled = (expected.manifest or beside(checkpoint)) is not None
+    settled = (expected.manifest or beside(checkpoint)) is not None or pieces.settled(checkpoint)
     planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
     copies = _along(made, words, given=tokenizer is not None)
     return Job(checkpoint, made, run, copies, settled, [*planned, *findings])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -164,9 +165,18 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 
 def beside(checkpoint: Checkpoint) -> Path | None:
-    """The manifest in one of the checkpoint's roots."""
+    """The manifest in one of the checkpoint's roots; not that of a piece, which tells of files alone."""
     paths = [root / MANIFEST_NAME for root in checkpoint.roots]
-    return next((path for path in paths if regular.is_file(path)), None)
+    return next((path for path in paths if regular.is_file(path) and not is_piece(path)), None)
+
+
+#: What the manifest of a piece (:mod:`fastshard.pieces`) says that it is.
+_PIECE = re.compile(rb'"kind"\s*:\s*"piece"')
+
+
+def is_piece(path: Path) -> bool:
+    """True for the manifest of a host's part of a checkpoint."""
+    return _PIECE.search(regular.read_bytes(path, 256, code="FS518", whole=False)) is not None
 
 
 def _findings(text: str) -> list[Finding]:

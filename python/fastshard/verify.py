@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, budget, published, regular
+from . import _core, budget, pieces, published, regular
 from .checkpoint import Checkpoint
 from .convert import Source, _opened
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
@@ -90,9 +90,10 @@ def verify(
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
-    if path is not None:
+    if path is not None or pieces.settled(checkpoint):
         # The manifest states what must exist, and where.
         findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
+    findings += pieces.compared(checkpoint, subset or (1, 1))
     try:
         with Progress(progress) as bar:
             # Replicas and duplicates can only be judged over tensors that are whole.

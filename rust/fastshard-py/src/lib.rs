@@ -604,6 +604,27 @@ impl Plan {
     }
 }
 
+/// Copies files (name, path) below `roots` to `out` as a host's part of a checkpoint: `{"manifest", "findings"}`.
+#[pyfunction]
+#[pyo3(signature = (files, roots, out, options, progress=None, tell=None))]
+fn write_piece(
+    py: Python<'_>,
+    files: Vec<(String, PathBuf)>,
+    roots: Vec<PathBuf>,
+    out: PathBuf,
+    options: &str,
+    progress: Option<Py<PyAny>>,
+    tell: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let options = RunOptions::parse(options)?.writing(Vec::new(), None);
+    let ended = run_telling(py, progress, tell, {
+        let out = out.clone();
+        move |control| write::write_piece(files, &roots, &out, options, control)
+    });
+    let (manifest, findings) = ended.settle(Some(&out))?;
+    to_json(&json!({"manifest": manifest, "findings": findings}))
+}
+
 /// A result written tensor by tensor.
 #[pyclass(frozen, module = "fastshard._core")]
 struct ResultWriter {
@@ -753,6 +774,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<ResultWriter>()?;
     m.add_class::<tables::Table>()?;
     m.add_class::<tables::Rule>()?;
+    m.add_function(wrap_pyfunction!(write_piece, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::make_part, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::collect, m)?)?;

@@ -230,7 +230,7 @@ fn open_one(
 }
 
 /// Raises the soft limit on open files towards the hard one, where more are needed.
-fn raise_open_files(needed: u64) {
+pub(crate) fn raise_open_files(needed: u64) {
     use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
     let limit = getrlimit(Resource::Nofile);
     let wanted = needed + 256;

@@ -3,6 +3,7 @@
 mod arrays;
 mod pages;
 mod part;
+mod piece;
 mod records;
 pub mod shared;
 mod sink;
@@ -12,6 +13,7 @@ mod together;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -30,6 +32,7 @@ use crate::storage::SourceFile;
 pub use crate::files::INDEX_NAME;
 use arrays::Arrays;
 pub use arrays::{Array, ArrayWriter};
+pub use piece::write_piece;
 use shared::Prior;
 use sink::StagedSink;
 pub use together::write_together;
@@ -466,8 +469,17 @@ fn fill(
     for (name, text) in &plan.texts {
         staging.write(name, text.as_bytes())?;
     }
+    if plan.outputs.is_empty() {
+        control.total.store(plan.sources.iter().map(|file| file.size).sum(), Ordering::Relaxed);
+    }
+    let copied = |bytes| {
+        if plan.outputs.is_empty() {
+            control.done.fetch_add(bytes, Ordering::Relaxed);
+        }
+        go_on(control)
+    };
     for (name, path) in &options.copies {
-        staging.copy_in(name, path)?;
+        staging.copy_in(name, path, &copied)?;
     }
     if let Some(name) = &plan.index {
         staging.write(name, &index(plan))?;
@@ -595,7 +607,12 @@ fn index(plan: &Plan) -> Vec<u8> {
 fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manifest {
     let mut manifest = Manifest::new(&plan.target);
     manifest.plan = plan.digest();
-    manifest.sources = plan.sources.clone();
+    if plan.target == piece::PIECE {
+        // Its files are the sources.
+        manifest.not_proven = piece::NOT_PROVEN.into();
+    } else {
+        manifest.sources = plan.sources.clone();
+    }
     manifest.topology = plan.topology.clone();
     manifest.axes = plan.axes.clone();
     manifest.value_ops = Manifest::ops_of(plan);

@@ -11,6 +11,7 @@ from .inspect import INSPECT
 from .manifest import MANIFEST
 from .masters import MASTERS
 from .parts import COMMIT, RUN_PART
+from .piece import PIECE
 from .plan import PLAN
 from .probe import PROBE
 from .stats import STATS
@@ -18,5 +19,5 @@ from .verify import VERIFY
 
 #: In the order of ``fastshard --help``.
 VERBS: tuple[Verb, ...] = (
-    INSPECT, MERGE, CONVERT, PLAN, PROBE, RUN_PART, COMMIT, GC, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
+    INSPECT, MERGE, CONVERT, PLAN, PROBE, RUN_PART, COMMIT, GC, PIECE, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
 )  # fmt: skip

@@ -350,10 +350,11 @@ impl Staging {
         self.written(name, &file, &path, blake3::hash(bytes))
     }
 
-    /// Copies the file `source` (tokenizer files and the like); mode by umask, not the source's.
+    /// Copies the file `source` (tokenizer files and the like); mode by umask, not the source's. `each` is told of bytes as they
+    /// are copied, and may stop it.
     ///
     /// Errors: `SOURCE_CHANGED` if its length changes meanwhile; `UNSUPPORTED` if it is no regular file.
-    pub fn copy_in(&self, name: &str, source: &Path) -> Result<()> {
+    pub fn copy_in(&self, name: &str, source: &Path, each: &dyn Fn(u64) -> Result<()>) -> Result<()> {
         let mut from = content::companion(source)?;
         let meta = from.metadata().at(source, "cannot stat")?;
         let (file, path) = self.small(name)?;
@@ -369,6 +370,7 @@ impl Staging {
             let doing = format!("cannot copy {}", source.display());
             disk::write_at(&file, &path, copied, &buffer[..n]).at(&path, &doing)?;
             copied += n as u64;
+            each(n as u64)?;
         }
         if copied != meta.len() {
             return Err(Finding::new(codes::SOURCE_CHANGED, "changed while it was copied")

@@ -1,0 +1,54 @@
+"""``fastshard piece``: a host's part of a checkpoint, copied and hashed."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...manifests import MANIFEST_NAME
+from ...pieces import piece
+from ..arguments import add_common, add_opening, opening, progress
+from ..render import human
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ckpt", metavar="CKPT", help="what this host has of a checkpoint")
+    parser.add_argument("out", metavar="PART", help="destination directory")
+    add_opening(parser)
+    group = parser.add_argument_group("writing")
+    group.add_argument("--overwrite", action="store_true", help="replace PART if it is there")
+    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+    add_common(parser)
+
+
+def _out(a: argparse.Namespace) -> str | None:
+    return getattr(a, "out", "")
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    made = piece(
+        a.ckpt,
+        a.out,
+        memory=a.memory,
+        overwrite=a.overwrite,
+        fsync=a.fsync == "full",
+        progress=progress(a),
+        **opening(a),
+    )
+    files = made.document["files"]
+    size = sum(file["size"] for file in files)
+    text = f"{a.out}: {len(files)} files, {human(size)}, every byte hashed; manifest {MANIFEST_NAME}"
+    return Result(text, {"out": str(a.out), "files": files, "bytes": size}), made.findings
+
+
+PIECE = Verb(
+    name="piece",
+    help="this host's part of a checkpoint, copied as it is and hashed, for a merge of all hosts' parts elsewhere",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+    publishes=_out,
+    not_proven=lambda findings: (
+        "that the checkpoint is complete, or of one step: this is a host's part of it, and a merge of all parts proves it"
+    ),
+)

@@ -1,0 +1,151 @@
+"""Hosts that share no storage: each copies its part, hashed; put together elsewhere, every byte is what its host has read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import fastshard
+import pytest
+from helpers import FIXTURES, NEOX, cli
+
+MANIFEST = "fastshard.manifest.json"
+
+
+def divided(source: Path, folder: Path, n: int) -> list[Path]:
+    """Files of a checkpoint to `n` hosts in turn; what says which step it is lies on all."""
+    hosts = [folder / f"host{i}" for i in range(n)]
+    files = sorted(p for p in source.rglob("*") if p.is_file() and p.name != "expected.json")
+    for i, file in enumerate(files):
+        for k in range(n) if file.suffix in ("", ".yml", ".json") else [i % n]:
+            to = hosts[k] / file.relative_to(source)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, to)
+    return hosts
+
+
+def pieces(hosts: list[Path], folder: Path) -> list[Path]:
+    """Their parts, as they arrive elsewhere: a copy does not keep times."""
+    arrived = []
+    for i, host in enumerate(hosts):
+        ran = cli("piece", host, folder / f"sent{i}")
+        assert ran.code == 0, ran.out
+        shutil.copytree(folder / f"sent{i}", folder / f"part{i}", copy_function=shutil.copyfile)
+        arrived.append(folder / f"part{i}")
+    return arrived
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        NEOX,
+        FIXTURES / "sharded/hf_sharded",
+        FIXTURES / "sharded/dcp_fsdp2",
+        FIXTURES / "sharded/megatron_legacy_tp2_pp2",
+        FIXTURES / "deepspeed/zero3_bf16_dp2",
+    ],
+    ids=lambda path: path.name,
+)
+def test_all_parts_are_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    parts = pieces(divided(source, tmp_path, 2), tmp_path)
+    assert cli("merge", source, tmp_path / "whole").code == 0
+    ran = cli("merge", *parts, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole") != {}
+    assert cli("verify", *parts).code == 0
+    # One of them is a part, and says so.
+    ran = cli("verify", parts[0])
+    assert ran.code == 3 and ran.doc["absent"]["files"], ran.out
+
+
+def test_stores_of_hosts_that_wrote_to_their_own_disks(tmp_path: Path) -> None:
+    broken = FIXTURES / "orbax/mp2_local_BROKEN_063_zarr3"
+    parts = pieces([broken / "node0", broken / "node1"], tmp_path)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert cli("merge", broken / "node0", broken / "node1", whole).code == 0
+    ran = cli("merge", *parts, out)
+    assert ran.code == 0, ran.out
+    assert weights(out) == weights(whole) != {}
+
+
+def flip(part: Path) -> Path:
+    file = max((p for p in part.rglob("*.pt")), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def cut(part: Path) -> Path:
+    file = max((p for p in part.rglob("*.pt")), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+
+
+def lose(part: Path) -> Path:
+    file = next(part.rglob("*.yml"))
+    file.unlink()
+    return file
+
+
+def exchange(part: Path) -> Path:
+    """Another file of the same kind under this name: whole by its own checksums."""
+    one, other = sorted(part.rglob("layer_0*.pt"))[:2]
+    other.write_bytes(one.read_bytes())
+    return other
+
+
+def add(part: Path) -> Path:
+    one = next(part.rglob("layer_0*-model_00*.pt"))
+    other = one.with_name(one.name.replace("model_00", "model_01"))
+    if not other.exists():
+        shutil.copyfile(one, other)
+    return other
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose, exchange, add])
+def test_what_was_not_there_when_its_host_read_it_is_told(
+    damage: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    parts = pieces(divided(NEOX, tmp_path, 2), tmp_path)
+    name = damage(parts[1]).name
+    for verb in (["merge", *parts, tmp_path / "out"], ["verify", *parts]):
+        ran = cli(*verb)
+        assert ran.code in (1, 3), ran.out
+        assert any(name in (f["file"] or "") and f["severity"] == "error" for f in ran.findings), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_piece_is_of_one_step_and_of_a_checkpoint(tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(NEOX, source)
+    [step] = source.glob("global_step*")
+    shutil.copytree(step, source / "global_step1")
+    made = fastshard.piece(source, tmp_path / "piece", step=step.name)
+    names = {file["name"] for file in made.document["files"]}
+    assert "latest" in names and not any(name.startswith("global_step1/") for name in names)
+    assert made.document["kind"] == "piece" and "host's part" in made.document["not_proven"]
+    ran = cli("piece", source, tmp_path / "piece")
+    assert ran.code == 2 and ran.having("FS504") + ran.having("FS503") + ran.errors
+    assert cli("piece", source, tmp_path / "piece", "--overwrite", "--step", step.name).code == 0
+    (tmp_path / "empty").mkdir()
+    assert cli("piece", tmp_path / "empty", tmp_path / "none").code == 2
+    assert not (tmp_path / "none").exists()
+    # Not into itself.
+    assert cli("piece", source, source / "piece").code == 2
+
+
+def test_a_pieces_manifest_is_a_manifest(tmp_path: Path) -> None:
+    import jsonschema
+
+    schema = json.loads(
+        (Path(fastshard.__file__).parent / "schemas/manifest.v1.schema.json").read_text(encoding="utf-8")
+    )
+    fastshard.piece(NEOX, tmp_path / "piece")
+    jsonschema.validate(json.loads((tmp_path / "piece" / MANIFEST).read_text()), schema)
