@@ -99,7 +99,12 @@ def test_a_verb_may_take_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
     """By its name: the arguments are not there."""
     published = {verb.name: cli(verb.name, "--no-such-flag").doc.get("published") for verb in VERBS}
-    assert {name for name, said in published.items() if said is not None} == {"merge", "convert", "commit", "piece"}
+    assert {name for name, said in published.items() if said is not None} == {
+        "merge",
+        "convert",
+        "commit",
+        "piece",
+    }
     assert not any(published.values())
     assert "published" not in cli("masters", NEOX).doc
 

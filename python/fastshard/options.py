@@ -94,6 +94,7 @@ class Spread(Published, total=False):
     parts: int | None
     cpus: int | None
     retries: int
+    node_local: bool
 
 
 #: Options that shape a plan.

@@ -268,5 +268,3 @@ def test_stores_are_not_read_from_another_hosts_disk(place: Path) -> None:
 def test_one_process_has_nobody_to_borrow_from(tmp_path: Path) -> None:
     ran = cli("merge", NEOX, tmp_path / "out", "--node-local")
     assert ran.code == 2 and "FS515" in ran.out and "--rank" in ran.out
-    ran = cli("merge", NEOX, tmp_path / "out", "--node-local", "--ray", "local")
-    assert ran.code == 2 and "FS515" in ran.out

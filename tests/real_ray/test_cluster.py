@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fastshard
-import fastshard.ray
+import fastshard.ray.sharing
 import numpy as np
 import pytest
 
@@ -421,10 +421,11 @@ def test_stopped_by_the_user(
 
 
 @contextlib.contextmanager
-def with_a_disk_of_its_own(cluster: Any, folder: Path) -> Iterator[None]:
-    """A node more, which has another filesystem at a folder."""
-    script = 'mount -t tmpfs none "$1"; shift; exec "$@"'
-    own = ["unshare", "--mount", "sh", "-euc", script, "sh", str(folder)]
+def with_a_disk_of_its_own(cluster: Any, folder: Path, holds: Path | None = None) -> Iterator[None]:
+    """A node more, which has another filesystem at a folder: an empty one, or what lies elsewhere."""
+    mount = "-t tmpfs none" if holds is None else '--bind "$2"'
+    script = f'mount {mount} "$1"; shift 2; exec "$@"'
+    own = ["unshare", "--mount", "sh", "-euc", script, "sh", str(folder), str(holds or "")]
     if os.geteuid() != 0:
         own[1:1] = ["--user", "--map-root-user"]
     if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
@@ -435,8 +436,8 @@ def with_a_disk_of_its_own(cluster: Any, folder: Path) -> Iterator[None]:
     ]  # fmt: skip
     node = subprocess.Popen([*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 30
-        while sum(n["Alive"] for n in ray.nodes()) < 4:
+        until, wanted = time.monotonic() + 30, sum(n["Alive"] for n in ray.nodes()) + 1
+        while sum(n["Alive"] for n in ray.nodes()) < wanted:
             assert time.monotonic() < until and node.poll() is None, "the node did not start"
             time.sleep(0.1)
         yield
@@ -477,6 +478,56 @@ def test_a_source_that_a_node_does_not_see(connected: Any, source: Path, out: Pa
     assert not out.exists()
 
 
+@pytest.fixture
+def halves(source: Path, memory: Path, out: Path) -> tuple[Path, Path]:
+    """The source's files on two disks."""
+    here, there = out.parent.parent / "here", out.parent.parent / "there"
+    for half in (here, there):
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(source, half)
+    for i, file in enumerate(sorted(source.glob("*.safetensors"))):
+        ((here, there)[i % 2] / file.name).unlink()
+    return here, there
+
+
+def test_each_node_has_a_part_of_the_source(halves: tuple[Path, Path], alone: Path, out: Path) -> None:
+    here, there = halves
+    with running(1) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        with with_a_disk_of_its_own(cluster, here, there):
+            seen: list[tuple[int, int]] = []
+            manifest = fastshard.ray.merge(
+                here, out, node_local=True, progress=lambda done, total: seen.append((done, total))
+            )
+            assert same_weights(out, alone)
+            assert [f.code for f in manifest.findings if f.severity == "note"] == ["FS525"]
+            assert seen and seen[-1][0] <= seen[-1][1]
+            # As a command, with a worker that dies: its node is there, so is its part.
+            shutil.rmtree(out)
+
+            def kill(making: list[tuple[int, Path]]) -> None:
+                os.kill(making[0][0], signal.SIGKILL)
+                goes_on(*(pid for pid, _ in making[1:]))
+
+            with Midway(out, kill) as midway:
+                done = command("merge", here, out, "--ray", cluster.address, "--node-local", "--threads", "1")
+            assert midway.met and done.returncode == 0, done.stderr
+            assert "went from host to host" in done.stdout
+            assert same_weights(out, alone)
+        shutil.rmtree(out)
+        # Without the other node nobody has its files.
+        with pytest.raises(fastshard.IncompleteError) as raised:
+            fastshard.ray.merge(here, out, node_local=True)
+        assert raised.value.code in ("FS101", "FS102")
+    assert not out.exists()
+
+
+def test_parts_of_a_source_are_no_parts_of_a_run(source: Path, out: Path) -> None:
+    with pytest.raises(fastshard.CannotRunError) as raised:
+        fastshard.ray.merge(source, out, node_local=True, parts=2)
+    assert raised.value.code == "FS515"
+
+
 def test_what_a_node_looks_at(tmp_path: Path) -> None:
     """What a node does, called here: with the driver's folder, with another one (as a disk of its own would be), and
     with a file of the same name and other contents."""
@@ -484,15 +535,17 @@ def test_what_a_node_looks_at(tmp_path: Path) -> None:
     here.mkdir()
     there.mkdir()
     (here / "said").write_text("word")
-    told = fastshard.ray.look(str(here / "said"), "word", "answer")
+    told = fastshard.ray.sharing.look(str(here / "said"), "word", "answer")
     assert (told["error"], told["version"]) == (None, fastshard.__version__)
     assert (here / "answer").read_text() == "answer"
     assert " mounted at /" in told["storage"]
-    absent = fastshard.ray.look(str(there / "said"), "word", "answer")
+    absent = fastshard.ray.sharing.look(str(there / "said"), "word", "answer")
     assert "No such file" in absent["error"]
     assert list(there.iterdir()) == [], "a node that does not see the file writes nothing"
     (there / "said").write_text("older")
-    assert fastshard.ray.look(str(there / "said"), "word", "answer")["error"] == "another file is there"
+    assert (
+        fastshard.ray.sharing.look(str(there / "said"), "word", "answer")["error"] == "another file is there"
+    )
 
 
 def test_a_cluster_that_is_not_there(source: Path, out: Path) -> None:

@@ -149,7 +149,7 @@ def add_node_local(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-local",
         action="store_true",
-        help="with --rank: CKPT is what this host has of the checkpoint, on its own disk; what is made of several hosts' "
+        help="with --rank or --ray: CKPT is what this host (each node) has of the checkpoint, on its own disk; what is made of several hosts' "
         "files goes by way of OUT's storage",
     )
 

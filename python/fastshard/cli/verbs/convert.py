@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from ...convert import convert as convert_checkpoint
-from ...errors import FastshardError
 from ...lending import LENT
 from ...manifests import MANIFEST_NAME
 from ...ray import convert as convert_on_ray
@@ -61,11 +60,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     if a.ray is None:
         manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)
     else:
-        if a.node_local:
-            raise FastshardError.of(
-                "FS515", "--ray and --node-local", help="start a rank on each host: --rank I --world N"
-            )
-        options |= spread(a)
+        options |= {**spread(a), "node_local": a.node_local}
         # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):
             manifest = convert_on_ray(a.ckpt, a.out, to, **options)
