@@ -17,13 +17,12 @@ mod share;
 mod tile;
 
 use std::collections::BTreeMap;
-use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
-use crate::error::{Error, Finding, Result, Severity};
+use crate::error::{without_panic, Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
 use crate::plan::{Combine, Output, Part, Plan};
@@ -177,18 +176,6 @@ pub struct Report {
     pub memory: MemoryUse,
     /// Bytes of blocks that were decoded, and of those that had to be put aside on disk meanwhile.
     pub decoded: (u64, u64),
-}
-
-/// A panic as an error, so that it stops the run as any other: workers, staging and all.
-fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    // What it leaves is not looked at again: the run ends.
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        Err(Finding::new(codes::INTERNAL, format!("a worker panicked: {text}"))
-            .help("this is a defect of fastshard: please report it with what was printed")
-            .into())
-    })
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -245,3 +245,15 @@ pub fn exit_code(findings: &[Finding]) -> u8 {
         3
     }
 }
+
+/// A panic as an error, so that it stops the run as any other: workers, staging and all.
+pub(crate) fn without_panic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    // What it leaves is not looked at again: the run ends.
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(Finding::new(codes::INTERNAL, format!("a worker panicked: {text}"))
+            .help("this is a defect of fastshard: please report it with what was printed")
+            .into())
+    })
+}

@@ -35,7 +35,7 @@ use super::disk::{At, Dir};
 use super::journal::Journal;
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{without_panic, Error, Finding, Result};
 use crate::storage::elsewhere::{Elsewhere, Lender, Standing};
 use own::Owner;
 use ranges::Ranges;
@@ -236,7 +236,7 @@ impl Lending {
         let turns = move || {
             let (mut owner, mut pauses) = (owner, Pauses::new(pause));
             while !owner.shared().ended.load(Ordering::Relaxed) {
-                match owner.turn() {
+                match without_panic(|| owner.turn()) {
                     Ok(true) => pauses = Pauses::new(pause),
                     Ok(false) => pauses.sleep(),
                     Err(error) => {
@@ -373,12 +373,7 @@ impl Shared {
                         asked.push((file as u32, lo, hi));
                     }
                 }),
-                Some((&GIVEN, fields)) => numbers::<5>(fields).map(|[file, lo, len, place, crc32]| {
-                    other.lent += len;
-                    if let Some(file) = other.files.get_mut(file as usize) {
-                        file.given.insert(lo, Given { len, place, crc32: crc32 as u32, checked: false });
-                    }
-                }),
+                Some((&GIVEN, fields)) => numbers::<5>(fields).and_then(|given| other.take(given)),
                 _ => None,
             };
             if learnt.is_none() {
@@ -467,7 +462,13 @@ impl Other {
     fn tell(&mut self, json: &[u8]) -> Result<Option<()>> {
         let Ok(told) = serde_json::from_slice::<Told>(json) else { return Ok(None) };
         let named = std::mem::take(&mut self.named);
-        if named.iter().any(|file| file.root as usize >= told.roots.len()) {
+        let is_named = |(root, file): (usize, &Root)| match &file.file {
+            Some(file) => named.iter().any(|f| f.root as usize == root && f.path == *file),
+            None => true,
+        };
+        if named.iter().any(|file| file.root as usize >= told.roots.len())
+            || !told.roots.iter().enumerate().all(is_named)
+        {
             return Ok(None);
         }
         if self.told.is_none() {
@@ -486,6 +487,16 @@ impl Other {
         }
         self.told = Some(told);
         Ok(Some(()))
+    }
+
+    /// Takes note of what it has lent.
+    fn take(&mut self, [file, lo, len, place, crc32]: [u64; 5]) -> Option<()> {
+        let file = self.files.get_mut(usize::try_from(file).ok()?)?;
+        let is_inside = len <= own::PIECE && lo.checked_add(len)? <= file.listed.size;
+        let given = Given { len, place, crc32: u32::try_from(crc32).ok()?, checked: false };
+        file.given.insert(lo, given);
+        self.lent += len;
+        is_inside.then_some(())
     }
 
     /// The pieces that hold bytes `lo..hi` of a file; what of these is missing.

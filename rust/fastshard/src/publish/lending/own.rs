@@ -14,7 +14,7 @@ use crate::publish::disk::{self, At};
 use crate::storage::SourceFile;
 
 /// Bytes that carry one checksum.
-const PIECE: u64 = 1 << 20;
+pub(super) const PIECE: u64 = 1 << 20;
 /// Pieces that are lent before what others ask for is looked at again.
 const TURN: usize = 8;
 /// Files up to this size are lent whole from the start: texts, small tensors.

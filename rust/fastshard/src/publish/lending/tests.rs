@@ -201,3 +201,29 @@ fn names_that_leave_their_root_are_refused() {
     let listed = Listed { root: 0, path: "a/b.pt".into(), size: 1, mtime_ns: 0 };
     assert!(Other::default().name(&serde_json::to_vec(&listed).unwrap()).is_some());
 }
+
+#[test]
+fn what_a_rank_says_of_its_files_is_not_believed_beyond_them() {
+    let listed = Listed { root: 0, path: "a".into(), size: 100, mtime_ns: 0 };
+    let named = |roots: Vec<Root>| {
+        let mut other = Other::default();
+        other.name(&serde_json::to_vec(&listed).unwrap()).unwrap();
+        let told = Told { host: "node".into(), roots };
+        let learnt = other.tell(&serde_json::to_vec(&told).unwrap()).unwrap();
+        learnt.map(|()| other)
+    };
+    let root = |file: Option<&str>| Root { folder: "/x".into(), file: file.map(String::from) };
+    assert!(named(vec![]).is_none() && named(vec![root(Some("../b"))]).is_none());
+    assert!(named(vec![root(Some("a"))]).is_some());
+    let mut other = named(vec![root(None)]).unwrap();
+    assert!(other.take([0, 90, 10, 0, 0]).is_some());
+    for bad in [
+        [1, 0, 1, 0, 0],
+        [0, 91, 10, 0, 0],
+        [0, u64::MAX, 2, 0, 0],
+        [0, 0, 1 << 40, 0, 0],
+        [0, 0, 1, 0, 1 << 32],
+    ] {
+        assert!(other.take(bad).is_none(), "{bad:?}");
+    }
+}
