@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import regular
+from . import _core, regular
 from .discover import Listing, refuse_unprintable
 from .errors import FastshardError
 
@@ -31,6 +31,7 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Path]:
     """
     if listing.single:
         return []
+    elsewhere = any(_core.is_elsewhere(root) for root in listing.roots)
     levels: list[list[Path]] = []
     for root in listing.roots:
         at = folder
@@ -38,7 +39,8 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Path]:
         while at:
             at = at.rpartition("/")[0]
             chain.append(root / at if at else root)
-        if above:
+        # What lies there on other hosts nobody has said.
+        if above and not elsewhere:
             chain.append(root.absolute().parent)
         for i, one in enumerate(chain):
             levels.extend([] for _ in range(i + 1 - len(levels)))

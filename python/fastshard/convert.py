@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,8 @@ def convert(
     }
     alike = ranks.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
     late = this is not None and not overwrite and not (resume and _unfinished(out))
-    if late and (done := _done(source, out, to, expect, tokenizer, options, node_local=node_local)):
+    own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
+    if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
         return done
     with (
         ranks.met(out, this, wait, alike) as meeting,
@@ -206,6 +207,7 @@ def convert(
                 (job.copies, job.checkpoint.listing.given()),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
+                about=json.dumps({"asked": lent.asked(alike)}) if lent else None,
             )
             manifest = job.manifest(written)
         if lent is not None:
@@ -314,41 +316,31 @@ def _done(
     expect: StrPath | Mapping[str, Any] | None,
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
-    *,
-    node_local: bool,
+    asked: Callable[[], str] | None,
 ) -> Manifest | None:
     """The manifest of a result of the same plan that several processes have published: a rank that comes late has
-    nothing to do."""
+    nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and what it has."""
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
     document = json.loads(regular.read_bytes(path, MAX_MANIFEST, code="FS518"))
     if not isinstance(document, dict) or not document.get("provenance"):
         return None
-    if node_local:
-        if not _holds(document, source):
-            return None
-    else:
-        _, _, made, _ = _planned(source, to, expect, tokenizer, options)
-        if document.get("plan") != made.digest:
-            return None
+    if asked is not None:
+        # What keeps it from being asked is told to the others once they have met.
+        with contextlib.suppress(FastshardError):
+            if asked() in document["provenance"].get("asked", []):
+                return _complete(document, out)
+        return None
+    _, _, made, _ = _planned(source, to, expect, tokenizer, options)
+    return _complete(document, out) if document.get("plan") == made.digest else None
+
+
+def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
     told = Finding.of(
         "FS519", "the result is complete here already: there is nothing left to do", file=str(out)
     )
     return Manifest(document, [told])
-
-
-def _holds(document: dict[str, Any], source: Source) -> bool:
-    """True if a result was made of the files that this rank has, as they are."""
-    listing = lending.own_files(source)
-    made_of = {(f.get("path"), f.get("size"), f.get("mtime_ns")) for f in document.get("sources", [])}
-    names = {path for path, _, _ in made_of}
-    stamps = {
-        (f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)
-        for f in listing.files
-        if f.path in names
-    }
-    return bool(stamps) and stamps <= made_of
 
 
 #: The plan that was written last, for :func:`told`.

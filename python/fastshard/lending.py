@@ -7,17 +7,18 @@ read what they stand for.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import _core
-from .discover import Listing, list_roots
+from .discover import Listing, is_utf8, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core, raise_errors
 from .options import StrPath
 from .ranks import Meeting
@@ -53,6 +54,13 @@ class Lent:
             changed[field] = text
         return replace(finding, **changed)
 
+    def asked(self, words: Mapping[str, Any]) -> list[str]:
+        """:func:`asked` of each rank."""
+        of_rank: dict[int, list[Path]] = {}
+        for path, rank in zip(self.sources, self.near, strict=True):
+            of_rank.setdefault(rank, []).append(path)
+        return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
+
     def told(self) -> Finding:
         """How many bytes went by way of the destination, for rank 0."""
         lent = self._meeting.core.lent()
@@ -70,14 +78,30 @@ def own_files(source: Any) -> Listing:
     Raises:
         FastshardError: for what cannot be listed, and for a checkpoint that is open already.
     """
+    listing = list_roots(_paths(source))
+    raise_errors(listing.findings)
+    return listing
+
+
+def _paths(source: Any) -> list[Path]:
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(paths, (list, tuple)):
         raise FastshardError.of(
             "FS515", "node_local takes paths", help="give the paths of what this host has of the checkpoint"
         )
-    listing = list_roots([Path(path).absolute() for path in paths])
-    raise_errors(listing.findings)
-    return listing
+    return [Path(path).absolute() for path in paths]
+
+
+def asked(words: Mapping[str, Any], listing: Listing) -> str:
+    """Digest of what a rank is asked for, and of the files that it has."""
+    what = {key: value for key, value in words.items() if key not in ("resume", "overwrite")}
+    files = [
+        (f.root, f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)
+        for f in listing.files
+        if is_utf8(f.path)
+    ]
+    text = json.dumps([_core.__version__, what, sorted(files)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -97,13 +121,17 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
             help="give --rank I --world N on each host; one process that sees all parts names each as a CKPT",
         )
     listing = own_files(source)
-    # Files that were named have roots of their own.
-    named = {file.root: file.path for file in listing.files} if listing.single else {}
-    roots = [{"folder": os.fspath(root), "file": named.get(i)} for i, root in enumerate(listing.roots)]
+    roots = [
+        {"folder": os.fspath(root), "file": path.name if path.is_file() else None}
+        for root, path in zip(listing.roots, _paths(source), strict=True)
+    ]
+    for root in roots:
+        refuse_unprintable(root["folder"] or "")
     folder = tempfile.mkdtemp(prefix="fastshard-")
     try:
         try:
-            files = [(file.root, file.path) for file in listing.files]
+            # Names that no plan can hold are refused where one is needed, on its own host.
+            files = [(file.root, file.path) for file in listing.files if is_utf8(file.path)]
             found: list[dict[str, Any]] = json.loads(meeting.core.lend(json.dumps(roots), files, folder))
         except _core.CoreError as error:
             raise from_core(error) from None

@@ -120,9 +120,19 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int] = (1, 1)) -> list[Fin
     Raises:
         FastshardError: ``FS518`` for a manifest that cannot be read.
     """
-    findings: list[Finding] = []
+    held = dict(_held(checkpoint))
     several = len(checkpoint.listing.roots) > 1
-    for number, (index, path) in enumerate(_held(checkpoint)):
+    findings = [
+        Finding.of(
+            "FS518",
+            "this part has no manifest, and others have: nothing says what its host has read",
+            file=str(root),
+            help="copy it from where the part was made, or make the part anew (`fastshard piece`)",
+        )
+        for index, root in enumerate(checkpoint.listing.roots)
+        if held and index not in held
+    ]
+    for number, (index, path) in enumerate(held.items()):
         if number % part[1] != part[0] - 1:
             continue
         root = checkpoint.listing.roots[index]
@@ -136,13 +146,13 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int] = (1, 1)) -> list[Fin
         own += [
             Finding.of(
                 "FS108",
-                "the manifest of this piece does not name this file, which is read",
+                "the manifest of this piece does not name this file",
                 severity="error",
                 file=file.path,
                 help="take it away, or make the piece anew on its host",
             )
-            for file in checkpoint.opened.files
-            if file.root == index and file.path not in named
+            for file in checkpoint.listing.files
+            if file.root == index and file.path not in named and file.path != MANIFEST_NAME
         ]
         findings += [replace(f, file=os.fspath(root / f.file)) if several and f.file else f for f in own]
     return findings

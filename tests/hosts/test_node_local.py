@@ -63,12 +63,22 @@ class OnDisks:
         self.temporary = parts[0].parent / "tmp"
         self.temporary.mkdir(exist_ok=True)
 
-    def start(self, verb: str, out: Path, *options: object, timeout: float = 60) -> list[Host]:
+    def start(
+        self,
+        verb: str,
+        out: Path,
+        *options: object,
+        timeout: float = 60,
+        own_pids: bool = True,
+        only: int | None = None,
+    ) -> list[Host]:
         words = " ".join(f"'{word}'" for word in (verb, DISK, out, *options, "--node-local"))
         environ, started = {"TMPDIR": str(self.temporary)}, []
         for i, (host, part) in enumerate(
-            zip(hosts(len(self.parts), environ=environ), self.parts, strict=True)
+            zip(hosts(len(self.parts), environ=environ, own_pids=own_pids), self.parts, strict=True)
         ):
+            if only not in (None, i):
+                continue
             rank = f"--rank {i} --world {len(self.parts)} --timeout {timeout}"
             line = f"mount --bind '{part}' {DISK} && exec '{sys.executable}' -m fastshard {words} {rank}"
             started.append(host.start(["sh", "-c", line]))
@@ -222,8 +232,51 @@ def test_a_rank_that_comes_late_finds_all_done(split: Path, place: Path) -> None
     again = ["merge", parts[1], place / "out", "--node-local", "--rank", 1, "--world", 2, "--timeout", 2]
     ran = cli(*again)
     assert ran.code == 0, ran.err
+    # What was asked for otherwise, or of something else, is not done: it waits for the others, who are not there.
+    assert cli("convert", *again[1:], "--to", "hf").code == 2
+    assert cli(*again, "--dtype", "f32").code == 2
+    later = parts[1] / "global_step11"
+    shutil.copytree(next(parts[1].glob("global_step*")), later)
+    assert cli(*again).code == 2
+    shutil.rmtree(later)
+    assert cli(*again).code == 0
     os.utime(next(parts[1].rglob("layer_*")))
     assert cli(*again).code == 2
+
+
+def test_a_rank_that_is_started_again_lends_anew(split: Path, place: Path) -> None:
+    """Its first process has gone without a word once the others have read from it."""
+    parts = divided(split, place, 3, texts_everywhere)
+    on = OnDisks(parts)
+    started = on.start("merge", place / "out", own_pids=False)
+    wait_until_met(place, 3)
+    time.sleep(0.1)
+    started[2].kill()
+    again = on.start("merge", place / "out", own_pids=False, only=2)
+    codes = [code for code, _, _ in ended([*started[:2], *again])]
+    if codes != [0, 0, 0]:
+        # The others have seen it go first.
+        assert codes[:2] == [3, 3] and not (place / "out").exists(), codes
+        assert [code for code, _, _ in on.run("merge", place / "out", "--resume")] == [0, 0, 0]
+    assert cli("merge", *parts, place / "alone").code == 0
+    assert unnamed(content(place / "out")) == unnamed(content(place / "alone"))
+
+
+def test_a_folder_and_files_of_one_host(place: Path) -> None:
+    hf = FIXTURES / "sharded/hf_sharded"
+    parts = divided(hf, place, 2, texts_everywhere)
+    odd = place / "odd"
+    odd.mkdir()
+    moved = next(parts[0].glob("*.safetensors"))
+    moved.rename(odd / moved.name)
+    line = ["--world", 2, "--timeout", 30, "--node-local"]
+    one = Host("node0").fastshard("merge", parts[0], odd / moved.name, place / "out", "--rank", 0, *line)
+    two = Host("node1").fastshard("merge", parts[1], place / "out", "--rank", 1, *line)
+    whole = cli("merge", parts[0], odd / moved.name, parts[1], place / "alone")
+    codes = [code for code, _, _ in ended([one, two])]
+    assert codes == [whole.code] * 2
+    if whole.code == 0:
+        assert unnamed(content(place / "out")) == unnamed(content(place / "alone"))
 
 
 def test_a_file_that_several_hosts_have_must_be_the_same(place: Path) -> None:

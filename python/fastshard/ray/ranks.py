@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from .cluster import Node, called, end, library, line_of, living, on, told_by, w
 from .tasks import LOOK, Board
 
 __all__ = ["on_own_disks", "take_part"]
+
+#: Seconds that ranks are given to end once one has stopped all.
+_FAREWELL = 20.0
 
 
 def take_part(
@@ -122,8 +126,12 @@ def _once(
     stopped: list[Finding] = []
     died: list[Finding] = []
     try:
-        while pending and not died:
+        until = math.inf
+        while pending and not died and time.monotonic() < until:
             done, _ = wait(ray, list(pending), LOOK)
+            if stopped:
+                # One whose node has no room for it has not begun, and is not waited for.
+                until = min(until, time.monotonic() + _FAREWELL)
             for ref in done:
                 rank = pending.pop(ref)
                 node = nodes[rank]

@@ -77,6 +77,9 @@ pub struct Provenance {
     pub run: String,
     /// Who made which part of it.
     pub parts: Vec<Maker>,
+    /// By rank, a digest of what it was asked for and of what it had, where each had a part of the sources.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub asked: Vec<String>,
 }
 
 /// The maker of a part.

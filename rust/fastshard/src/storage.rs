@@ -134,7 +134,12 @@ impl SourceFile {
         let meta = std::fs::metadata(path).map_err(cannot_open)?;
         regular(path, &meta)?;
         if let Some(elsewhere) = elsewhere::find(path)? {
-            return Ok(Self::at(path, Stamp::of(&meta), elsewhere));
+            let mut stamp = Stamp::of(&meta);
+            // A filesystem for temporary files may know times less exactly.
+            if let Some((size, mtime_ns)) = elsewhere.identity() {
+                (stamp.size, stamp.mtime_ns) = (size, i128::from(mtime_ns));
+            }
+            return Ok(Self::at(path, stamp, elsewhere));
         }
         let file = open_at_once(path).map_err(cannot_open)?;
         let meta = file.metadata().map_err(|e| Error::io(path, "cannot stat", &e))?;

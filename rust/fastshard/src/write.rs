@@ -478,8 +478,11 @@ fn fill(
         }
         go_on(control)
     };
-    for (name, path) in &options.copies {
+    for (i, (name, path)) in options.copies.iter().enumerate() {
         staging.copy_in(name, path, &copied)?;
+        if plan.target == piece::PIECE {
+            piece::still_named(path, &files[i])?;
+        }
     }
     if let Some(name) = &plan.index {
         staging.write(name, &index(plan))?;

@@ -25,7 +25,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -45,6 +45,7 @@ const FILE: u8 = 1;
 const LISTED: u8 = 2;
 const ASK: u8 = 3;
 const GIVEN: u8 = 4;
+const ROOT: u8 = 5;
 
 /// Files of this lending, for whoever takes away what ranks have left.
 pub(super) const PREFIX: &str = "lent-";
@@ -78,7 +79,7 @@ struct Listed {
 }
 
 /// All that a rank has.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     host: String,
     roots: Vec<Root>,
@@ -113,6 +114,8 @@ struct Given {
     len: u64,
     place: u64,
     crc32: u32,
+    /// Which process of the rank has lent them: one that has taken its rank over writes another file.
+    process: u64,
     /// True once they were read and found right.
     checked: bool,
 }
@@ -131,9 +134,12 @@ struct Borrowed {
 #[derive(Debug, Default)]
 struct Other {
     nonce: String,
+    /// Counts the processes that have held the rank.
+    process: u64,
     /// How far its journal was read.
     read: u64,
-    /// Files it has named since its journal was begun.
+    /// Roots and files it has named since its journal was begun.
+    roots: Vec<Root>,
     named: Vec<Listed>,
     told: Option<Told>,
     files: Vec<Borrowed>,
@@ -164,6 +170,8 @@ struct Shared {
     interrupted: AtomicBool,
     /// Bytes that this rank has lent.
     lent: AtomicU64,
+    /// What has ended the thread that lends: nothing comes any more.
+    broken: OnceLock<Error>,
 }
 
 /// A file of another rank, for those who read it.
@@ -226,6 +234,7 @@ impl Lending {
             ended: AtomicBool::new(false),
             interrupted: AtomicBool::new(false),
             lent: AtomicU64::new(0),
+            broken: OnceLock::new(),
         });
         let mut lending =
             Lending { shared: Arc::clone(&shared), thread: None, sources: Vec::new(), standing: None };
@@ -240,6 +249,7 @@ impl Lending {
                     Ok(true) => pauses = Pauses::new(pause),
                     Ok(false) => pauses.sleep(),
                     Err(error) => {
+                        let _ = owner.shared().broken.set(error.clone());
                         owner.shared().meeting.upgrade().into_iter().for_each(|m| m.fail(error.clone()));
                         return;
                     }
@@ -295,6 +305,9 @@ impl Shared {
     fn check(&self) -> Result<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
+        }
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
         }
         match self.meeting.upgrade().filter(|_| !self.ended.load(Ordering::Relaxed)) {
             Some(meeting) => meeting.watch(&|_| false),
@@ -367,7 +380,8 @@ impl Shared {
         for record in records {
             let learnt = match record.split_first() {
                 Some((&FILE, json)) => other.name(json),
-                Some((&LISTED, json)) => other.tell(json)?,
+                Some((&ROOT, json)) => serde_json::from_slice(json).ok().map(|root| other.roots.push(root)),
+                Some((&LISTED, host)) => other.tell(host)?,
                 Some((&ASK, fields)) => numbers::<4>(fields).map(|[to, file, lo, hi]| {
                     if to == u64::from(self.rank) {
                         asked.push((file as u32, lo, hi));
@@ -447,7 +461,9 @@ impl Other {
     /// Another process has taken this rank over: it says anew what it has.
     fn restart(&mut self, nonce: String) {
         (self.nonce, self.read, self.bytes) = (nonce, 0, None);
+        self.process += 1;
         self.named.clear();
+        self.roots.clear();
         self.files.iter_mut().for_each(|file| file.given.clear());
     }
 
@@ -459,8 +475,9 @@ impl Other {
         is_below.then_some(())
     }
 
-    fn tell(&mut self, json: &[u8]) -> Result<Option<()>> {
-        let Ok(told) = serde_json::from_slice::<Told>(json) else { return Ok(None) };
+    fn tell(&mut self, host: &[u8]) -> Result<Option<()>> {
+        let host = String::from_utf8_lossy(host).into_owned();
+        let told = Told { host, roots: std::mem::take(&mut self.roots) };
         let named = std::mem::take(&mut self.named);
         let is_named = |(root, file): (usize, &Root)| match &file.file {
             Some(file) => named.iter().any(|f| f.root as usize == root && f.path == *file),
@@ -493,7 +510,8 @@ impl Other {
     fn take(&mut self, [file, lo, len, place, crc32]: [u64; 5]) -> Option<()> {
         let file = self.files.get_mut(usize::try_from(file).ok()?)?;
         let is_inside = len <= own::PIECE && lo.checked_add(len)? <= file.listed.size;
-        let given = Given { len, place, crc32: u32::try_from(crc32).ok()?, checked: false };
+        let given =
+            Given { len, place, crc32: u32::try_from(crc32).ok()?, process: self.process, checked: false };
         file.given.insert(lo, given);
         self.lent += len;
         is_inside.then_some(())
@@ -562,12 +580,16 @@ impl Lent {
         }
     }
 
-    /// The owner's bytes, opened anew if `again`; none if they are gone: an owner that stops takes them away, and says so.
-    fn bytes(&self, again: bool) -> Result<Option<Arc<File>>> {
+    /// The bytes of the owner's process, opened anew if `again`; none if they are gone: an owner that stops takes them away,
+    /// and says so.
+    fn bytes(&self, process: u64, again: bool) -> Result<Option<Arc<File>>> {
         let mut state = self.shared.lock();
         let Some(other) = state.others.get_mut(&self.rank) else {
             return Err(Finding::new(codes::INTERNAL, "a rank that is not there").into());
         };
+        if other.process != process {
+            return Ok(None);
+        }
         if let Some(bytes) = other.bytes.as_ref().filter(|_| !again) {
             return Ok(Some(Arc::clone(bytes)));
         }
@@ -579,22 +601,32 @@ impl Lent {
         Ok(Some(Arc::clone(other.bytes.insert(Arc::new(file)))))
     }
 
-    /// Reads a piece and compares it with its checksum, until it has arrived.
-    fn checked(&self, first: u64, piece: Given) -> Result<Vec<u8>> {
+    /// True as long as the process that has lent a piece holds its rank.
+    fn is_current(&self, piece: Given) -> bool {
+        self.shared.lock().others.get(&self.rank).is_some_and(|other| other.process == piece.process)
+    }
+
+    /// Reads a piece and compares it with its checksum, until it has arrived; none if another process has taken the rank
+    /// over, which lends it anew.
+    fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
         let begun = Instant::now();
         let mut bytes = vec![0; piece.len as usize];
         let mut pauses = Pauses::new(LOOK);
         let mut again = false;
         loop {
-            let file = self.bytes(again)?;
+            if !self.is_current(piece) {
+                return Ok(None);
+            }
+            let file = self.bytes(piece.process, again)?;
             let read = file.is_some_and(|file| file.read_exact_at(&mut bytes, piece.place).is_ok());
             if read && crc32fast::hash(&bytes) == piece.crc32 {
                 let mut state = self.shared.lock();
                 let file = state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize));
                 if let Some(held) = file.and_then(|file| file.given.get_mut(&first)) {
-                    held.checked = held.place == piece.place;
+                    held.checked |= (held.process, held.place, held.len, held.crc32)
+                        == (piece.process, piece.place, piece.len, piece.crc32);
                 }
-                return Ok(bytes);
+                return Ok(Some(bytes));
             }
             if begun.elapsed() > ARRIVAL {
                 let state = self.shared.lock();
@@ -617,22 +649,29 @@ impl Lent {
 }
 
 impl Elsewhere for Lent {
+    fn identity(&self) -> Option<(u64, i64)> {
+        let state = self.shared.lock();
+        let listed = &state.others.get(&self.rank)?.files.get(self.file as usize)?.listed;
+        Some((listed.size, listed.mtime_ns))
+    }
+
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         let end = offset + bytes.len() as u64;
         let mut at = offset;
-        for (first, piece) in self.wait_for(offset, end)? {
-            let until = (first + piece.len).min(end);
-            let into = &mut bytes[(at - offset) as usize..(until - offset) as usize];
-            let shift = at - first;
-            let direct = piece.checked
-                && self
-                    .bytes(false)?
-                    .is_some_and(|file| file.read_exact_at(into, piece.place + shift).is_ok());
-            if !direct {
-                let whole = self.checked(first, piece)?;
-                into.copy_from_slice(&whole[shift as usize..shift as usize + into.len()]);
+        while at < end {
+            for (first, piece) in self.wait_for(at, end)? {
+                let until = (first + piece.len).min(end);
+                let into = &mut bytes[(at - offset) as usize..(until - offset) as usize];
+                let shift = at - first;
+                let spool = if piece.checked { self.bytes(piece.process, false)? } else { None };
+                let direct = spool.is_some_and(|file| file.read_exact_at(into, piece.place + shift).is_ok());
+                if !direct {
+                    // Lent anew by another process: what is asked for is waited for again.
+                    let Some(whole) = self.checked(first, piece)? else { break };
+                    into.copy_from_slice(&whole[shift as usize..shift as usize + into.len()]);
+                }
+                at = until;
             }
-            at = until;
         }
         Ok(())
     }

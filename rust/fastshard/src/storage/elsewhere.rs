@@ -17,6 +17,11 @@ const CHUNK: usize = 1 << 20;
 
 /// A file on another host.
 pub trait Elsewhere: Debug + Send + Sync {
+    /// Its size and modification time (nanoseconds since the epoch) on its host.
+    fn identity(&self) -> Option<(u64, i64)> {
+        None
+    }
+
     /// Fills `bytes` from `offset`.
     ///
     /// # Errors

@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use super::{Options, Roots};
 use crate::catalog::raise_open_files;
+use crate::codes;
 use crate::engine::Control;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 use crate::manifest::Manifest;
 use crate::plan::{Plan, PlanFile, PLAN_VERSION};
-use crate::storage::SourceFile;
+use crate::storage::{SourceFile, Stamp};
 
 /// What the manifest of such a part says that it is of.
 pub(super) const PIECE: &str = "piece";
@@ -41,4 +42,21 @@ pub fn write_piece(
     }
     let plan = Plan { version: PLAN_VERSION, target: PIECE.into(), sources, ..Plan::default() };
     super::write(&plan, &opened, roots, out, &Options { copies: files, ..options }, control)
+}
+
+/// Refuses a file that took the place of the one that was opened: a save that renames its files over those of the last.
+///
+/// # Errors
+/// `FS506`.
+pub(super) fn still_named(path: &Path, opened: &SourceFile) -> Result<()> {
+    let meta = std::fs::metadata(path).map_err(|e| Error::io(path, "cannot stat", &e))?;
+    let (now, then) = (Stamp::of(&meta), opened.stamp());
+    if (now.inode, now.device, now.size, now.mtime_ns) == (then.inode, then.device, then.size, then.mtime_ns)
+    {
+        return Ok(());
+    }
+    Err(Finding::new(codes::SOURCE_CHANGED, "another file has taken its place while it was copied")
+        .file(path)
+        .help("wait until the save is complete, then run again")
+        .into())
 }

@@ -642,7 +642,13 @@ fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared) -> Result<Prior> 
         }
     };
     let made_by = earlier.adopted.iter().filter_map(|(nonce, share)| Some(maker(earlier.log(nonce)?, share)));
-    let provenance = Provenance { run: shared.run.nonce.clone(), parts: made_by.collect() };
+    let about = work_of(shared)?.about;
+    let asked = about.get("asked").and_then(|asked| serde_json::from_value(asked.clone()).ok());
+    let provenance = Provenance {
+        run: shared.run.nonce.clone(),
+        parts: made_by.collect(),
+        asked: asked.unwrap_or_default(),
+    };
     let adopted = adopted.iter().map(|log| log.nonce.clone()).collect();
     let Claimed { logs, .. } = earlier.claimed;
     staging.accompany(member);

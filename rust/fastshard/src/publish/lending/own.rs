@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LISTED};
+use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LISTED, ROOT};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::publish::disk::{self, At};
@@ -70,8 +70,11 @@ impl Owner {
             let (size, mtime_ns) = (listed.size, listed.mtime_ns);
             owner.files.push(OwnFile { path: full, size, mtime_ns, given: Ranges::default() });
         }
-        let json = serde_json::to_vec(told).expect("plain data");
-        shared.journal.append(&[&[LISTED][..], &json].concat())?;
+        for root in &told.roots {
+            let json = serde_json::to_vec(root).expect("plain data");
+            shared.journal.append(&[&[ROOT][..], &json].concat())?;
+        }
+        shared.journal.append(&[&[LISTED][..], told.host.as_bytes()].concat())?;
         shared.journal.show()?;
         for (number, file) in (0u32..).zip(&owner.files) {
             match file.size {

@@ -208,8 +208,8 @@ fn what_a_rank_says_of_its_files_is_not_believed_beyond_them() {
     let named = |roots: Vec<Root>| {
         let mut other = Other::default();
         other.name(&serde_json::to_vec(&listed).unwrap()).unwrap();
-        let told = Told { host: "node".into(), roots };
-        let learnt = other.tell(&serde_json::to_vec(&told).unwrap()).unwrap();
+        other.roots = roots;
+        let learnt = other.tell(b"node").unwrap();
         learnt.map(|()| other)
     };
     let root = |file: Option<&str>| Root { folder: "/x".into(), file: file.map(String::from) };
