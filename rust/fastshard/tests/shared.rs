@@ -315,3 +315,23 @@ fn a_rank_is_taken_over_from_a_process_that_is_silent() {
         assert!(!folder.exists(), "{digit}: cards of more ranks than there are now");
     }
 }
+
+#[test]
+fn a_rank_that_is_busy_learns_why_the_others_stopped_though_they_are_gone() {
+    let dir = temp();
+    let met = |rank: u32| {
+        let out = dir.path().join("out");
+        let timeout = Duration::from_secs(20);
+        std::thread::spawn(move || {
+            let about = About { rank, world: 2, timeout, words: BTreeMap::new(), hosts: Vec::new() };
+            Meeting::begin(&out, about, &|| true).unwrap()
+        })
+    };
+    let [zero, one] = [met(0), met(1)].map(|thread| thread.join().unwrap());
+    zero.stop(&[fastshard::error::Finding::new(codes::UNSUPPORTED, "not read here")]);
+    // It gives others a few seconds, and takes the folder away: this one's next sign of life cannot be written.
+    drop(zero);
+    assert!(!dir.path().join(".out.fastshard-ranks").exists());
+    std::thread::sleep(Duration::from_millis(1500));
+    refused(one.watch(&|_| false), codes::UNSUPPORTED);
+}

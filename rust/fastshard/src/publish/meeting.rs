@@ -458,9 +458,6 @@ impl Meeting {
     /// What another rank stopped for, if one did; what keeps this one from taking part.
     pub fn stopped(&self) -> Option<Error> {
         let mut state = self.table.lock();
-        if let Some(failed) = state.failed.take() {
-            return Some(failed.into());
-        }
         let own = &state.card;
         let is_current = |heard: &&Heard| {
             let of_this_run = match own.rank {
@@ -473,7 +470,8 @@ impl Meeting {
             state.others.values().filter(is_current).flat_map(|heard| heard.card.findings.clone()).collect();
         stopped.dedup();
         if stopped.is_empty() {
-            return None;
+            // What came of that (cards that were taken away meanwhile) is told where nothing better is known.
+            return state.failed.take().map(Error::from);
         }
         // What is told of an interrupt there is no interrupt here.
         for finding in stopped.iter_mut().filter(|f| f.code == codes::INTERRUPTED) {
