@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import fastshard
-import fastshard.ray.sharing
+import fastshard.ray
 import numpy as np
 import pytest
+from fastshard.ray.sharing import look
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -535,17 +536,15 @@ def test_what_a_node_looks_at(tmp_path: Path) -> None:
     here.mkdir()
     there.mkdir()
     (here / "said").write_text("word")
-    told = fastshard.ray.sharing.look(str(here / "said"), "word", "answer")
+    told = look(str(here / "said"), "word", "answer")
     assert (told["error"], told["version"]) == (None, fastshard.__version__)
     assert (here / "answer").read_text() == "answer"
     assert " mounted at /" in told["storage"]
-    absent = fastshard.ray.sharing.look(str(there / "said"), "word", "answer")
+    absent = look(str(there / "said"), "word", "answer")
     assert "No such file" in absent["error"]
     assert list(there.iterdir()) == [], "a node that does not see the file writes nothing"
     (there / "said").write_text("older")
-    assert (
-        fastshard.ray.sharing.look(str(there / "said"), "word", "answer")["error"] == "another file is there"
-    )
+    assert look(str(there / "said"), "word", "answer")["error"] == "another file is there"
 
 
 def test_a_cluster_that_is_not_there(source: Path, out: Path) -> None:
@@ -611,6 +610,12 @@ def test_the_guides_shell_and_python(
     assert same_weights(shared / "again", alone)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def wait_for_jobs(seconds: float) -> None:
     """Waits until the cluster takes jobs: its agent starts after the nodes, and Ray itself waits ten seconds only."""
     until = time.monotonic() + seconds
@@ -626,16 +631,16 @@ def wait_for_jobs(seconds: float) -> None:
 
 def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     head = {
         "num_cpus": 1, "include_dashboard": True, "dashboard_port": port, "object_store_memory": 80 << 20,
+        # Another cluster of this host has the usual one, and without it there is nobody who takes jobs.
+        "dashboard_agent_listen_port": free_port(),
     }  # fmt: skip
     cluster = Cluster()
     try:
         cluster.add_node(**head)
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20, dashboard_agent_listen_port=free_port())
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
         wait_for_jobs(180)
         done = subprocess.run(block("job", shared), shell=True, capture_output=True, text=True, check=False)
