@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..convert import convert
@@ -14,7 +15,7 @@ from ..errors import FastshardError, Finding, carry, error_for
 from ..manifests import Manifest
 from ..progress import Callback
 from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
-from .tasks import LOOK, Board
+from .tasks import LOOK, Board, telling
 
 __all__ = ["on_own_disks", "take_part"]
 
@@ -32,20 +33,10 @@ def take_part(
         this process.
     """
     ray = library()
-    last = 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LOOK or done == total:
-            last = now
-            with contextlib.suppress(Exception):
-                board.tell.remote(rank, done, total)
-
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}
     try:
         made = convert(
-            **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=report if board else False
+            **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=telling(board, rank)
         )  # fmt: skip
     except FastshardError as error:
         return {**here, "findings": [finding.to_dict() for finding in error.findings]}
@@ -150,7 +141,7 @@ def _once(
                 findings = [Finding.from_dict(finding) for finding in outcome["findings"]]
                 if outcome["manifest"] is None:
                     host = called(outcome["host"], outcome["node"])
-                    stopped += [f if f.host or f.rank else _at(f, host) for f in findings]
+                    stopped += [f if f.host or f.rank else replace(f, host=host) for f in findings]
                 else:
                     made[rank] = Manifest(outcome["manifest"], findings)
             if told is not None and board is not None:
@@ -168,10 +159,6 @@ def _once(
         # All ranks tell what one has stopped for.
         raise error_for(list(dict.fromkeys(stopped)))
     return made[0]
-
-
-def _at(finding: Finding, host: str) -> Finding:
-    return Finding.from_dict({**finding.to_dict(), "host": host})
 
 
 def _dead(rank: int, node: Node, why: str) -> Finding:

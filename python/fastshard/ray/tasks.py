@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import FastshardError, Finding, carry, error_for
 from ..parts import Run, run_part
-from ..progress import Callback
+from ..progress import Callback, Report
 from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
 
-__all__ = ["Board", "Tasks", "make_part"]
+__all__ = ["Board", "Tasks", "make_part", "telling"]
 
 #: Seconds between two words of a task about how far it is, and two looks at them.
 LOOK = 0.5
@@ -40,16 +40,8 @@ class Board:
         return sum(done for done, _ in self._parts.values()), sum(total for _, total in self._parts.values())
 
 
-def make_part(
-    out: str, run: str, part: int, memory: str | int | None, threads: int, board: Any
-) -> dict[str, Any]:
-    """On a node: makes a part of a run.
-
-    Returns:
-        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray, which makes
-        again what ended with an error of its own, sees none of ours, and nothing is wrapped.
-    """
-    ray = library()
+def telling(board: Any, part: int) -> Report:
+    """What tells a board now and then how far a part is; False without one."""
     last = 0.0
 
     def report(done: int, total: int) -> None:
@@ -61,11 +53,24 @@ def make_part(
             with contextlib.suppress(Exception):
                 board.tell.remote(part, done, total)
 
+    return report if board else False
+
+
+def make_part(
+    out: str, run: str, part: int, memory: str | int | None, threads: int, board: Any
+) -> dict[str, Any]:
+    """On a node: makes a part of a run.
+
+    Returns:
+        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray, which makes
+        again what ended with an error of its own, sees none of ours, and nothing is wrapped.
+    """
+    ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
     begun = time.monotonic()
     while True:
         try:
-            run_part(out, part, run, memory=memory, threads=threads, progress=report if board else False)
+            run_part(out, part, run, memory=memory, threads=threads, progress=telling(board, part))
         except FastshardError as error:
             # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of life.
             is_taken = error.code == "FS509" and error.rank is not None
