@@ -161,3 +161,28 @@ def test_a_pieces_manifest_is_a_manifest(tmp_path: Path) -> None:
     )
     fastshard.piece(NEOX, tmp_path / "piece")
     jsonschema.validate(json.loads((tmp_path / "piece" / MANIFEST).read_text()), schema)
+
+
+def test_parts_that_disagree_on_how_they_are_read(tmp_path: Path) -> None:
+    hosts = divided(FIXTURES / "sharded/hf_sharded", tmp_path, 2)
+    for host in hosts:
+        said = {"model_max_length": 128, "_name_or_path": host.name}
+        (host / "tokenizer_config.json").write_text(json.dumps(said))
+    assert cli("merge", *hosts, tmp_path / "same").code == 0
+    (hosts[1] / "tokenizer_config.json").write_text('{"model_max_length": 4}')
+    for ran in (cli("merge", *hosts, tmp_path / "out"), cli("verify", *hosts)):
+        assert ran.code == 1 and {f["code"] for f in ran.errors} == {"FS110"}, ran.out
+        assert "host1/tokenizer_config.json" in ran.out and "--tokenizer" in ran.out
+    given = ["--tokenizer", hosts[0]]
+    assert cli("merge", *hosts, tmp_path / "out", *given).code == 0
+    config = json.loads((hosts[1] / "config.json").read_text())
+    (hosts[1] / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    for ran in (
+        cli("merge", *hosts, tmp_path / "out2", *given),
+        cli("convert", *hosts, tmp_path / "out2", "--to", "megatron:torch_dist", *given),
+        cli("verify", *hosts),
+        cli("inspect", *hosts),
+    ):
+        assert ran.code == 1 and "FS110" in ran.out and "--config" in ran.out, ran.out
+    assert not (tmp_path / "out2").exists()
+    assert cli("merge", *hosts, tmp_path / "out2", *given, "--config", hosts[0] / "config.json").code == 0

@@ -31,12 +31,14 @@ __all__ = [
     "format_finding",
     "histogram_edges",
     "is_elsewhere",
+    "let_go",
     "make_part",
     "manifest_entry",
     "manifest_files",
     "shared_run",
     "storage_of",
     "vocabulary",
+    "will_read",
     "write_piece",
 ]
 
@@ -59,7 +61,13 @@ class Catalog:
         threads: int,
         records: dict[int, list[tuple[int, int, str]]] | None = None,
         blocks: dict[
-            int, tuple[list[tuple[str, str, list[int], int]], str, Callable[[str, memoryview], str | None]]
+            int,
+            tuple[
+                list[tuple[str, str, list[int], int]],
+                str,
+                Callable[[str, memoryview], str | None],
+                tuple[list[int], Callable[[list[str]], str | None]] | None,
+            ],
         ]
         | None = None,
         memory: int | None = None,
@@ -292,6 +300,8 @@ class Meeting:
     def lend(self, roots: str, files: list[tuple[int, str]], folder: str | PathLike[str]) -> str:
         """Lends files (root, relative path) below roots (JSON array of ``folder``, ``file``), and makes folders in `folder`
         that stand for the other ranks': JSON array of ``rank``, ``host``, ``there``, ``here``, ``file``, for each root."""
+    def stamps(self) -> list[str]:
+        """A digest of what each rank has, as it was when the ranks met."""
     def lent(self) -> dict[int, int]:
         """Bytes that each rank has lent by now."""
     def close(self) -> None:
@@ -363,8 +373,14 @@ def write_piece(
 def is_elsewhere(path: str | PathLike[str]) -> bool:
     """True if a path stands for something on another host."""
 
-def bring(path: str | PathLike[str], most: int) -> None:
-    """Fills a file with the first bytes of what it stands for, if it does."""
+def bring(path: str | PathLike[str], lo: int, hi: int) -> None:
+    """Fills bytes `lo` to `hi` of a file with those of what it stands for, if it does."""
+
+def let_go(path: str | PathLike[str], lo: int, hi: int) -> None:
+    """Lets go of what was brought."""
+
+def will_read(path: str | PathLike[str], lo: int, hi: int) -> None:
+    """Says that bytes `lo` to `hi` of what a file stands for will be read."""
 
 def shared_run(out: str | PathLike[str], nonce: str) -> str:
     """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
@@ -385,8 +401,11 @@ def manifest_entry(root: str, name: str) -> str:
         CoreError: if it cannot be read.
     """
 
-def manifest_files(manifest: str, roots: list[str]) -> str:
-    """Findings, as JSON, about the files without tensors that a manifest lists: looked for in each root in turn.
+def manifest_files(
+    manifest: str, roots: list[str], options: str, progress: Callable[[int, int], object] | None = None
+) -> str:
+    """Findings, as JSON, about the files without tensors that a manifest lists: looked for in each root in turn, hashed on
+    as many threads as the options (JSON) say.
 
     Raises:
         CoreError: if the manifest or a file that is there cannot be read.

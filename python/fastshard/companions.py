@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import _core, regular
+from . import _core, regular, tokenizer
 from .discover import Listing, refuse_unprintable
-from .errors import FastshardError
+from .errors import FastshardError, Finding
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
 _OTHERS = (
@@ -67,6 +67,60 @@ def beside(folders: list[Path], config: Path | None) -> dict[str, Path]:
     """
     found = {name: path for name in _OTHERS if (path := first(folders, name)) is not None}
     return found | ({} if config is None else _code(config))
+
+
+def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
+    """What parts of a checkpoint on several hosts' disks do not agree on: the files at the same place in other roots must
+    hold the same. Of parts that lie on other hosts' disks those who have them say it.
+
+    Args:
+        listing: what the roots hold.
+        paths: files that were taken.
+    """
+    findings = []
+    elsewhere = {root for root in listing.roots if _core.is_elsewhere(root)}
+    for path in paths:
+        taken = next((root for root in listing.roots if path.is_relative_to(root)), None)
+        if taken is None:
+            continue
+        inside = path.relative_to(taken)
+        for root in listing.roots:
+            other = root / inside
+            if other == path or root in elsewhere or not regular.is_file(other) or _same(path, other):
+                continue
+            findings.append(
+                Finding.of(
+                    "FS110",
+                    f"two parts of the checkpoint have a {path.name} each, and they differ",
+                    file=str(other),
+                    expected=f"what {path} holds",
+                    got="something else",
+                    help=_right_one(path.name),
+                )
+            )
+    return findings
+
+
+def _right_one(name: str) -> str:
+    if name == "config.json":
+        return "give the right one with --config"
+    return "give the right one with --tokenizer" if tokenizer.is_of(name) else "take the wrong one away"
+
+
+def _same(one: Path, other: Path) -> bool:
+    held = [regular.read_bytes(path, regular.MAX_TEXT) for path in (one, other)]
+    if held[0] == held[1]:
+        return True
+    if one.suffix != ".json":
+        return False
+    try:
+        first, second = (json.loads(content) for content in held)
+    except (ValueError, RecursionError):
+        return False
+    # Where a model was loaded from says nothing of it.
+    if isinstance(first, dict) and isinstance(second, dict):
+        first, second = ({k: v for k, v in d.items() if k != "_name_or_path"} for d in (first, second))
+    return bool(first == second)
 
 
 def _code(config: Path) -> dict[str, Path]:

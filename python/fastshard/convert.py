@@ -207,7 +207,7 @@ def convert(
                 (job.copies, job.checkpoint.listing.given()),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
-                about=json.dumps({"asked": lent.asked(alike)}) if lent else None,
+                about=lent.about(alike) if lent else None,
             )
             manifest = job.manifest(written)
         if lent is not None:
@@ -274,12 +274,15 @@ def prepared(
         part = run if share == (1, 1) else {**run, "subset": share}
         with carrying(made.core):
             findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
-        findings += pieces.compared(checkpoint, share)
+        findings += pieces.compared(checkpoint, share, run, bar)
         raise_errors(findings)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or pieces.settled(checkpoint)
     planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
-    copies = _along(made, words, given=tokenizer is not None)
+    copies = along(made, words, given=tokenizer is not None)
+    # A config that is not given was compared when it was read.
+    said = {"config.json", *(words.files if words and tokenizer is not None else ())}
+    raise_errors(companions.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said)))
     return Job(checkpoint, made, run, copies, settled, [*planned, *findings])
 
 
@@ -376,7 +379,7 @@ def merge(source: Source, out: StrPath, **options: Unpack[Merging]) -> Manifest:
     return convert(source, out, None, **options)
 
 
-def _along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
+def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
     """Files that go along with the result: (name, path).
 
     Raises:

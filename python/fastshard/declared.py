@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from . import layouts
 from ._core import Table
@@ -72,6 +72,15 @@ class StateFile:
     numbers: list[list[str]] = field(default_factory=list)
 
 
+#: Blocks as the core takes them.
+ListedBlocks: TypeAlias = tuple[
+    list[tuple[str, str, list[int], int]],
+    str,
+    Callable[[str, memoryview], str | None],
+    tuple[list[int], Callable[[list[str]], str | None]] | None,
+]
+
+
 @dataclass
 class Blocks:
     """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
@@ -85,19 +94,24 @@ class Blocks:
     #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
     identity: str
 
-    def listed(
-        self,
-    ) -> tuple[list[tuple[str, str, list[int], int]], str, Callable[[str, memoryview], str | None]]:
+    #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
+    apart: tuple[list[int], Callable[[list[str]], None]] | None = None
+
+    def listed(self) -> ListedBlocks:
         """The form that the core takes; findings of a block come back as JSON."""
 
-        def read(key: str, view: memoryview) -> str | None:
-            try:
-                self.read(key, view)
-            except FastshardError as error:
-                return json.dumps([finding.to_dict() for finding in error.findings])
-            return None
+        def telling(work: Callable[..., None]) -> Callable[..., str | None]:
+            def told(*arguments: Any) -> str | None:
+                try:
+                    work(*arguments)
+                except FastshardError as error:
+                    return json.dumps([finding.to_dict() for finding in error.findings])
+                return None
 
-        return self.tensors, self.identity, read
+            return told
+
+        apart = self.apart and (self.apart[0], telling(self.apart[1]))
+        return self.tensors, self.identity, telling(self.read), apart
 
 
 @dataclass

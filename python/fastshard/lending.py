@@ -61,6 +61,10 @@ class Lent:
             of_rank.setdefault(rank, []).append(path)
         return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
+    def about(self, words: Mapping[str, Any]) -> str:
+        """What a run is known by later: what each rank was asked for, and its files as they are now. JSON."""
+        return json.dumps({"asked": self.asked(words), "stamps": self._meeting.core.stamps()})
+
     def told(self) -> Finding:
         """How many bytes went by way of the destination, for rank 0."""
         lent = self._meeting.core.lent()

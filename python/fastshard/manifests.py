@@ -130,7 +130,7 @@ class Expected:
         document = read(path)
         named = {file["name"] for file in tensor_files(document)}
         have = {file["path"] for file in checkpoint.files}
-        about = published.compare(path, document, checkpoint)
+        about = published.compare(path, document, checkpoint, run)
         if self.manifest is None:
             # Found by itself: a tokenizer that was added or a config that was edited is the user's business.
             about = [replace(f, severity="warning") if f.severity == "error" else f for f in about]

@@ -114,14 +114,25 @@ def settled(checkpoint: Checkpoint) -> bool:
     return len(list(_held(checkpoint))) == len(checkpoint.listing.roots)
 
 
-def compared(checkpoint: Checkpoint, part: tuple[int, int] = (1, 1)) -> list[Finding]:
-    """What of the pieces is not as their hosts have read it; of part n of t of the pieces.
+def compared(
+    checkpoint: Checkpoint, part: tuple[int, int], run: dict[str, Any], bar: Progress
+) -> list[Finding]:
+    """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several processes see all,
+    else of those that lie here.
+
+    Args:
+        checkpoint: what the pieces were opened as.
+        part: which of the pieces.
+        run: options of an engine run.
+        bar: shows how far the reading is.
 
     Raises:
         FastshardError: ``FS518`` for a manifest that cannot be read.
     """
     held = dict(_held(checkpoint))
     several = len(checkpoint.listing.roots) > 1
+    elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_elsewhere(root)}
+    phase = bar.phase("comparing the parts") if held else None
     findings = [
         Finding.of(
             "FS518",
@@ -133,12 +144,14 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int] = (1, 1)) -> list[Fin
         if held and index not in held
     ]
     for number, (index, path) in enumerate(held.items()):
-        if number % part[1] != part[0] - 1:
+        if index in elsewhere if elsewhere else number % part[1] != part[0] - 1:
             continue
         root = checkpoint.listing.roots[index]
         document: dict[str, Any] = read(path)
         try:
-            found = json.loads(_core.manifest_files(os.fspath(path), [os.fspath(root)]))
+            found = json.loads(
+                _core.manifest_files(os.fspath(path), [os.fspath(root)], json.dumps(run), phase)
+            )
         except _core.CoreError as error:
             raise from_core(error) from None
         named = {file["name"] for file in document["files"]}

@@ -60,8 +60,11 @@ def fits(document: dict[str, Any], plan: Plan) -> bool:
     return all(forms.get(t["name"]) == (t.get("dtype"), t.get("shape")) for t in document["tensors"])
 
 
-def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
-    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name.
+def compare(
+    path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: dict[str, Any]
+) -> list[Finding]:
+    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name; ``run`` are the
+    options of an engine run.
 
     Nothing where the manifest is about another folder, or CKPT names one file alone.
 
@@ -76,7 +79,8 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> lis
     # Parts of one result may lie in several folders.
     roots = [os.fspath(root) for root in [listing.roots[index], *listing.roots]]
     try:
-        findings = [Finding.from_dict(f) for f in json.loads(_core.manifest_files(os.fspath(path), roots))]
+        differing = _core.manifest_files(os.fspath(path), roots, json.dumps(run))
+        findings = [Finding.from_dict(f) for f in json.loads(differing)]
     except _core.CoreError as error:
         raise from_core(error) from None
     # An inventory is of the files that were read, and the manifests of older versions list no others.

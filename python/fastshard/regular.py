@@ -94,7 +94,7 @@ def opened(
     """
     name = label or os.fspath(path)
     try:
-        _core.bring(path, most)
+        _core.bring(path, 0, most)
     except ValueError as error:
         raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
     except _core.CoreError as error:

@@ -108,6 +108,11 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
+def is_of(name: str) -> bool:
+    """True for the name of a file of a tokenizer."""
+    return name in NAMES or name.endswith(_TIKTOKEN)
+
+
 def _kind(name: str) -> str | None:
     """What a file holds by its name, if that is a vocabulary."""
     return "tiktoken" if name.endswith(_TIKTOKEN) else _VOCABULARIES.get(name)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _core, budget, pieces, published, regular
+from . import _core, budget, companions, pieces, published, regular
 from .checkpoint import Checkpoint
-from .convert import Source, _opened
+from .convert import Source, _opened, along
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
@@ -32,6 +32,7 @@ from .progress import Progress, Report
 from .request import Request
 from .stats import TensorStats, gather
 from .tensor import Tensor
+from .tokenizer import find as find_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,15 +88,20 @@ def verify(
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
+    if len(checkpoint.listing.roots) > 1:
+        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
+        findings += companions.differing(
+            checkpoint.listing, (Path(p) for name, p in with_it if name != "config.json")
+        )
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
     if path is not None or pieces.settled(checkpoint):
         # The manifest states what must exist, and where.
         findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
-    findings += pieces.compared(checkpoint, subset or (1, 1))
     try:
         with Progress(progress) as bar:
+            findings += pieces.compared(checkpoint, subset or (1, 1), run, bar)
             # Replicas and duplicates can only be judged over tensors that are whole.
             text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
@@ -132,7 +138,7 @@ def _against(
 ) -> list[Finding]:
     """Findings about what is not as the manifest at ``path`` has it."""
     document = read(path)
-    findings = published.compare(path, document, checkpoint)
+    findings = published.compare(path, document, checkpoint, run)
     named = {file["name"] for file in tensor_files(document)}
     own = published.root_of(path, document, checkpoint) is not None
     if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:

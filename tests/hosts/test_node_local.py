@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benches"))
 import fastshard
 import neox
 from helpers import FIXTURES, NEOX, cli
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(
     can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
@@ -293,6 +294,103 @@ def test_a_file_that_several_hosts_have_must_be_the_same(place: Path) -> None:
     assert not (place / "out2").exists()
 
 
+def test_what_says_how_a_checkpoint_is_read_must_be_the_same_everywhere(place: Path) -> None:
+    hf = FIXTURES / "sharded/hf_sharded"
+    parts = divided(hf, place, 2, texts_everywhere)
+    config = json.loads((parts[1] / "config.json").read_text())
+    # Where it was loaded from is no difference.
+    (parts[1] / "config.json").write_text(json.dumps({**config, "_name_or_path": "/scratch/1"}))
+    assert [code for code, _, _ in OnDisks(parts).run("merge", place / "out")] == [0, 0]
+    (parts[1] / "config.json").write_text(json.dumps({**config, "rope_theta": 17.0}))
+    for code, _, err in OnDisks(parts).run("merge", place / "out2"):
+        assert code == 1 and "FS110" in err and "node1" in err and "--config" in err, err
+    given = ["--config", parts[0] / "config.json"]
+    assert [code for code, _, _ in OnDisks(parts).run("merge", place / "out2", *given)] == [0, 0]
+    assert (place / "out2/config.json").read_bytes() == (hf / "config.json").read_bytes()
+    (parts[1] / "generation_config.json").write_text("{}")
+    for code, _, err in OnDisks(parts).run("merge", place / "out3", *given):
+        assert code == 1 and "FS110" in err and "generation_config.json" in err, err
+    assert not (place / "out3").exists() and hidden(place) == []
+
+
+#: Links the file named first elsewhere, once the checkpoint is planned and before any of it is made.
+LINKED = """
+import os, sys
+from fastshard.cli import main
+convert = sys.modules["fastshard.convert"]
+def linked(*arguments, prepared=convert.prepared):
+    job = prepared(*arguments)
+    os.link(sys.argv[1], sys.argv[2])
+    return job
+convert.prepared = linked
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
+    """It is all that is seen of content whose time was set back, and nobody reads the files of all hosts again."""
+    # Whole tensors on each host: nobody lends anything of them.
+    parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
+    for linked in (0, 1):
+        line = ["--world", 2, "--timeout", 30, "--node-local"]
+        file = next(parts[linked].glob("*.safetensors"))
+        started = []
+        for rank, part in enumerate(parts):
+            run = ["-c", LINKED, file, place / f"link{rank}"] if rank == linked else ["-m", "fastshard"]
+            argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
+            started.append(Host(f"node{rank}").start(argv))
+        for code, _, err in ended(started):
+            assert code == 1 and "FS506" in err and file.name in err and f"node{linked}" in err, err
+            assert "--resume continues" not in err, err
+        assert not (place / "out").exists()
+        # What was made of it may be of other content.
+        for code, _, err in OnDisks(parts).run("merge", place / "out", "--resume"):
+            assert code == 2 and "FS508" in err and "status" in err, err
+        [left] = hidden(place)
+        shutil.rmtree(place / left)
+    assert [code for code, _, _ in OnDisks(parts).run("merge", place / "out")] == [0, 0]
+    assert hidden(place) == []
+
+
+def test_pieces_are_compared_where_they_lie(place: Path) -> None:
+    """Three pieces on two hosts: none of them is sent whole to be hashed elsewhere."""
+    model = place / "model"
+    model.mkdir()
+    names = {f"layer{i}": f"model-{i:05}-of-00003.safetensors" for i in range(3)}
+    for seed, (name, file) in enumerate(names.items()):
+        values = torch.rand(1024, 512, generator=torch.Generator().manual_seed(seed))
+        save_file({name: values}, model / file, metadata={"format": "pt"})
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    held = divided(model, place / "held", 3, texts_everywhere)
+    disks = [place / "disk0", place / "disk1"]
+    for disk in disks:
+        disk.mkdir()
+    for number, part in enumerate(held):
+        ran = cli("piece", part, disks[number % 2] / f"piece{number}")
+        assert ran.code == 0, ran.err
+    line = ["--world", 2, "--timeout", 30, "--node-local"]
+
+    def run(out: Path) -> list[tuple[int, str, str]]:
+        return ended(
+            [
+                Host(f"node{rank}").fastshard("merge", *sorted(disk.iterdir()), out, "--rank", rank, *line)
+                for rank, disk in enumerate(disks)
+            ]
+        )
+
+    ran = run(place / "out")
+    assert [code for code, _, _ in ran] == [0, 0], ran
+    whole = sum(file.stat().st_size for file in held[0].parent.rglob("*.safetensors"))
+    assert bytes_told(ran[0][1]) < whole // 8, (ran, whole)
+    damaged = next((disks[1] / "piece1").glob("*.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    for code, _, err in run(place / "out2"):
+        assert code == 1 and "FS308" in err and damaged.name in err and "node1" in err, err
+    assert not (place / "out2").exists() and hidden(place) == []
+
+
 def test_two_steps_are_no_checkpoint(place: Path) -> None:
     parts = divided(NEOX, place, 2, texts_everywhere)
     [step] = parts[1].glob("global_step*")
@@ -303,12 +401,72 @@ def test_two_steps_are_no_checkpoint(place: Path) -> None:
     assert not (place / "out").exists() and hidden(place) == []
 
 
-def test_stores_are_not_read_from_another_hosts_disk(place: Path) -> None:
-    store = FIXTURES / "orbax/mp2_local_BROKEN_063_zarr3"
-    parts = [shutil.copytree(store / name, place / name) for name in ("node0", "node1")]
+ORBAX = FIXTURES / "orbax"
+
+
+def of_nodes(name: str) -> Callable[[Path], list[Path]]:
+    """What each process of a run that saved without a shared disk left on its own."""
+    return lambda place: [
+        shutil.copytree(node, place / node.name) for node in sorted((ORBAX / name).glob("node*"))
+    ]
+
+
+def of_files(name: str) -> Callable[[Path], list[Path]]:
+    """A store of one process whose files lie on three disks: each has some of the chunks of each array."""
+    return lambda place: divided(ORBAX / name, place, 3, texts_everywhere)
+
+
+STORES: dict[str, tuple[Callable[[Path], list[Path]], list[str]]] = {
+    # maxtext#887: process 0 has committed what it saw, the other's chunks lie in a temporary directory of its own.
+    "ocdbt": (of_nodes("mp2_local_BROKEN_063_zarr3"), ["merge"]),
+    "ocdbt of the newest": (of_nodes("mp2_local_BROKEN_0128_zarr3_primarynone"), ["merge"]),
+    "plain zarr": (of_files("paxml_gpt3_micro_weights"), ["merge"]),
+    "to a store": (of_files("paxml_gpt3_micro_weights"), ["convert", "--to", "maxtext"]),
+    "to orbax": (of_nodes("mp2_local_BROKEN_063_zarr3"), ["convert", "--to", "orbax"]),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_stores_on_several_disks(name: str, place: Path) -> None:
+    disks, verb = STORES[name]
+    parts = disks(place)
+    alone, out = place / "alone", place / "out"
+    ran = cli(verb[0], *parts, alone, *verb[1:])
+    on = OnDisks(parts)
+    told = on.run(verb[0], out, *verb[1:])
+    assert [code for code, _, _ in told] == [ran.code] * len(parts), told
+    assert ran.code == 0, ran.out
+    assert list(on.temporary.iterdir()) == [] and hidden(place) == []
+    if "--to" in verb:
+        # How a store divides its bytes into files is its own affair.
+        assert fastshard.diff(out, alone) == []
+        made, expected = (json.loads((f / "fastshard.manifest.json").read_text()) for f in (out, alone))
+        assert made["tensors"] == expected["tensors"] != []
+    else:
+        assert unnamed(content(out)) == unnamed(content(alone))
+
+
+def test_a_chunk_that_no_host_has_is_missing_on_all(place: Path) -> None:
+    parts = of_files("paxml_gpt3_micro_weights")(place)
+    chunks = [p for part in parts for p in part.rglob("*") if p.is_file() and not p.name.startswith(".")]
+    max(chunks, key=lambda p: p.stat().st_size).unlink()
     for code, _, err in OnDisks(parts).run("merge", place / "out"):
-        assert code == 2 and "FS514" in err and "rsync" in err, err
+        assert code == 3 and ("FS111" in err or "FS106" in err), err
     assert not (place / "out").exists()
+
+
+def test_a_damaged_chunk_is_never_taken_for_zeros(place: Path) -> None:
+    """Of a store that lies elsewhere nothing is read but what was brought."""
+    parts = of_nodes("mp2_local_BROKEN_063_zarr3")(place)
+    [data] = [max(part.rglob("d/*"), key=lambda p: p.stat().st_size) for part in parts[1:]]
+    held = bytearray(data.read_bytes())
+    held[len(held) // 4 : len(held) // 2] = bytes(len(held) // 2 - len(held) // 4)
+    data.write_bytes(held)
+    alone = cli("merge", *parts, place / "alone")
+    for code, _, err in OnDisks(parts).run("merge", place / "out"):
+        assert code == alone.code, err
+    if alone.code == 0:
+        assert unnamed(content(place / "out")) == unnamed(content(place / "alone"))
 
 
 def test_one_process_has_nobody_to_borrow_from(tmp_path: Path) -> None:

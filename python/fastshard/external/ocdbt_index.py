@@ -5,7 +5,7 @@ source: tensorstore/kvstore/ocdbt/index.rst (format), dump_util.cc (the JSON of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,13 +19,19 @@ _MAX_NODE = 256 << 20
 Place = tuple[str, int, int]
 
 
-def walk(library: Any, base: dict[str, Any], sizes: Mapping[str, int]) -> Iterator[tuple[str, Place | None]]:
+def walk(
+    library: Any,
+    base: dict[str, Any],
+    sizes: Mapping[str, int],
+    bring: Callable[[Place], None] = lambda place: None,
+) -> Iterator[tuple[str, Place | None]]:
     """Keys of the newest version, in order, and where their values lie; None for values in the index itself.
 
     Args:
         library: the module tensorstore.
         base: spec of the folder.
         sizes: files below it that may be read, with their sizes in bytes.
+        bring: called with the place of each node before it is read.
 
     Raises:
         ValueError: for an index that is malformed, leads to files that may not be read, or is larger than any run's.
@@ -50,6 +56,7 @@ def walk(library: Any, base: dict[str, Any], sizes: Mapping[str, int]) -> Iterat
         if why := unreadable(place, sizes):
             raise ValueError(f"a node of its tree cannot be read: {why}")
         below = []
+        bring(place)
         for entry in library.ocdbt.dump(store, location).result()["entries"]:
             if "location" in entry:
                 below.append((entry["location"], prefix + entry["subtree_common_prefix"]))

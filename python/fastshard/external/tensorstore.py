@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from .. import _core, budget
 from ..errors import FastshardError
 from . import ocdbt_index
 from .dtypes import numpy_dtype
+from .lent import Lent
 
 #: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
 #: chunk otherwise. In bytes where no budget is stated, at least, and at most.
@@ -33,6 +33,8 @@ class Box(NamedTuple):
     """A box of an array, and how the array is stored."""
 
     name: str
+    #: The key of the chunk that it lies in.
+    key: str
     #: TensorStore's name of it: ``zarr`` or ``zarr3``.
     driver: str
     metadata: dict[str, Any]
@@ -89,28 +91,13 @@ def new_context() -> Any:
     )
 
 
-def refuse_elsewhere(paths: Iterable[Path]) -> None:
-    """Refuses stores of which a part lies on another host's disk: TensorStore reads files, and what stands for others is empty.
-
-    Raises:
-        FastshardError: ``FS514``.
-    """
-    for path in paths:
-        if _core.is_elsewhere(path):
-            raise FastshardError.of(
-                "FS514",
-                "a store on several hosts' disks: stores are read by a library that knows files alone",
-                file=os.fspath(path),
-                help="copy each host's directory to one that sees all (rsync -a), name each as a CKPT, and run without --node-local",
-            )
-
-
 class Store:
     """A directory with arrays: their folders, or an OCDBT database that holds them."""
 
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
-        refuse_elsewhere([path])
         self._ts = library()
+        #: Its files, if they lie on another host's disk.
+        self.lent = Lent(path, ocdbt=ocdbt) if _core.is_elsewhere(path) else None
         self.label = label
         # TensorStore takes no path with `..` in it.
         self._folder = f"{path.resolve()}/"
@@ -151,15 +138,25 @@ class Store:
             sizes: files below the store's folder that may be read, with their sizes in bytes.
         """
         base = {"driver": "file", "path": self._folder}
+        bring = self.lent.bring if self.lent else lambda place: None
         there: list[str] = []
         lost: dict[str, str] = {}
-        for key, place in self._wait(lambda: list(ocdbt_index.walk(self._ts, base, sizes))):
+        places = {}
+        for key, place in self._wait(lambda: list(ocdbt_index.walk(self._ts, base, sizes, bring))):
             why = place and ocdbt_index.unreadable(place, sizes)
             if why:
                 lost[key] = why
             else:
                 there.append(key)
+                if self.lent and place:
+                    places[key] = place
+        if self.lent:
+            self.lent.placed(places)
         return there, lost
+
+    def _held(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """The value of a key, where its files lie on another host."""
+        return self.lent.held(key) if self.lent else contextlib.nullcontext()
 
     def read(self, key: str, limit: int | None = None) -> bytes:
         """The value of a key as it is stored.
@@ -167,7 +164,8 @@ class Store:
         Raises:
             FastshardError: ``FS601`` if it cannot be read or has more than ``limit`` bytes.
         """
-        value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
+        with self._held(key):
+            value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
         if limit is not None and len(value) > limit:
             raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self.label, tensor=key)
         return value
@@ -215,10 +213,12 @@ class Store:
         stored = self._view(box)
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
         target = self._ts.array(np.frombuffer(view, stored.dtype.numpy_dtype).reshape(box.extent))
-        self._wait(lambda: target.write(stored).result(), box.name)
+        with self._held(box.key):
+            self._wait(lambda: target.write(stored).result(), box.name)
 
     def decoded(self, box: Box) -> bytes:
         """The same as bytes."""
         stored = self._view(box)
-        found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()
+        with self._held(box.key):
+            found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()
         return found

@@ -15,7 +15,7 @@ from .._core import Table
 from ..configs import shown
 from ..declared import Source, is_state
 from ..discover import Listing
-from ..errors import FastshardError, Finding
+from ..errors import FastshardError, Finding, raise_errors
 from ..models import config_json, huggingface
 from ..naming.wrappers import wrapped
 from .base import Options
@@ -40,7 +40,7 @@ def config_of(
         above: whether to look above the checkpoint too.
 
     Raises:
-        FastshardError: ``FS211`` if it is not a JSON object.
+        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ on it.
     """
     if options.config is not None:
         path = Path(options.config_path) if options.config_path else None
@@ -57,6 +57,7 @@ def config_of(
         raise FastshardError.of("FS211", f"not valid JSON: {error}", file=label) from None
     if not isinstance(config, dict):
         raise FastshardError.of("FS211", "config.json is not an object", file=label)
+    raise_errors(companions.differing(listing, [path]))
     return config, path
 
 

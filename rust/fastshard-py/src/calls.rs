@@ -86,7 +86,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
         };
         if let Err(error) = signals.and(drawn).and(told) {
             control.cancel.store(true, Ordering::Relaxed);
-            fastshard::storage::elsewhere::interrupt();
+            fastshard::storage::elsewhere::interrupt(std::thread::current().id());
             stopped.get_or_insert(error);
         }
         if ended {

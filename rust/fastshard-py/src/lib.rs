@@ -739,9 +739,19 @@ fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) ->
 
 /// Findings about the files below `roots` that `manifest` lists and that hold no tensors, as JSON.
 #[pyfunction]
-fn manifest_files(py: Python<'_>, manifest: PathBuf, roots: Vec<PathBuf>) -> PyResult<String> {
-    let compare = || verify::files(&Manifest::read(&manifest)?, &roots);
-    to_json(&py.detach(compare).map_err(raise)?)
+#[pyo3(signature = (manifest, roots, options, progress=None))]
+fn manifest_files(
+    py: Python<'_>,
+    manifest: PathBuf,
+    roots: Vec<PathBuf>,
+    options: &str,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<String> {
+    let threads = RunOptions::parse(options)?.threads;
+    let compared = run(py, progress, move |control| {
+        verify::files(&Manifest::read(&manifest)?, &roots, threads, control)
+    });
+    to_json(&compared.settle(None)?)
 }
 
 /// The entry of a file without tensors in a manifest, as JSON.
@@ -783,6 +793,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::storage_of, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::is_elsewhere, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::bring, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::let_go, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::will_read, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;

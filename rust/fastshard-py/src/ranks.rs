@@ -103,10 +103,10 @@ impl Meeting {
         folder: PathBuf,
     ) -> PyResult<String> {
         let roots: Vec<Root> = serde_json::from_str(roots).map_err(json_error)?;
-        let inner = self.inner()?;
+        let (inner, by) = (self.inner()?, std::thread::current().id());
         let begun = run(py, None, move |control| {
             let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
-            Lending::begin(&inner, roots, &files, &folder, &go_on)
+            Lending::begin(&inner, roots, &files, &folder, by, &go_on)
         });
         let lending = begun.settle(None)?;
         let told: Vec<_> = lending
@@ -118,6 +118,12 @@ impl Meeting {
             .collect();
         *self.lending.lock().unwrap_or_else(PoisonError::into_inner) = Some(lending);
         to_json(&told)
+    }
+
+    /// A digest of what each rank has, as it was when the ranks met.
+    fn stamps(&self) -> Vec<String> {
+        let lending = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
+        lending.as_ref().map(|lending| lending.stamps().to_vec()).unwrap_or_default()
     }
 
     /// Bytes that each rank has lent by now.
@@ -263,14 +269,26 @@ pub(crate) fn is_elsewhere(path: PathBuf) -> bool {
     elsewhere::is_elsewhere(&path)
 }
 
-/// Fills the file at `path` with the first `most` bytes of what it stands for, if it does, for readers that know files
+/// Fills bytes `lo..hi` of the file at `path` with those of what it stands for, if it does, for readers that know files
 /// alone.
 #[pyfunction]
-pub(crate) fn bring(py: Python<'_>, path: PathBuf, most: u64) -> PyResult<()> {
+pub(crate) fn bring(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
     if !elsewhere::is_elsewhere(&path) {
         return Ok(());
     }
-    run(py, None, move |_| elsewhere::bring(&path, most)).settle(None)
+    run(py, None, move |_| elsewhere::bring(&path, lo, hi)).settle(None)
+}
+
+/// Lets go of what was brought.
+#[pyfunction]
+pub(crate) fn let_go(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
+    py.detach(|| elsewhere::let_go(&path, lo, hi)).map_err(raise)
+}
+
+/// Says that bytes `lo..hi` of what the file at `path` stands for will be read.
+#[pyfunction]
+pub(crate) fn will_read(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
+    py.detach(|| elsewhere::will_read(&path, lo, hi)).map_err(raise)
 }
 
 /// The storage that a path lies on, for people.

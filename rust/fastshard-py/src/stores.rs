@@ -1,6 +1,7 @@
 //! Blocks of array stores, which Python decodes: the core asks for one at a time.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -14,11 +15,19 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
-/// (key, dtype, shape, bytes that decoding takes) of each block, what identifies the content, and the function that decodes.
-pub(crate) type Listed = (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>);
+/// The root of each block, and the function that sends for blocks: where some lie on other hosts.
+type Apart = (Vec<u32>, Py<PyAny>);
+
+/// (key, dtype, shape, bytes that decoding takes) of each block, what identifies the content, the function that decodes, and
+/// what there is to know of blocks on other hosts.
+pub(crate) type Listed = (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>, Option<Apart>);
 
 /// The store that a Python listing describes.
-pub(crate) fn store((blocks, identity, read): Listed) -> PyResult<Store> {
+pub(crate) fn store((blocks, identity, read, apart): Listed) -> PyResult<Store> {
+    let apart = apart.map(|(roots, send)| {
+        let keys = blocks.iter().map(|(key, ..)| key.clone());
+        (keys.zip(roots).collect(), send)
+    });
     let blocks: PyResult<Vec<_>> = blocks
         .into_iter()
         .map(|(key, dtype, shape, decoding)| {
@@ -27,13 +36,15 @@ pub(crate) fn store((blocks, identity, read): Listed) -> PyResult<Store> {
             Ok((key, dtype, shape, decoding))
         })
         .collect();
-    Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read }) })
+    Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read, apart }) })
 }
 
 /// Calls `read(key, buffer)`; it returns None, or a JSON array of findings.
 #[derive(Debug)]
 struct PythonReader {
     read: Py<PyAny>,
+    /// The root of each block, and `send(keys)`, which returns the same.
+    apart: Option<(HashMap<String, u32>, Py<PyAny>)>,
 }
 
 /// Blocks from this many bytes on have a mapping of their own: it is given back as a whole, while holes between
@@ -109,6 +120,23 @@ impl BlockReader for PythonReader {
                 return copied(py, &buffer).map_err(|error| failed(key, &error));
             }
             Ok(Box::new(buffer) as Box<dyn BlockBytes>)
+        })
+    }
+
+    fn root(&self, key: &str) -> Option<u32> {
+        self.apart.as_ref()?.0.get(key).copied()
+    }
+
+    fn lie_apart(&self) -> bool {
+        self.apart.is_some()
+    }
+
+    fn will_read(&self, keys: &[&str]) -> Result<()> {
+        let (Some((_, send)), Some(first)) = (&self.apart, keys.first()) else { return Ok(()) };
+        Python::attach(|py| {
+            let told = send.call1(py, (keys.to_vec(),));
+            let told = told.and_then(|told| told.extract::<Option<String>>(py));
+            findings_of(told.map_err(|error| failed(first, &error))?).map_or(Ok(()), Err)
         })
     }
 }

@@ -73,6 +73,24 @@ pub trait BlockReader: Debug + Send + Sync {
     /// # Errors
     /// Whatever keeps the block from being read whole.
     fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>>;
+
+    /// The root of the sources that holds block `key`, where some lie on other hosts.
+    fn root(&self, _key: &str) -> Option<u32> {
+        None
+    }
+
+    /// True if some blocks lie on other hosts.
+    fn lie_apart(&self) -> bool {
+        false
+    }
+
+    /// Says that blocks will be read, in this order: those on other hosts are sent for.
+    ///
+    /// # Errors
+    /// What keeps that from being said.
+    fn will_read(&self, _keys: &[&str]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A source file: opened once, read through one descriptor, never written.
@@ -242,6 +260,11 @@ impl SourceFile {
             n if n == len => Ok(block),
             n => Err(self.changed(format!("{len} bytes in {key}"), n)),
         }
+    }
+
+    /// The reader of its blocks, for a file that stands for a store of which some blocks lie on other hosts.
+    pub fn blocks_apart(&self) -> Option<&dyn BlockReader> {
+        self.blocks.as_deref().filter(|reader| reader.lie_apart())
     }
 
     /// Path as given.
@@ -417,6 +440,17 @@ impl SourceFile {
             .expected("the change time of the start", "a newer one")
             .help("permissions or links do no harm; if it was written to and its time set back, run again");
         Ok(Some(finding))
+    }
+
+    /// Errors where [`Self::touched`] warns: for files that nobody can read again to tell whether their content is the same.
+    ///
+    /// # Errors
+    /// `FS506`.
+    pub fn untouched(&self) -> Result<()> {
+        self.unchanged()?;
+        let Some(finding) = self.touched()? else { return Ok(()) };
+        let help = "permissions or links do no harm, and nobody reads the files of all hosts again to tell: leave them as they are until the run has ended, then run again";
+        Err(finding.severity(Severity::Error).help(help).into())
     }
 
     fn changed(&self, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> Error {

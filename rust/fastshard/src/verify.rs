@@ -1,6 +1,7 @@
 //! Verifying: the content of a checkpoint against itself and against a manifest.
 
 mod published;
+mod whole;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;

@@ -233,18 +233,22 @@ fn resumable(error: Error, folder: &Path) -> Error {
     if findings.iter().any(|f| f.code == codes::PUBLISH_CONFLICT) {
         return Error::from(findings); // It says itself where things are.
     }
-    let way = format!(
-        "nothing was published; the same command with --resume continues, or remove {}",
-        folder.display()
-    );
+    let way = |f: &Finding| match f.code {
+        // Of the sources as they are now it is another run.
+        codes::SOURCE_CHANGED => format!("nothing was published; remove {}", folder.display()),
+        _ => format!(
+            "nothing was published; the same command with --resume continues, or remove {}",
+            folder.display()
+        ),
+    };
     // Where another process is at work it may have published, and its folder is not to be removed. What another rank
     // stopped for says it already.
-    let says = |f: &Finding| f.help.as_ref().is_some_and(|help| help.ends_with(&way));
+    let says = |f: &Finding| f.help.as_ref().is_some_and(|help| help.ends_with(&way(f)));
     let told = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED && !says(f);
     for f in findings.iter_mut().filter(told) {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
-            Some(help) => format!("{help}; {way}"),
-            None => way.clone(),
+            Some(help) => format!("{help}; {}", way(f)),
+            None => way(f),
         });
     }
     Error::from(findings)
@@ -537,6 +541,7 @@ fn read_again(
     if !touched(&report) {
         return Ok(report);
     }
+    only_read(files)?;
     let options = engine::Options { stats: Level::Nothing, encodes: 0, ..options.clone() };
     for _ in 0..MOST_READINGS {
         let before = files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()?;
@@ -571,6 +576,15 @@ fn read_again(
         }
     }
     Ok(report)
+}
+
+/// Errors if the status of a file alone changed, where some lie on other hosts: these would give what they have lent once
+/// more, which proves nothing.
+fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
+    match files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some()) {
+        true => files.iter().try_for_each(|file| file.untouched()),
+        false => Ok(()),
+    }
 }
 
 /// Removes what an interrupted run left and this one does not write, and voids what the journal says of

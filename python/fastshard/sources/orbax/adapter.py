@@ -86,7 +86,8 @@ class Orbax:
         elided = verdict.elided if verdict.verdict == completeness.INCOMPLETE else verdict.missing
         reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
         anchor = _anchor(listing, places)
-        blocks = Blocks(tensors, reader, _identity(listing, places))
+        apart = ([reader.root(key) for key, *_ in tensors], reader.send) if reader.lies_apart else None
+        blocks = Blocks(tensors, reader, _identity(listing, places), apart)
         notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
         paxml = not places[0].ocdbt and tree is None
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"

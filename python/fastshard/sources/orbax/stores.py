@@ -81,10 +81,8 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         names: arrays that there must be.
 
     Raises:
-        FastshardError: for stores that cannot be read (``FS514``: on several hosts' disks), and arrays that two hosts describe
-            differently.
+        FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
     """
-    tensorstore.refuse_elsewhere(listing.roots)
     union = Union([])
     context = tensorstore.new_context()
     for place in places:
@@ -251,8 +249,9 @@ class Reader:
         holders = self._union.holders(key)
         chunk = key[len(array.name) + 1 :]
         try:
-            self._compare(array, key, lo, extent, holders)
-            holders[0].store.decode(self._box(array, lo, extent), view)
+            box = self._box(array, key, lo, extent)
+            self._compare(box, holders)
+            holders[0].store.decode(box, view)
         except FastshardError as error:
             told = (replace(f, message=f"chunk {chunk}: {f.message}") for f in error.findings)
             raise error_for(list(told)) from None
@@ -265,39 +264,59 @@ class Reader:
                 help="wait until nothing changes the checkpoint, then run again",
             )
 
-    def _box(self, array: Array, lo: list[int], extent: list[int]) -> tensorstore.Box:
+    def _box(self, array: Array, key: str, lo: list[int], extent: list[int]) -> tensorstore.Box:
         driver = "zarr" if array.zarr == 2 else "zarr3"
         # Parts of a shard may be absent.
         sparse = array.partial and not self._stores_fill
-        return tensorstore.Box(array.name, driver, array.metadata, array.dtype, sparse, lo, extent)
+        return tensorstore.Box(array.name, key, driver, array.metadata, array.dtype, sparse, lo, extent)
 
-    def _compare(self, array: Array, key: str, lo: list[int], extent: list[int], holders: list[Held]) -> None:
+    def _compare(self, box: tensorstore.Box, holders: list[Held]) -> None:
         with self._lock:
-            if len(holders) == 1 or key in self._same:
+            if len(holders) == 1 or box.key in self._same:
                 return
         first = holders[0]
-        raw = first.store.read(key)
+        raw = first.store.read(box.key)
         alike = True
         for other in holders[1:]:
-            if other.store.read(key) == raw:
+            if other.store.read(box.key) == raw:
                 continue
             # What was compared is this block; a chunk may have others.
             alike = False
             # Compressed anew the bytes may be others and the elements the same.
-            box = self._box(array, lo, extent)
             one, two = (h.store.decoded(box) for h in (first, other))
             if one != two:
                 raise FastshardError.of(
                     "FS302",
                     "two hosts hold different elements",
                     file=other.label,
-                    tensor=array.name,
+                    tensor=box.name,
                     expected=f"the same as in {first.label}",
                     help="give the directories of one save only; if the run let replicas drift, leave one host's directory out",
                 )
         if alike:
             with self._lock:
-                self._same.add(key)
+                self._same.add(box.key)
+
+    def root(self, block: str) -> int:
+        """The root that holds a block; the first one for what nobody has to read."""
+        _, _, _, key = self.blocks[block]
+        return 0 if key is None else self._union.holders(key)[0].place.root
+
+    def send(self, blocks: Iterable[str]) -> None:
+        """Sends for blocks on other hosts.
+
+        Raises:
+            FastshardError: what keeps that from being said.
+        """
+        for key in dict.fromkeys(self.blocks[block][3] for block in blocks):
+            for held in self._union.holders(key) if key is not None else ():
+                if key is not None and held.store.lent:
+                    held.store.lent.send(key)
+
+    @property
+    def lies_apart(self) -> bool:
+        """True if some stores lie on other hosts' disks."""
+        return any(held.store.lent for held in self._union.held)
 
 
 def listed(

@@ -3,12 +3,14 @@
 //! The share is made once without reading: what its tiles would read is noted, and no byte is looked at. So what is sent
 //! for is what will be read, whatever the layout; what this leaves out is sent for when it is read.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use super::checksums::Checksums;
 use super::gather::Sources;
+use super::share::{reaches, Reach};
 use super::tile::{self, Twins, Workspace};
 use super::{blobs_of, Control, Share};
 use crate::error::Result;
@@ -32,7 +34,8 @@ pub fn foresee(
     share: &Share,
     control: &Control,
 ) -> Result<()> {
-    if !files.iter().any(|file| file.is_elsewhere()) {
+    let lies_apart = |file: &SourceFile| file.is_elsewhere() || file.blocks_apart().is_some();
+    if !files.iter().any(|file| lies_apart(file)) {
         return Ok(());
     }
     let notes: Vec<Arc<Rehearsal>> =
@@ -42,6 +45,7 @@ pub fn foresee(
     let sources = Sources::new(plan, &rehearsed, PathBuf::new(), Checksums::none(plan), 0);
     let mut work = Workspace::new();
     let mut whole = vec![false; plan.blobs.len()];
+    let mut reached: Option<(u32, Vec<Reach>)> = None;
     let mut pending = 0;
     let send = |pending: &mut usize| -> Result<()> {
         *pending = 0;
@@ -52,25 +56,34 @@ pub fn foresee(
     };
     for run in &share.tiles {
         let output = &plan.outputs[run.output as usize];
+        let (start, end) = run.span(sizes[run.output as usize], output.nbytes());
         let blobs = blobs_of(plan, output);
-        if !blobs.iter().any(|b| files[plan.blobs[*b as usize].file as usize].is_elsewhere()) {
+        if !blobs.iter().any(|b| lies_apart(&files[plan.blobs[*b as usize].file as usize])) {
             continue;
         }
         // What is compressed cannot be read in part.
-        let compressed: Vec<u32> = blobs
-            .into_iter()
-            .filter(|b| plan.blobs[*b as usize].deflated || plan.blobs[*b as usize].encoded)
-            .collect();
-        for &blob in &compressed {
-            let about = &plan.blobs[blob as usize];
-            if about.deflated && !std::mem::replace(&mut whole[blob as usize], true) {
-                files[about.file as usize].will_read(&[(about.offset, about.offset + about.stored_len)])?;
+        let is_compressed = |b: u32| plan.blobs[b as usize].deflated || plan.blobs[b as usize].encoded;
+        if blobs.into_iter().any(is_compressed) {
+            if reached.as_ref().is_none_or(|(output, _)| *output != run.output) {
+                reached = Some((run.output, reaches(plan, output)));
             }
-        }
-        if !compressed.is_empty() {
+            let reaches = reached.iter().flat_map(|(_, reaches)| reaches);
+            let touched = reaches.filter(|reach| reach.meets(start, end) && is_compressed(reach.blob));
+            let mut blocks: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
+            for blob in touched.map(|reach| reach.blob as usize) {
+                let about = &plan.blobs[blob];
+                let file = &files[about.file as usize];
+                match &about.member {
+                    _ if std::mem::replace(&mut whole[blob], true) => {}
+                    Some(key) if about.encoded => blocks.entry(about.file).or_default().push(key),
+                    _ => file.will_read(&[(about.offset, about.offset + about.stored_len)])?,
+                }
+            }
+            for (file, keys) in blocks {
+                files[file as usize].blocks_apart().map_or(Ok(()), |store| store.will_read(&keys))?;
+            }
             continue;
         }
-        let (start, end) = run.span(sizes[run.output as usize], output.nbytes());
         let mut at = start;
         while at < end {
             if control.cancel.load(Ordering::Relaxed) {

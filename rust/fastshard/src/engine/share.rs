@@ -1,12 +1,14 @@
 //! How a plan's work is divided among processes: runs of tiles of equal size in bytes, and of paddings to look at.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::{budget, release, Options};
 use crate::error::Result;
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
+use crate::storage::SourceFile;
 
 /// Tiles `first..end` of one output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,26 +120,37 @@ pub fn divide(plan: &Plan, sizes: &[u64], tiles: &[TileRun], parts: usize) -> Ve
 }
 
 /// Divides runs of tiles among ranks so that each makes what lies on its own disk: `ranks` has one for each root of the
-/// plan's sources, `parts` of them. A tile whose bytes lie on several goes to the one that has most of it.
-pub fn divide_near(plan: &Plan, sizes: &[u64], tiles: &[TileRun], ranks: &[u32], parts: usize) -> Vec<Share> {
+/// plan's sources, which are `files`, `parts` of them. A tile whose bytes lie on several goes to the one that has most of it.
+pub fn divide_near(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    sizes: &[u64],
+    tiles: &[TileRun],
+    ranks: &[u32],
+    parts: usize,
+) -> Vec<Share> {
     let mut shares = vec![Share::default(); parts];
     let mut loads = vec![0u64; parts];
     let rank_of = |blob: u32| {
-        let file = plan.blobs[blob as usize].file;
-        let root = plan.sources[file as usize].root;
+        let about = &plan.blobs[blob as usize];
+        let store = files.get(about.file as usize).and_then(|file| file.blocks_apart());
+        let root = store
+            .and_then(|store| store.root(about.member.as_deref()?))
+            .unwrap_or(plan.sources[about.file as usize].root);
         ranks.get(root as usize).map_or(0, |rank| (*rank as usize).min(parts - 1))
     };
     let mut held = vec![0.0f64; parts];
     for run in tiles {
         let output = &plan.outputs[run.output as usize];
         let (size, total) = (sizes[run.output as usize], output.nbytes());
-        let reaches = reaches(plan, output, &rank_of);
+        let reaches = reaches(plan, output);
+        let ranks: Vec<usize> = reaches.iter().map(|reach| rank_of(reach.blob)).collect();
         for tile in run.first..run.end {
             let (lo, hi) = (tile * size, ((tile + 1) * size).min(total));
             held.fill(0.0);
-            for reach in reaches.iter().filter(|reach| reach.lo < hi && reach.hi > lo) {
+            for (reach, &rank) in reaches.iter().zip(&ranks).filter(|(reach, _)| reach.meets(lo, hi)) {
                 let both = reach.hi.min(hi) - reach.lo.max(lo);
-                held[reach.rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
+                held[rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
             }
             // Where several have as much, whoever has least to do.
             let most = held.iter().copied().fold(0.0, f64::max) * 0.999;
@@ -161,26 +174,29 @@ pub fn divide_near(plan: &Plan, sizes: &[u64], tiles: &[TileRun], ranks: &[u32],
     shares
 }
 
-/// Bytes of an output that are made of what one rank has, and the range in which they lie.
-struct Reach {
-    rank: usize,
+/// Bytes of an output that are made of a blob, and the range in which they lie.
+pub(super) struct Reach {
+    pub(super) blob: u32,
     lo: u64,
     hi: u64,
     bytes: u64,
 }
 
-fn reaches(plan: &Plan, output: &Output, rank_of: &dyn Fn(u32) -> usize) -> Vec<Reach> {
+impl Reach {
+    pub(super) fn meets(&self, lo: u64, hi: u64) -> bool {
+        self.lo < hi && self.hi > lo
+    }
+}
+
+/// Which bytes of an output are made of which blobs, as far as can be told without reading.
+pub(super) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
     let mut found = Vec::new();
     for part in output.parts.iter().filter(|part| part.volume() > 0) {
         for &source in &part.sources {
             let stored = &plan.stored[source as usize];
             let mut add = |blob: u32, lo: &[u64], len: &[u64]| {
-                found.extend(reach(output, part, stored, lo, len).map(|(lo, hi, bytes)| Reach {
-                    rank: rank_of(blob),
-                    lo,
-                    hi,
-                    bytes,
-                }));
+                let reach = reach(output, part, stored, lo, len);
+                found.extend(reach.map(|(lo, hi, bytes)| Reach { blob, lo, hi, bytes }));
             };
             match &stored.pieces {
                 Pieces::View { blob, .. } => add(*blob, &vec![0; stored.shape.len()], &stored.shape),

@@ -26,7 +26,7 @@ pub fn is_plain(name: &str) -> bool {
 /// Opens a file that goes along with a result.
 pub(super) fn companion(path: &Path) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    elsewhere::bring(path, u64::MAX)?;
+    elsewhere::bring(path, 0, u64::MAX)?;
     // A pipe would keep the run waiting for ever.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);

@@ -26,7 +26,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
@@ -76,6 +76,8 @@ struct Listed {
     path: String,
     size: u64,
     mtime_ns: i64,
+    /// Time of the last change of content or status: it tells content whose time was set back from what it was.
+    ctime_ns: i64,
 }
 
 /// All that a rank has.
@@ -105,6 +107,7 @@ pub struct Lending {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     sources: Vec<Source>,
+    stamps: Vec<String>,
     standing: Option<Standing>,
 }
 
@@ -207,7 +210,8 @@ pub(super) fn is_ours(name: &str) -> bool {
 
 impl Lending {
     /// Lends `files` (root and relative path) below `roots`, and makes folders below `folder`, which is empty, that stand
-    /// for the roots of the other ranks. Returns once all have said what they have.
+    /// for the roots of the other ranks. Returns once all have said what they have. What the user stops in thread `by` is
+    /// this too.
     ///
     /// # Errors
     /// What keeps a file from being looked at; what another rank stopped for.
@@ -216,6 +220,7 @@ impl Lending {
         roots: Vec<Root>,
         files: &[(u32, String)],
         folder: &Path,
+        by: ThreadId,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Lending> {
         let table = meeting.folder();
@@ -236,11 +241,16 @@ impl Lending {
             lent: AtomicU64::new(0),
             broken: OnceLock::new(),
         });
-        let mut lending =
-            Lending { shared: Arc::clone(&shared), thread: None, sources: Vec::new(), standing: None };
+        let mut lending = Lending {
+            shared: Arc::clone(&shared),
+            thread: None,
+            sources: Vec::new(),
+            stamps: Vec::new(),
+            standing: None,
+        };
         let host = super::process::Process::own().host;
         let told = Told { host, roots };
-        let owner = Owner::begin(&shared, &told, files)?;
+        let (owner, listed) = Owner::begin(&shared, &told, files)?;
         let pause = LOOK * shared.world.div_ceil(MANY);
         let turns = move || {
             let (mut owner, mut pauses) = (owner, Pauses::new(pause));
@@ -261,16 +271,22 @@ impl Lending {
         let all = shared.wait_for_lists(go_on)?;
         let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
         lending.sources = shared.stand(&told, &all, &folder)?;
+        lending.stamps = shared.stamps(&listed);
         let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
         let names = lending.sources.iter().map(name).collect();
         let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
-        lending.standing = Some(Standing::register(folder, giver));
+        lending.standing = Some(Standing::register(folder, giver, by));
         Ok(lending)
     }
 
     /// The roots of all ranks, in the order of these.
     pub fn sources(&self) -> &[Source] {
         &self.sources
+    }
+
+    /// A digest of the files of each rank as they were when it listed them: what was made of others is not continued.
+    pub fn stamps(&self) -> &[String] {
+        &self.stamps
     }
 
     /// Bytes that each rank has lent by now.
@@ -370,6 +386,18 @@ impl Shared {
         }
         state.places = places;
         Ok(sources)
+    }
+
+    fn stamps(&self, own: &[Listed]) -> Vec<String> {
+        let state = self.lock();
+        let digest = |files: Vec<&Listed>| {
+            blake3::hash(&serde_json::to_vec(&files).expect("plain data")).to_hex().to_string()
+        };
+        let of_rank = |rank| match state.others.get(&rank).filter(|_| rank != self.rank) {
+            Some(other) => other.files.iter().map(|file| &file.listed).collect(),
+            None => own.iter().collect(),
+        };
+        (0..self.world).map(|rank| digest(of_rank(rank))).collect()
     }
 
     /// Takes note of the records of another rank's journal; those that ask this rank for something.

@@ -4,10 +4,13 @@
 //! one of these by its name gets what it stands for: what it holds itself, holes, is read by nobody.
 
 use std::fmt::Debug;
-use std::fs::Permissions;
+use std::fs::{File, Metadata, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::thread::ThreadId;
+
+use rustix::fs::FallocateFlags;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -47,9 +50,15 @@ pub trait Lender: Send + Sync {
     fn interrupt(&self);
 }
 
-type Folders = Vec<(PathBuf, Weak<dyn Lender>)>;
+/// A folder whose files stand for others, whose they are, and the thread that the user may stop.
+#[derive(Clone)]
+struct Folder {
+    path: PathBuf,
+    lender: Weak<dyn Lender>,
+    by: ThreadId,
+}
 
-static FOLDERS: RwLock<Folders> = RwLock::new(Vec::new());
+static FOLDERS: RwLock<Vec<Folder>> = RwLock::new(Vec::new());
 
 /// A folder whose files stand for others, as long as this lives.
 pub struct Standing {
@@ -58,20 +67,20 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// Has the files below `folder`, a path without links, stand for those that `lender` gives.
-    pub fn register(folder: PathBuf, lender: Arc<dyn Lender>) -> Standing {
-        folders(|all| all.push((folder.clone(), Arc::downgrade(&lender))));
+    /// Has the files below `folder`, a path without links, stand for those that `lender` gives, in a run of thread `by`.
+    pub fn register(folder: PathBuf, lender: Arc<dyn Lender>, by: ThreadId) -> Standing {
+        folders(|all| all.push(Folder { path: folder.clone(), lender: Arc::downgrade(&lender), by }));
         Standing { folder, _lender: lender }
     }
 }
 
 impl Drop for Standing {
     fn drop(&mut self) {
-        folders(|all| all.retain(|(folder, _)| *folder != self.folder));
+        folders(|all| all.retain(|folder| folder.path != self.folder));
     }
 }
 
-fn folders(change: impl FnOnce(&mut Folders)) {
+fn folders(change: impl FnOnce(&mut Vec<Folder>)) {
     change(&mut FOLDERS.write().unwrap_or_else(PoisonError::into_inner));
 }
 
@@ -82,8 +91,8 @@ fn lender(path: &Path) -> Option<(PathBuf, Weak<dyn Lender>)> {
         return None;
     }
     let real = path.canonicalize().ok()?;
-    let (_, lender) = all.iter().find(|(folder, _)| real.starts_with(folder))?;
-    Some((real, Weak::clone(lender)))
+    let folder = all.iter().find(|folder| real.starts_with(&folder.path))?;
+    Some((real, Weak::clone(&folder.lender)))
 }
 
 /// True if `path`, a file or a folder, stands for something on another host.
@@ -94,7 +103,7 @@ pub fn is_elsewhere(path: &Path) -> bool {
 /// What people call `folder`, if it is a root of a checkpoint that lies on several hosts.
 pub fn name(folder: &Path) -> Option<String> {
     let all = FOLDERS.read().unwrap_or_else(PoisonError::into_inner);
-    all.iter().find_map(|(_, lender)| lender.upgrade()?.name(folder))
+    all.iter().find_map(|standing| standing.lender.upgrade()?.name(folder))
 }
 
 /// What a file stands for, if it does.
@@ -108,33 +117,68 @@ pub(super) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
         .ok_or_else(|| Finding::new(codes::NO_SUCH_PATH, "no other host has this file").file(path).into())
 }
 
-/// Fills the file at `path` with the first `most` bytes of what it stands for, for readers that know files alone;
-/// nothing if it stands for itself.
+/// Fills bytes `lo..hi` of the file at `path` with those of what it stands for, as far as it goes, for readers that know
+/// files alone; nothing if it stands for itself.
 ///
 /// # Errors
 /// What keeps them from coming, or from being written.
-pub fn bring(path: &Path, most: u64) -> Result<()> {
+pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
     let Some(file) = find(path)? else { return Ok(()) };
-    let failed = |e: std::io::Error| Error::io(path, "cannot keep what another host has sent", &e);
-    let meta = std::fs::metadata(path).map_err(failed)?;
-    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
-    let out = std::fs::OpenOptions::new().write(true).open(path).map_err(failed)?;
-    let wanted = meta.len().min(most);
-    let mut bytes = vec![0; CHUNK.min(wanted as usize)];
-    let mut at = 0;
-    while at < wanted {
-        let n = (CHUNK as u64).min(wanted - at) as usize;
+    let (out, meta) = stand_in(path)?;
+    let hi = meta.len().min(hi);
+    let mut bytes = vec![0; CHUNK.min(hi.saturating_sub(lo) as usize)];
+    let mut at = lo;
+    while at < hi {
+        let n = (CHUNK as u64).min(hi - at) as usize;
         file.read(at, &mut bytes[..n])?;
-        std::os::unix::fs::FileExt::write_all_at(&out, &bytes[..n], at).map_err(failed)?;
+        std::os::unix::fs::FileExt::write_all_at(&out, &bytes[..n], at).map_err(|e| not_kept(path, &e))?;
         at += n as u64;
     }
-    meta.modified().and_then(|time| out.set_modified(time)).map_err(failed)
+    meta.modified().and_then(|time| out.set_modified(time)).map_err(|e| not_kept(path, &e))
 }
 
-/// Ends all waiting for bytes of other hosts: the user has stopped the run.
-pub fn interrupt() {
+/// Lets go of what [`bring`] has put there; nothing if the file stands for itself.
+///
+/// # Errors
+/// What keeps the file from being opened.
+pub fn let_go(path: &Path, lo: u64, hi: u64) -> Result<()> {
+    if !is_elsewhere(path) || lo >= hi {
+        return Ok(());
+    }
+    let (out, meta) = stand_in(path)?;
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    // A filesystem that cannot keeps it.
+    let _ = rustix::fs::fallocate(&out, flags, lo, hi - lo);
+    meta.modified().and_then(|time| out.set_modified(time)).map_err(|e| not_kept(path, &e))
+}
+
+/// Says that bytes `lo..hi` of what the file at `path` stands for will be read; nothing if it stands for itself.
+///
+/// # Errors
+/// What keeps that from being said.
+pub fn will_read(path: &Path, lo: u64, hi: u64) -> Result<()> {
+    find(path)?.map_or(Ok(()), |file| file.will_read(&[(lo, hi)]))
+}
+
+/// The file that stands for another, for writing.
+fn stand_in(path: &Path) -> Result<(File, Metadata)> {
+    let opened = || {
+        let meta = std::fs::metadata(path)?;
+        std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        Ok((std::fs::OpenOptions::new().write(true).open(path)?, meta))
+    };
+    opened().map_err(|e| not_kept(path, &e))
+}
+
+fn not_kept(path: &Path, error: &std::io::Error) -> Error {
+    Error::io(path, "cannot keep what another host has sent", error)
+}
+
+/// Ends all waiting for bytes of other hosts in runs of thread `by`: the user has stopped what it does.
+pub fn interrupt(by: ThreadId) {
     let all: Vec<_> = FOLDERS.read().unwrap_or_else(PoisonError::into_inner).clone();
-    all.iter().filter_map(|(_, lender)| lender.upgrade()).for_each(|lender| lender.interrupt());
+    let stopped = all.iter().filter(|folder| folder.by == by).filter_map(|folder| folder.lender.upgrade());
+    stopped.for_each(|lender| lender.interrupt());
 }
 
 /// Takes note of what is read, and reads nothing.

@@ -3,7 +3,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::whole;
 use crate::codes;
+use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, ManifestFile};
 use crate::publish;
@@ -12,9 +14,16 @@ use crate::publish;
 /// [`super::against`], which reads them; a store's large files are compared by size, their arrays by content.
 ///
 /// # Errors
-/// What the system says of a file that is there and cannot be read.
-pub fn files(manifest: &Manifest, roots: &[PathBuf]) -> Result<Vec<Finding>> {
+/// What the system says of a file that is there and cannot be read; `FS510` once `control` says to stop.
+pub fn files(
+    manifest: &Manifest,
+    roots: &[PathBuf],
+    threads: usize,
+    control: &Control,
+) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
+    // Those of the right size, and where they lie.
+    let mut there: Vec<(&ManifestFile, PathBuf)> = Vec::new();
     for file in manifest.files.iter().filter(|f| !f.holds_tensors()) {
         if !publish::is_plain(&file.name) {
             return Err(Finding::new(
@@ -35,15 +44,29 @@ pub fn files(manifest: &Manifest, roots: &[PathBuf]) -> Result<Vec<Finding>> {
                 }
             }
         }
-        let Some((path, size)) = found else {
-            findings.push(
+        match found {
+            None => findings.push(
                 Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
+            ),
+            Some((_, size)) if size != file.size => findings.push(
+                changed(file, "size differs from the manifest")
+                    .expected(format!("{} bytes", file.size), format!("{size} bytes")),
+            ),
+            Some((path, _)) => there.push((file, path)),
+        }
+    }
+    there.retain(|(file, _)| file.blake3.is_some());
+    let whole = there.iter().map(|(file, path)| (path.clone(), file.size)).collect();
+    let hashes = whole::hashes(whole, threads, control)?;
+    for ((file, _), got) in there.iter().zip(hashes) {
+        if let Some(expected) = file.blake3.as_ref().filter(|expected| **expected != got) {
+            findings.push(
+                changed(file, "content differs from the manifest")
+                    .expected(format!("BLAKE3 {expected}"), got),
             );
-            continue;
-        };
-        findings.extend(difference(file, &path, size)?);
+        }
     }
     Ok(findings)
 }
@@ -59,18 +82,8 @@ pub fn entry(root: &Path, name: &str) -> Result<ManifestFile> {
     Ok(ManifestFile { name: name.into(), size, identity: None, blake3, mtime_ns: None })
 }
 
-fn difference(file: &ManifestFile, path: &Path, size: u64) -> Result<Option<Finding>> {
-    let changed = |what: &str| {
-        Finding::new(codes::HASH, what)
-            .file(&file.name)
-            .help("restore it from a good copy; if it was changed on purpose, `fastshard manifest` takes note of it")
-    };
-    if size != file.size {
-        let (expected, got) = (format!("{} bytes", file.size), format!("{size} bytes"));
-        return Ok(Some(changed("size differs from the manifest").expected(expected, got)));
-    }
-    let Some(expected) = &file.blake3 else { return Ok(None) };
-    let got = publish::hash_of_file(path)?;
-    Ok((got != *expected)
-        .then(|| changed("content differs from the manifest").expected(format!("BLAKE3 {expected}"), got)))
+fn changed(file: &ManifestFile, what: &str) -> Finding {
+    Finding::new(codes::HASH, what).file(&file.name).help(
+        "restore it from a good copy; if it was changed on purpose, `fastshard manifest` takes note of it",
+    )
 }

@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use super::pages::Pages;
 use super::part::PartSink;
 use super::records::{self, Claims, Told};
-use super::{document, engine_options, frames, go_on, is_running, needs, resumable, sink, Options, Roots};
+use super::{
+    document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options, Roots,
+};
 use crate::codes;
 use crate::engine::{self, Control, Evidence, Share, TileRun};
 use crate::error::{Error, Finding, Result};
@@ -26,6 +28,8 @@ use crate::storage::SourceFile;
 const CHUNK: usize = 1 << 20;
 /// Largest tile where ranks make what lies on their own disks, in bytes: the smaller, the fewer are made of several.
 const NEAR_TILE: u64 = 256 << 10;
+/// What the parts are called with: digests of the files of each rank, where these lie on their own disks.
+const STAMPS: &str = "stamps";
 /// Part of what others have written that is read back before it is published.
 const SPOT_CHECKED: u64 = 256;
 
@@ -171,6 +175,7 @@ fn prepare(
     let shared = match found {
         Some(shared) => {
             refuse_living(&shared, options.patience, control)?;
+            refuse_touched(&shared, &about)?;
             shared
         }
         None => {
@@ -198,7 +203,7 @@ fn prepare(
     let all = engine::all_tiles(plan, &sizes, &|output| is_array(plan, output));
     let left = engine::without(&all, &done);
     let mut shares = match &options.near {
-        Some(ranks) => engine::divide_near(plan, &sizes, &left, ranks, parts),
+        Some(ranks) => engine::divide_near(plan, files, &sizes, &left, ranks, parts),
         None => engine::divide(plan, &sizes, &left, parts),
     };
     if !adopted.is_empty() {
@@ -228,6 +233,21 @@ fn refuse_living(shared: &Shared, patience: Duration, control: &Control) -> Resu
         .expected("none", who.join(", "))
         .help("wait for them, or stop them; then run again with --resume")
         .into())
+}
+
+/// Refuses to go on with what was made of files whose status was changed since, where nobody can read them all again.
+fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
+    let (then, now) = (work_of(shared)?.about.get(STAMPS).cloned(), about.get(STAMPS));
+    match (then, now) {
+        (Some(then), Some(now)) if then != *now => Err(Finding::new(
+            codes::LEFTOVER_RUN,
+            "the status of source files was changed since this run was begun: what was made of them may be of other content",
+        )
+        .file(shared.path())
+        .help("remove the folder, and run again without --resume")
+        .into()),
+        _ => Ok(()),
+    }
 }
 
 /// Makes all data files at their full size, with all that stands around the tensors; those that were not there. `member`
@@ -413,6 +433,7 @@ pub fn make_part(
         .and_then(|()| engine::work(plan, files, &sink, &engine_options, &sizes, share, control))
         .and_then(|evidence| {
             files.iter().try_for_each(|f| f.unchanged())?;
+            only_read(files)?;
             Ok(evidence)
         });
     // On the descriptors that wrote: others may not be told of a write that failed.

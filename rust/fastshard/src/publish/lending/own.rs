@@ -11,7 +11,7 @@ use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LI
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::publish::disk::{self, At};
-use crate::storage::SourceFile;
+use crate::storage::{SourceFile, Stamp};
 
 /// Bytes that carry one checksum.
 pub(super) const PIECE: u64 = 1 << 20;
@@ -21,13 +21,15 @@ const TURN: usize = 8;
 const SMALL: u64 = 64 << 10;
 /// Of others the first and the last bytes: headers and directories lie there.
 const END: u64 = 16 << 10;
+/// Bytes that are lent so at most.
+const UNASKED: u64 = 256 << 20;
 /// Files of the rank's own that are held open.
 const OPEN: usize = 256;
 
 struct OwnFile {
     path: PathBuf,
-    size: u64,
-    mtime_ns: i64,
+    /// As it was when it was listed.
+    stamp: Stamp,
     given: Ranges,
 }
 
@@ -43,7 +45,11 @@ pub(super) struct Owner {
 
 impl Owner {
     /// Says what this rank has, and lends what everybody reads of it.
-    pub(super) fn begin(shared: &Arc<Shared>, told: &Told, files: &[(u32, String)]) -> Result<Owner> {
+    pub(super) fn begin(
+        shared: &Arc<Shared>,
+        told: &Told,
+        files: &[(u32, String)],
+    ) -> Result<(Owner, Vec<Listed>)> {
         let name = bytes_of(&shared.nonce);
         let path = shared.folder.join(&name);
         let bytes = shared.folder.create(OsStr::new(&name)).at(&path, "cannot create")?;
@@ -56,19 +62,25 @@ impl Owner {
             end: 0,
             asked: VecDeque::new(),
         };
+        let mut all = Vec::with_capacity(files.len());
         for (root, path) in files {
             let Some(folder) = told.roots.get(*root as usize) else {
                 return Err(Finding::new(codes::USAGE, format!("there is no root {root}")).into());
             };
             let full = folder.folder.join(path);
             let meta = std::fs::metadata(&full).map_err(|e| Error::io(&full, "cannot stat", &e))?;
-            let stamp = crate::storage::Stamp::of(&meta);
-            let listed =
-                Listed { root: *root, path: path.clone(), size: stamp.size, mtime_ns: stamp.mtime_ns as i64 };
+            let stamp = Stamp::of(&meta);
+            let listed = Listed {
+                root: *root,
+                path: path.clone(),
+                size: stamp.size,
+                mtime_ns: stamp.mtime_ns as i64,
+                ctime_ns: stamp.ctime_ns as i64,
+            };
             let json = serde_json::to_vec(&listed).expect("plain data");
             shared.journal.append(&[&[FILE][..], &json].concat())?;
-            let (size, mtime_ns) = (listed.size, listed.mtime_ns);
-            owner.files.push(OwnFile { path: full, size, mtime_ns, given: Ranges::default() });
+            owner.files.push(OwnFile { path: full, stamp, given: Ranges::default() });
+            all.push(listed);
         }
         for root in &told.roots {
             let json = serde_json::to_vec(root).expect("plain data");
@@ -76,14 +88,18 @@ impl Owner {
         }
         shared.journal.append(&[&[LISTED][..], told.host.as_bytes()].concat())?;
         shared.journal.show()?;
+        let mut unasked = 0;
         for (number, file) in (0u32..).zip(&owner.files) {
-            match file.size {
+            unasked += file.stamp.size.min(SMALL);
+            match file.stamp.size {
                 0 => {}
+                // A store has as many files as chunks, most of which nobody but this rank reads.
+                _ if unasked > UNASKED => break,
                 size if size <= SMALL => owner.asked.push_back((number, 0, size)),
                 size => owner.asked.extend([(number, 0, END), (number, size - END, size)]),
             }
         }
-        Ok(owner)
+        Ok((owner, all))
     }
 
     pub(super) fn shared(&self) -> &Shared {
@@ -97,7 +113,7 @@ impl Owner {
         let mut pieces = Vec::new();
         while let Some((number, lo, hi)) = self.asked.pop_front() {
             let Some(file) = self.files.get(number as usize) else { continue };
-            let missing = file.given.missing(lo, hi.min(file.size));
+            let missing = file.given.missing(lo, hi.min(file.stamp.size));
             let mut missing = missing.into_iter().flat_map(|(lo, hi)| {
                 (lo..hi).step_by(PIECE as usize).map(move |at| (at, (at + PIECE).min(hi)))
             });
@@ -127,7 +143,7 @@ impl Owner {
             let mut bytes = vec![0; (hi - lo) as usize];
             let file = self.file(number)?;
             file.read_at(lo, &mut bytes)?;
-            file.unchanged()?;
+            file.untouched()?;
             disk::write_at(&self.bytes, &self.path, self.end, &bytes).at(&self.path, "cannot write")?;
             let crc = crc32fast::hash(&bytes);
             records.push(record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]));
@@ -149,14 +165,16 @@ impl Owner {
         let about = &self.files[number as usize];
         let file = Arc::new(SourceFile::open(&about.path)?);
         let stamp = file.stamp();
-        if (stamp.size, stamp.mtime_ns as i64) != (about.size, about.mtime_ns) {
+        if stamp != about.stamp {
+            let told = |stamp: &Stamp| format!("{} bytes", stamp.size);
+            let (then, now) = match stamp.size == about.stamp.size {
+                true => ("the inode and the times of then".into(), "others".into()),
+                false => (told(&about.stamp), told(&stamp)),
+            };
             return Err(Finding::new(codes::SOURCE_CHANGED, "changed since the ranks have met")
                 .file(&about.path)
-                .expected(
-                    format!("{} bytes, and its time of then", about.size),
-                    format!("{} bytes", stamp.size),
-                )
-                .help("wait until the save is complete, then run again")
+                .expected(then, now)
+                .help("leave the files as they are until the run has ended, then run again")
                 .into());
         }
         if self.open.len() == OPEN {

@@ -15,8 +15,8 @@ use crate::storage::SourceFile;
 struct Two {
     ranks: Vec<(Arc<Meeting>, Option<Lending>)>,
     folder: tempfile::TempDir,
-    /// What one test stops is stopped in all of this process.
-    _alone: MutexGuard<'static, ()>,
+    /// The threads that have begun the ranks.
+    by: Vec<std::thread::ThreadId>,
 }
 
 impl Drop for Two {
@@ -42,14 +42,13 @@ fn begun(base: &Path, rank: u32, bytes: usize) -> (Arc<Meeting>, Result<Lending>
     std::fs::write(own.join("deep/file"), content(rank, bytes)).unwrap();
     let meeting = Arc::new(Meeting::begin(&base.join("out"), about(rank), &|| true).unwrap());
     let roots = vec![Root { folder: own, file: None }];
-    let lending = Lending::begin(&meeting, roots, &[(0, "deep/file".into())], &stubs, &|| true);
+    let by = std::thread::current().id();
+    let lending = Lending::begin(&meeting, roots, &[(0, "deep/file".into())], &stubs, by, &|| true);
     (meeting, lending)
 }
 
 impl Two {
     fn new(bytes: usize) -> Two {
-        static ALONE: Mutex<()> = Mutex::new(());
-        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let folder = tempfile::tempdir().unwrap();
         let base = folder.path().to_path_buf();
         let threads: Vec<_> = (0..2)
@@ -58,12 +57,13 @@ impl Two {
                 std::thread::spawn(move || begun(&base, rank, bytes))
             })
             .collect();
+        let by = threads.iter().map(|thread| thread.thread().id()).collect();
         let ranks = threads.into_iter().map(|thread| {
             let (meeting, lending) = thread.join().unwrap();
             (meeting, Some(lending.unwrap()))
         });
         let ranks = ranks.collect();
-        Two { ranks, folder, _alone }
+        Two { ranks, folder, by }
     }
 
     /// The file of rank 1, as rank 0 sees it.
@@ -116,11 +116,17 @@ fn any_range_is_what_the_owner_has() {
 fn files_alone_can_be_filled() {
     let bytes = 200 << 10;
     let two = Two::new(bytes);
-    crate::storage::elsewhere::bring(&two.stub(), 100).unwrap();
+    crate::storage::elsewhere::bring(&two.stub(), 0, 100).unwrap();
     let held = std::fs::read(two.stub()).unwrap();
     assert_eq!((held.len(), &held[..100]), (bytes, &content(1, bytes)[..100]));
     assert!(held[100..].iter().all(|byte| *byte == 0));
-    crate::storage::elsewhere::bring(&two.stub(), u64::MAX).unwrap();
+    crate::storage::elsewhere::bring(&two.stub(), 5000, 6000).unwrap();
+    crate::storage::elsewhere::let_go(&two.stub(), 5100, 5900).unwrap();
+    let held = std::fs::read(two.stub()).unwrap();
+    assert_eq!((held.len(), &held[5000..5100]), (bytes, &content(1, bytes)[5000..5100]));
+    assert_eq!(held[5900..6000], content(1, bytes)[5900..6000]);
+    assert!(held[5100..5900].iter().chain(&held[6000..]).all(|byte| *byte == 0));
+    crate::storage::elsewhere::bring(&two.stub(), 0, u64::MAX).unwrap();
     assert_eq!(std::fs::read(two.stub()).unwrap(), content(1, bytes));
     let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
     assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
@@ -158,6 +164,19 @@ fn an_owner_whose_file_changes_stops_all() {
 }
 
 #[test]
+fn an_owner_lends_nothing_of_a_file_whose_status_was_changed() {
+    // A link is no harm by itself, but it is all that is seen of content whose time was set back.
+    let bytes = 1 << 20;
+    let two = Two::new(bytes);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    std::fs::hard_link(two.own(), two.folder.path().join("link")).unwrap();
+    let error = file.read_at(300_000, &mut [0; 10]).unwrap_err();
+    let finding = &error.findings()[0];
+    assert_eq!((finding.code, finding.severity), (codes::SOURCE_CHANGED, crate::error::Severity::Error));
+    assert_eq!(finding.rank.as_deref(), Some("rank 1"));
+}
+
+#[test]
 fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
     let mut two = Two::new(1 << 20);
     let file = SourceFile::open(&two.stub()).unwrap();
@@ -170,7 +189,9 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
         file
     });
     assert!(heard.recv_timeout(Duration::from_millis(300)).is_err(), "it waits for its owner");
-    crate::storage::elsewhere::interrupt();
+    crate::storage::elsewhere::interrupt(two.by[1]);
+    assert!(heard.recv_timeout(Duration::from_millis(300)).is_err(), "another run was stopped");
+    crate::storage::elsewhere::interrupt(two.by[0]);
     assert_eq!(heard.recv_timeout(Duration::from_secs(20)).unwrap(), codes::INTERRUPTED);
     let file = reading.join().unwrap();
     two.ranks[0].1.take().unwrap();
@@ -194,17 +215,17 @@ fn nothing_is_left_in_the_folder_where_ranks_met() {
 #[test]
 fn names_that_leave_their_root_are_refused() {
     for path in ["../file", "/etc/passwd", "a/../../b", "", ".", "a/./../b"] {
-        let listed = Listed { root: 0, path: path.into(), size: 1, mtime_ns: 0 };
+        let listed = Listed { root: 0, path: path.into(), size: 1, mtime_ns: 0, ctime_ns: 0 };
         let json = serde_json::to_vec(&listed).unwrap();
         assert!(Other::default().name(&json).is_none(), "{path:?}");
     }
-    let listed = Listed { root: 0, path: "a/b.pt".into(), size: 1, mtime_ns: 0 };
+    let listed = Listed { root: 0, path: "a/b.pt".into(), size: 1, mtime_ns: 0, ctime_ns: 0 };
     assert!(Other::default().name(&serde_json::to_vec(&listed).unwrap()).is_some());
 }
 
 #[test]
 fn what_a_rank_says_of_its_files_is_not_believed_beyond_them() {
-    let listed = Listed { root: 0, path: "a".into(), size: 100, mtime_ns: 0 };
+    let listed = Listed { root: 0, path: "a".into(), size: 100, mtime_ns: 0, ctime_ns: 0 };
     let named = |roots: Vec<Root>| {
         let mut other = Other::default();
         other.name(&serde_json::to_vec(&listed).unwrap()).unwrap();
