@@ -56,6 +56,32 @@ def test_the_printed_commands_bring_the_rest(
     assert cli("verify", here).code == 0
 
 
+def test_the_printed_commands_bring_the_chunks_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = FIXTURES / "orbax/mp2_local_BROKEN_063_zarr3"
+    here = tmp_path / "it's here"
+    shutil.copytree(broken / "node0", here)
+    ran = cli("verify", here)
+    assert ran.code == 3, ran.out
+    told = json.loads(ran.out)["absent"]
+    assert told["files"] == {} and len(told["chunks"]["process 1"]) == 8
+    text = cli("verify", here, json_output=False).out
+    assert all(command in text for command in told["commands"])
+    bring, merge, spread = told["commands"]
+    assert shlex.split(spread)[:3] == ["fastshard", "merge", str(here)]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/rsync").write_text(
+        '#!/bin/sh\n[ "$1" = -a ] || exit 9\nmkdir "$3" && cp -a "$OTHER/." "$3"\n'
+    )
+    (tmp_path / "bin/rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("OTHER", str(broken / "node1"))
+    subprocess.run(bring, shell=True, check=True)
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in shlex.split(merge)]
+    assert words[0] == "fastshard" and cli(*words[1:]).code == 0
+
+
 def test_nothing_is_said_of_a_whole_one() -> None:
     ran = cli("verify", NEOX)
     assert "absent" not in json.loads(ran.out)

@@ -5,52 +5,74 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import Finding
 from .options import StrPath
 
-__all__ = ["absent", "commands", "told"]
+__all__ = ["Absent", "absent"]
 
-#: Files named of each rank.
+#: Pieces named of each rank.
 _NAMED = 3
 
 
-def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> dict[str, list[str]]:
-    """Files that findings (``FS101``) miss and that are in none of the roots, by the rank that wrote them."""
-    missing: dict[str, list[str]] = {}
+@dataclass(frozen=True)
+class Absent:
+    """What is elsewhere."""
+
+    #: Files that are in none of the roots, by the rank that wrote them.
+    files: dict[str, list[str]]
+    #: Arrays of stores that lack chunks, by the process that wrote these.
+    chunks: dict[str, list[str]]
+    #: What brings the pieces of another host (``HOST``) to this one, and what makes a result of all.
+    commands: list[str]
+
+    def told(self) -> str:
+        """The same for people."""
+        count = sum(map(len, (self.files or self.chunks).values()))
+        what = ("file of it is", "files of it are") if self.files else ("array lacks", "arrays lack")
+        rest = " not here:" if self.files else " chunks that are not here:"
+        lines = [f"{count} {what[count != 1]}{rest}"]
+        for rank, names in sorted((self.files or self.chunks).items()):
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            lines.append(f"  {rank or 'of any rank'}: {', '.join(names[:_NAMED])}{more}")
+        *here, there = self.commands
+        lines += [
+            "if they lie on other hosts' disks, bring them here from each of these hosts:",
+            *(f"  {command}" for command in here),
+            "or make the result where they are, with OUT on storage that all see: on host I of N",
+            f"  {there}",
+        ]
+        return "\n".join(lines)
+
+
+def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | None:
+    """What findings (``FS101``, ``FS111``) miss, and how to get it; None if that is nothing."""
+    files: dict[str, list[str]] = {}
+    chunks: dict[str, list[str]] = {}
     for finding in findings:
-        if finding.code != "FS101" or finding.severity != "error" or not finding.file:
+        if finding.severity != "error":
             continue
+        if finding.code == "FS111" and finding.tensor:
+            chunks.setdefault(finding.rank or "", []).append(finding.tensor)
         # Links that lead nowhere are there, and to be mended here.
-        if not any(os.path.lexists(Path(root) / finding.file) for root in roots):
-            missing.setdefault(finding.rank or "", []).append(finding.file)
-    return missing
-
-
-def commands(root: StrPath) -> tuple[str, str]:
-    """What brings the pieces of another host (``HOST``) to this one, and what makes a result of all without that."""
-    path = Path(root).absolute()
-    folder = shlex.quote(str(path if path.is_dir() else path.parent))
-    # What is here already stays as it is.
-    return (
-        f"rsync -a --ignore-existing HOST:{folder}/ {folder}/",
-        f"fastshard merge {folder} OUT --node-local --rank I --world N",
-    )
-
-
-def told(missing: dict[str, list[str]], root: StrPath) -> str:
-    """The same for people."""
-    count = sum(map(len, missing.values()))
-    lines = ["1 file of it is not here:" if count == 1 else f"{count} files of it are not here:"]
-    for rank, files in sorted(missing.items()):
-        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
-        lines.append(f"  {rank or 'of any rank'}: {', '.join(files[:_NAMED])}{more}")
-    copy, spread = commands(root)
-    lines += [
-        "if they lie on other hosts' disks, bring them here from each of these hosts:",
-        f"  {copy}",
-        "or make the result where they are, with OUT on storage that all see: on host I of N",
-        f"  {spread}",
-    ]
-    return "\n".join(lines)
+        elif (
+            finding.code == "FS101"
+            and finding.file
+            and not any(os.path.lexists(Path(root) / finding.file) for root in roots)
+        ):
+            files.setdefault(finding.rank or "", []).append(finding.file)
+    if not files and not chunks:
+        return None
+    path = Path(roots[0]).absolute()
+    path = path if path.is_dir() else path.parent
+    folder = shlex.quote(str(path))
+    spread = f"fastshard merge {folder} OUT --node-local --rank I --world N"
+    if files:
+        # What is here already stays as it is.
+        return Absent(files, chunks, [f"rsync -a --ignore-existing HOST:{folder}/ {folder}/", spread])
+    # Files of two processes may have one name, and each directory says which of them it is of.
+    other = shlex.quote(f"{path}-of-HOST")
+    bring = [f"rsync -a HOST:{folder}/ {other}/", f"fastshard merge {folder} {other} OUT"]
+    return Absent(files, chunks, [*bring, spread])

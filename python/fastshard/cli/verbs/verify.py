@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import asdict
 from typing import Any
 
-from ...absent import absent, commands, told
+from ...absent import absent
 from ...errors import FastshardError
 from ...verify import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
@@ -49,8 +50,8 @@ def _run(a: argparse.Namespace) -> Outcome:
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
     text = f"{', '.join(map(str, a.ckpt))}: {verdict}"
     if missing := absent(findings, a.ckpt):
-        text += "\n" + told(missing, a.ckpt[0])
-        document["absent"] = {"files": missing, "commands": list(commands(a.ckpt[0]))}
+        text += "\n" + missing.told()
+        document["absent"] = asdict(missing)
     return Result(text, document), findings
 
 
