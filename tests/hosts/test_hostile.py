@@ -1,0 +1,165 @@
+"""What somebody else puts into the folders of a run, and hosts whose clocks are hours apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import Host, can_have_hosts, content, ended, hidden
+from helpers import FIXTURES, NEOX, at_once, cli
+
+pytestmark = pytest.mark.skipif(
+    can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
+)
+
+TREASURE = b"somebody else's"
+
+
+def treasure(place: Path) -> tuple[Path, Path]:
+    """A file and a folder that nobody may touch."""
+    folder = place / "theirs"
+    folder.mkdir()
+    (folder / "file").write_bytes(TREASURE)
+    return folder / "file", folder
+
+
+def untouched(folder: Path) -> bool:
+    return [p.name for p in folder.iterdir()] == ["file"] and (folder / "file").read_bytes() == TREASURE
+
+
+def ranks(out: Path, *options: object, source: Path = NEOX, verb: str = "merge") -> list[Host]:
+    words = [verb, source, out, "--world", 2, "--timeout", 8, "--json", *options]
+    return [Host(f"node{rank}").fastshard(*words, "--rank", rank) for rank in range(2)]
+
+
+#: Names in the folder where ranks meet that can be known beforehand; empty for the folder itself.
+MEETING = ["", "rank-00000.json", "rank-00001.json", "sources-00000.json"]
+
+
+@pytest.mark.parametrize("name", at_once(MEETING, ["", "rank-00001.json"]))
+def test_links_where_ranks_meet_lead_nowhere(name: str, place: Path) -> None:
+    file, folder = treasure(place)
+    meeting, out = place / ".out.fastshard-ranks", place / "out"
+    if name:
+        meeting.mkdir(mode=0o700)
+        (meeting / name).symlink_to(file)
+    else:
+        meeting.symlink_to(folder)
+    results = ended(ranks(out), 40)
+    assert untouched(folder)
+    codes = [code for code, _, _ in results]
+    if name:
+        # A card is put in the place of whatever has its name.
+        assert codes == [0, 0], results
+        assert content(out) == alone(place)
+    else:
+        assert all(code == 2 for code in codes) and not out.exists(), results
+        assert all(".out.fastshard-ranks" in printed for _, printed, _ in results), results
+
+
+def alone(place: Path) -> dict[str, bytes]:
+    out = place / "alone"
+    assert cli("merge", NEOX, out).code == 0
+    return content(out)
+
+
+def begun(place: Path) -> tuple[str, Path]:
+    """A run of two parts: its id, and its folder."""
+    ran = cli("plan", NEOX, "--to", "hf", "--parts", 2, "--out", place / "out")
+    assert ran.code == 0, ran.out
+    [folder] = hidden(place)
+    return ran.doc["run"], place / folder
+
+
+def to_file(path: Path, file: Path, folder: Path) -> None:
+    path.unlink()
+    path.symlink_to(file)
+
+
+def to_folder(path: Path, file: Path, folder: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to(folder)
+
+
+#: Entry of the folder of a run, and how it is replaced by a link.
+PLANTED: dict[str, Callable[[Path, Path, Path], None]] = {
+    "state": to_file,
+    "run.json": to_file,
+    "round-1.json": to_file,
+    "claim-1": to_file,
+    "plan": to_file,
+    "data.*": to_folder,
+    "data.*/*": to_file,
+}
+
+
+@pytest.mark.parametrize("name", at_once(PLANTED, ["state", "data.*", "data.*/*"]))
+def test_links_in_the_folder_of_a_run_lead_nowhere(name: str, place: Path) -> None:
+    run, at = begun(place)
+    file, folder = treasure(place)
+    [path] = list(at.glob(name))
+    PLANTED[name](path, file, folder)
+    results = [
+        cli("run-part", 0, place / "out", "--run", run),
+        cli("run-part", 1, place / "out", "--run", run),
+        cli("commit", place / "out", "--run", run),
+        cli("convert", NEOX, place / "out", "--to", "hf", "--resume"),
+    ]
+    assert untouched(folder), results
+    if (place / "out").exists():
+        # What was damaged was made again.
+        assert cli("verify", place / "out").code == 0
+    else:
+        assert all(ran.code in (2, 3) for ran in results), results
+    assert cli("gc", place / "out", "--timeout", 1).code in (0, 2)
+    assert untouched(folder)
+
+
+def test_somebody_elses_run_id_in_the_folder(place: Path) -> None:
+    run, at = begun(place)
+    document = json.loads((at / "run.json").read_text())
+    (at / "run.json").write_text(json.dumps({**document, "nonce": "0" * 32}))
+    for verb in (["run-part", 0, place / "out"], ["commit", place / "out"]):
+        ran = cli(*verb, "--run", run)
+        assert ran.code == 2 and ran.errors[0]["code"] == "FS501" and run in ran.out, ran.out
+    assert not (place / "out").exists()
+    (at / "run.json").write_text("{}")
+    for verb in (["run-part", 0, place / "out"], ["commit", place / "out"]):
+        ran = cli(*verb, "--run", run)
+        assert ran.code == 2 and "run.json" in ran.out, ran.out
+    assert not (place / "out").exists()
+
+
+def test_clocks_that_are_hours_apart(place: Path) -> None:
+    """The times of all that the ranks write jump by hours, both ways, as long as they work."""
+    over = threading.Event()
+
+    def turn() -> None:
+        hours = 5
+        while not over.is_set():
+            hours = -hours
+            for hidden_folder in place.glob(".out.fastshard-*"):
+                for path in [hidden_folder, *hidden_folder.rglob("*")]:
+                    try:
+                        os.utime(path, (time.time() + hours * 3600,) * 2)
+                    except OSError:
+                        continue
+            time.sleep(0.001)
+
+    source = FIXTURES / "gpt_neox/neox_pp_tp2"
+    turning = threading.Thread(target=turn)
+    turning.start()
+    try:
+        results = ended(ranks(place / "out", source=source), 60)
+    finally:
+        over.set()
+        turning.join()
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert content(place / "out") == alone(place)
+    assert hidden(place) == []
