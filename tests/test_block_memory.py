@@ -41,7 +41,7 @@ def hashes(folder: Path, size: int, keep: Callable[[memoryview], Any], kept: lis
                 old[5] = 255
         kept.append(keep(view))
 
-    blocks = ([(str(i), "U8", [size], size) for i in range(BLOCKS)], "identity", read, None)
+    blocks = ([(str(i), "U8", [size], size) for i in range(BLOCKS)], "identity", read, None, None)
     catalog = _core.Catalog([str(folder)], [(0, "anchor")], 1, None, {0: blocks})
     # Room for few blocks at a time, so that buffers are used again.
     options = json.dumps({"threads": 1, "memory": _core.anonymous_memory() + (24 << 20) + 18 * size})
@@ -83,7 +83,7 @@ def test_what_a_reader_keeps_of_a_buffer_is_neither_freed_nor_used_again(tmp_pat
 @pytest.mark.parametrize("length", [1 << 62, (1 << 63) - 1])
 def test_block_that_no_machine_holds_is_refused(length: int, tmp_path: Path) -> None:
     (tmp_path / "anchor").write_text("x")
-    blocks = ([("0", "U8", [length], length)], "identity", lambda key, view: None, None)
+    blocks = ([("0", "U8", [length], length)], "identity", lambda key, view: None, None, None)
     catalog = _core.Catalog([str(tmp_path)], [(0, "anchor")], 1, None, {0: blocks})
     with pytest.raises(_core.CoreError, match="FS512"):
         catalog.tensor_bytes(0, 0, length)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import pytest
 from fastshard.external import lent
 
@@ -24,54 +26,99 @@ class Core:
     def let_go(self, path: Path, lo: int, hi: int) -> None:
         self.said.append(("let go", path.name, lo, hi))
 
-    def will_read(self, path: Path, lo: int, hi: int) -> None:
-        self.said.append(("will read", path.name, lo, hi))
+    def will_read(self, ranges: list[tuple[Path, int, int]]) -> None:
+        self.said += [("will read", path.name, lo, hi) for path, lo, hi in ranges]
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Core]:
     core = Core()
     monkeypatch.setattr(lent, "_core", core)
-    return core
+    yield core
+    lent.forget(tmp_path.resolve())
 
 
-def test_a_value_is_let_go_of_once_nobody_reads_it(core: Core, tmp_path: Path) -> None:
-    (tmp_path / "manifest.ocdbt").write_bytes(b"123")
-    store = lent.Lent(tmp_path, ocdbt=True)
+def database(folder: Path) -> lent.Lent:
+    (folder / "manifest.ocdbt").write_bytes(b"123")
+    return lent.Lent(folder, ocdbt=True)
+
+
+def test_a_value_is_brought_once_for_all_who_read_it(core: Core, tmp_path: Path) -> None:
+    store = database(tmp_path)
     assert core.said == [("bring", "manifest.ocdbt", 0, 3)]
     core.said.clear()
     store.placed({"a": ("d/x", 100, 20), "b": ("d/x", 100, 20)})
-    read, ended = threading.Event(), threading.Event()
-
-    def other() -> None:
-        # Another key with the same value.
-        with store.held("b"):
-            read.set()
-            assert ended.wait(10)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert read.wait(10)
+    # Another store that has the same file.
+    other = database(tmp_path)
+    other.placed({"c": ("d/x", 100, 20)})
+    core.said.clear()
+    with store.held("a"), store.held("b"), other.held("c"):
+        pass
     with store.held("a"):
         pass
-    assert ("let go", "x", 100, 120) not in core.said
-    ended.set()
-    thread.join()
-    assert core.said == [("bring", "x", 100, 120)] * 2 + [("let go", "x", 100, 120)]
+    assert core.said == [("bring", "x", 100, 120)]
     core.said.clear()
     # What the index itself holds lies nowhere else.
     with store.held("inline"):
         assert core.said == []
-    store.send("a")
-    assert core.said == [("will read", "x", 100, 120)]
+    lent.send([(store, "a"), (store, "inline"), (other, "c")])
+    assert core.said == [("will read", "x", 100, 120)] * 2
 
 
-def test_what_fails_is_let_go_of_too(core: Core, tmp_path: Path) -> None:
+def test_no_more_is_kept_than_was_read_last(core: Core, tmp_path: Path) -> None:
+    store = database(tmp_path)
+    store.placed({str(i): ("d/x", 100 * i, 20) for i in range(50)})
+    core.said.clear()
+    with store.held("0"):
+        for key in range(1, 50):
+            with store.held(str(key)):
+                pass
+        let_go = [said[2] for said in core.said if said[0] == "let go"]
+        # The oldest first, and never what is being read.
+        assert let_go == [100 * i for i in range(1, 42)]
+    with store.held("1"):
+        pass
+    assert core.said[-2:] == [("bring", "x", 100, 120), ("let go", "x", 4300, 4320)]
+
+
+def test_what_fails_is_brought_again(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0.0").write_bytes(bytes(7))
     store = lent.Lent(tmp_path, ocdbt=False)
+
+    def fails(path: Path, lo: int, hi: int) -> None:
+        raise Core.CoreError("[]")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(core, "bring", fails)
+        with pytest.raises(fastshard.FastshardError), store.held("0.0"):
+            raise AssertionError
     with pytest.raises(ZeroDivisionError), store.held("0.0"):
         raise ZeroDivisionError
-    assert core.said == [("bring", "0.0", 0, 7), ("let go", "0.0", 0, 7)]
-    core.said.clear()
+    assert core.said == [("bring", "0.0", 0, 7)]
     with store.held("1.0"):
-        assert core.said == []
+        assert len(core.said) == 1
+
+
+def test_readers_wait_for_one_another(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = database(tmp_path)
+    store.placed({"a": ("d/x", 0, 20)})
+    here, begun = threading.Event(), threading.Event()
+
+    def slowly(path: Path, lo: int, hi: int) -> None:
+        begun.set()
+        assert not here.wait(0.2)
+        here.set()
+
+    monkeypatch.setattr(core, "bring", slowly)
+    seen: list[bool] = []
+
+    def read() -> None:
+        with store.held("a"):
+            seen.append(here.is_set())
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 3

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers import assert_refused, at_once, cli, read_result
+from helpers import FIXTURES, assert_refused, at_once, cli, read_result
 from orbax_maker import describe, painted, write
 
 #: Name -> shape and chunk; the first axis is divided over the hosts.
@@ -204,3 +207,20 @@ def test_arrays_inside_of_an_item_are_not_chosen_between(tmp_path: Path) -> None
     inner = live_item / "checkpoints/40/items/left"
     write(inner, "params.params.a.kernel", painted(12, 6), [3, 6])
     assert_refused(live_item, tmp_path / "out", "FS106", exit=3)
+
+
+def test_a_chunk_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in"
+    shutil.copytree(FIXTURES / "orbax/paxml_gpt3_micro_weights", source)
+    chunk = max((p for p in source.rglob("*") if p.name[0].isdigit()), key=lambda p: p.stat().st_size)
+    module = sys.modules["fastshard.convert"]
+
+    def changed(*arguments: Any, prepared: Any = module.prepared) -> Any:
+        job = prepared(*arguments)
+        os.utime(chunk)
+        return job
+
+    monkeypatch.setattr(module, "prepared", changed)
+    ran = cli("merge", source, tmp_path / "out")
+    assert ran.code == 1 and ran.errors[0]["code"] == "FS506" and chunk.name in ran.errors[0]["file"], ran.out
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]

@@ -1,6 +1,6 @@
 """The Rust core. Documents go in and out as JSON; long calls release the GIL and stay interruptible."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import final
 
@@ -67,6 +67,7 @@ class Catalog:
                 str,
                 Callable[[str, memoryview], str | None],
                 tuple[list[int], Callable[[list[str]], str | None]] | None,
+                Callable[[bool], str | None] | None,
             ],
         ]
         | None = None,
@@ -300,8 +301,8 @@ class Meeting:
     def lend(self, roots: str, files: list[tuple[int, str]], folder: str | PathLike[str]) -> str:
         """Lends files (root, relative path) below roots (JSON array of ``folder``, ``file``), and makes folders in `folder`
         that stand for the other ranks': JSON array of ``rank``, ``host``, ``there``, ``here``, ``file``, for each root."""
-    def stamps(self) -> list[str]:
-        """A digest of what each rank has, as it was when the ranks met."""
+    def stamp(self, wanted: list[tuple[int, int, str]]) -> str:
+        """A digest of files (rank, number of its root, path) as they were when the ranks met."""
     def lent(self) -> dict[int, int]:
         """Bytes that each rank has lent by now."""
     def close(self) -> None:
@@ -379,8 +380,8 @@ def bring(path: str | PathLike[str], lo: int, hi: int) -> None:
 def let_go(path: str | PathLike[str], lo: int, hi: int) -> None:
     """Lets go of what was brought."""
 
-def will_read(path: str | PathLike[str], lo: int, hi: int) -> None:
-    """Says that bytes `lo` to `hi` of what a file stands for will be read."""
+def will_read(ranges: Sequence[tuple[PathLike[str], int, int]]) -> None:
+    """Says that ranges (path, first byte, one past the last) of what files stand for will be read."""
 
 def shared_run(out: str | PathLike[str], nonce: str) -> str:
     """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""

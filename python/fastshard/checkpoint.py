@@ -13,12 +13,12 @@ from typing import Any
 from . import _core, arguments, budget, companions, layouts, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
-from .discover import Listing, list_roots, refuse_unprintable
+from .discover import File, Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
 from .options import StrPath, meant
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names
-from .sources.base import Contents, Options, checked_accept
+from .sources.base import Contents, Found, Options, checked_accept
 from .sources.registry import detect
 from .sources.renamed import renamed
 from .tensor import Tensor
@@ -112,7 +112,13 @@ def open(
     optimizer = replace(source.optimizer, findings=copies.accepted(source.optimizer.findings, accepted))
     near = source.places or companions.places(listing, found.notes.get("folder") or "") or list(listing.roots)
     source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
-    return Checkpoint(listing, Opened(source, catalog, findings, found.files), readable)
+    return Checkpoint(listing, Opened(source, catalog, findings, found.files, _behind(found)), readable)
+
+
+def _behind(found: Found) -> list[File]:
+    """All files that hold what is read."""
+    stores = [file for blocks in found.blocks.values() for file in blocks.files]
+    return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
 
 
 def _one_limit(findings: list[Finding]) -> list[Finding]:

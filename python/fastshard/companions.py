@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from . import _core, regular, tokenizer
 from .discover import Listing, refuse_unprintable
@@ -16,6 +17,8 @@ _OTHERS = (
 )  # fmt: skip
 #: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
 _SUBFOLDER = "huggingface"
+#: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
+_LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 #: Code at most that a model brings along.
 _MAX_CODE = 64
 
@@ -117,10 +120,14 @@ def _same(one: Path, other: Path) -> bool:
         first, second = (json.loads(content) for content in held)
     except (ValueError, RecursionError):
         return False
-    # Where a model was loaded from says nothing of it.
-    if isinstance(first, dict) and isinstance(second, dict):
-        first, second = ({k: v for k, v in d.items() if k != "_name_or_path"} for d in (first, second))
-    return bool(first == second)
+    return bool(_without_paths(first) == _without_paths(second))
+
+
+def _without_paths(value: Any) -> Any:
+    """A config without what tells where it was loaded from, which says nothing of the model."""
+    if isinstance(value, dict):
+        return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
+    return [_without_paths(part) for part in value] if isinstance(value, list) else value
 
 
 def _code(config: Path) -> dict[str, Path]:

@@ -177,6 +177,8 @@ def convert(
     late = this is not None and not overwrite and not (resume and _unfinished(out))
     own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
     if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
+        if resume:
+            _tidy(out, ranks.patience(wait))
         return done
     with (
         ranks.met(out, this, wait, alike) as meeting,
@@ -207,7 +209,7 @@ def convert(
                 (job.copies, job.checkpoint.listing.given()),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
-                about=lent.about(alike) if lent else None,
+                about=lent.about(alike, job.checkpoint.opened.behind) if lent else None,
             )
             manifest = job.manifest(written)
         if lent is not None:
@@ -310,6 +312,15 @@ def _unfinished(out: StrPath) -> bool:
         # Whatever keeps one from looking is told by the run itself.
         return True
     return any(leaving["fate"] == "complete" for leaving in found)
+
+
+def _tidy(out: StrPath, patience: float) -> None:
+    """Takes away what the ranks that have published a result could not: some were gone before all was removed."""
+    # What cannot be taken away is left to `gc`, and another rank may be at it.
+    with contextlib.suppress(_core.CoreError):
+        found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
+        if any(leaving["fate"] == "removed" for leaving in found):
+            _core.collect(os.fspath(out), None, patience, False)
 
 
 def _done(

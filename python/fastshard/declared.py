@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from . import layouts
 from ._core import Table
+from .discover import File
 from .errors import FastshardError, Finding
 
 #: Ranks of one parallel dimension at most; no run has as many.
@@ -78,6 +79,7 @@ ListedBlocks: TypeAlias = tuple[
     str,
     Callable[[str, memoryview], str | None],
     tuple[list[int], Callable[[list[str]], str | None]] | None,
+    Callable[[bool], str | None] | None,
 ]
 
 
@@ -94,6 +96,10 @@ class Blocks:
     #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
     identity: str
 
+    #: The files that hold the blocks.
+    files: list[File]
+    #: Looks whether these are as they were when they were opened; with True, whether their status alone was changed too.
+    look: Callable[[bool], None]
     #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
     apart: tuple[list[int], Callable[[list[str]], None]] | None = None
 
@@ -111,7 +117,7 @@ class Blocks:
             return told
 
         apart = self.apart and (self.apart[0], telling(self.apart[1]))
-        return self.tensors, self.identity, telling(self.read), apart
+        return self.tensors, self.identity, telling(self.read), apart, telling(self.look)
 
 
 @dataclass

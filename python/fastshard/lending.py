@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from . import _core
-from .discover import Listing, is_utf8, list_roots, refuse_unprintable
+from .discover import File, Listing, is_utf8, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core, raise_errors
+from .external.lent import forget
 from .options import StrPath
 from .ranks import Meeting
 
@@ -61,9 +62,11 @@ class Lent:
             of_rank.setdefault(rank, []).append(path)
         return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
-    def about(self, words: Mapping[str, Any]) -> str:
-        """What a run is known by later: what each rank was asked for, and its files as they are now. JSON."""
-        return json.dumps({"asked": self.asked(words), "stamps": self._meeting.core.stamps()})
+    def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> str:
+        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now. JSON."""
+        places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
+        stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
+        return json.dumps({"asked": self.asked(words), "stamps": stamp})
 
     def told(self) -> Finding:
         """How many bytes went by way of the destination, for rank 0."""
@@ -141,6 +144,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
             raise from_core(error) from None
         yield from _shown(meeting, found)
     finally:
+        forget(Path(folder).resolve())
         shutil.rmtree(folder, ignore_errors=True)
 
 

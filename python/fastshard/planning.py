@@ -56,6 +56,8 @@ class Opened:
     findings: list[Finding]
     #: Files in the catalog's order.
     files: list[File]
+    #: All files that hold what is read: of a store, which the catalog knows as one, each.
+    behind: list[File]
 
 
 class Plan:

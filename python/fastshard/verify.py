@@ -89,10 +89,12 @@ def verify(
     findings = list(plan.findings)
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     if len(checkpoint.listing.roots) > 1:
-        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
-        findings += companions.differing(
-            checkpoint.listing, (Path(p) for name, p in with_it if name != "config.json")
-        )
+        try:
+            with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
+            others = (Path(path) for name, path in with_it if name != "config.json")
+            findings += companions.differing(checkpoint.listing, others)
+        except FastshardError as error:
+            findings += error.findings
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]

@@ -72,21 +72,25 @@ class OnDisks:
         timeout: float = 60,
         own_pids: bool = True,
         only: int | None = None,
+        inside: Sequence[str] = (),
     ) -> list[Host]:
-        words = " ".join(f"'{word}'" for word in (verb, DISK, out, *options, "--node-local"))
         environ, started = {"TMPDIR": str(self.temporary)}, []
         for i, (host, part) in enumerate(
             zip(hosts(len(self.parts), environ=environ, own_pids=own_pids), self.parts, strict=True)
         ):
             if only not in (None, i):
                 continue
+            ckpt = DISK / inside[i] if inside else DISK
+            words = " ".join(f"'{word}'" for word in (verb, ckpt, out, *options, "--node-local"))
             rank = f"--rank {i} --world {len(self.parts)} --timeout {timeout}"
             line = f"mount --bind '{part}' {DISK} && exec '{sys.executable}' -m fastshard {words} {rank}"
             started.append(host.start(["sh", "-c", line]))
         return started
 
-    def run(self, verb: str, out: Path, *options: object, timeout: float = 60) -> list[tuple[int, str, str]]:
-        return ended(self.start(verb, out, *options, timeout=timeout))
+    def run(
+        self, verb: str, out: Path, *options: object, timeout: float = 60, inside: Sequence[str] = ()
+    ) -> list[tuple[int, str, str]]:
+        return ended(self.start(verb, out, *options, timeout=timeout, inside=inside))
 
 
 def unnamed(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -343,13 +347,77 @@ def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
             assert code == 1 and "FS506" in err and file.name in err and f"node{linked}" in err, err
             assert "--resume continues" not in err, err
         assert not (place / "out").exists()
-        # What was made of it may be of other content.
+        # What was made of it may be of other content: nobody goes on with it.
         for code, _, err in OnDisks(parts).run("merge", place / "out", "--resume"):
             assert code == 2 and "FS508" in err and "status" in err, err
+        ran = cli("merge", *parts, place / "out", "--resume")
+        assert ran.code == 2 and ran.errors[0]["code"] == "FS508", ran.out
         [left] = hidden(place)
         shutil.rmtree(place / left)
     assert [code for code, _, _ in OnDisks(parts).run("merge", place / "out")] == [0, 0]
     assert hidden(place) == []
+
+
+def test_a_file_that_nobody_reads_may_change(place: Path) -> None:
+    """A log that grows, somebody else's file: the run is of the checkpoint."""
+    parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
+    line = ["--world", 2, "--timeout", 30, "--node-local"]
+    started = []
+    for rank, part in enumerate(parts):
+        log = part / "train.log"
+        log.write_text("loss 1.0")
+        run = ["-c", LINKED, log, place / f"log{rank}"]
+        argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
+        started.append(Host(f"node{rank}").start(argv))
+    for code, _, err in ended(started):
+        assert code == 0, err
+
+
+def test_what_is_given_may_be_the_step(place: Path) -> None:
+    for name, source in (("neox", NEOX), ("deepspeed", FIXTURES / "deepspeed/zero3_bf16_dp2")):
+        parts = divided(source, place / name, 2, texts_everywhere)
+        [step] = {p.name for part in parts for p in part.glob("global_step*")}
+        alone, out = place / f"{name}-alone", place / f"{name}-out"
+        ran = cli("merge", *(part / step for part in parts), alone)
+        assert ran.code == 0, ran.out
+        for code, _, err in OnDisks(parts).run("merge", out, inside=[step, step]):
+            assert code == 0, err
+        assert unnamed(content(out)) == unnamed(content(alone))
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_what_is_given_may_be_the_step_of_a_store(deep: int, place: Path) -> None:
+    """One of them is a temporary directory: that is known by its name."""
+    nodes = of_nodes("mp2_local_BROKEN_063_zarr3")(place)
+    inside = []
+    for node in nodes:
+        [step] = (node / "checkpoints").iterdir()
+        [item] = [p for p in step.iterdir() if p.name.startswith("items")]
+        inside.append(str((step if deep == 1 else item).relative_to(node)))
+    alone, out = place / "alone", place / "out"
+    ran = cli("merge", *(node / name for node, name in zip(nodes, inside, strict=True)), alone)
+    told = OnDisks(nodes).run("merge", out, inside=inside)
+    assert [code for code, _, _ in told] == [ran.code] * 2, (told, ran.out)
+    assert ran.code == 0, ran.out
+    assert unnamed(content(out)) == unnamed(content(alone))
+
+
+def test_a_chunk_that_changes_stops_all(place: Path) -> None:
+    for linked in (0, 1):
+        nodes = of_nodes("mp2_local_BROKEN_063_zarr3")(place / str(linked))
+        data = max(nodes[linked].rglob("d/*"), key=lambda p: p.stat().st_size)
+        line = ["--world", 2, "--timeout", 30, "--node-local"]
+        started = []
+        for rank, part in enumerate(nodes):
+            run = ["-c", LINKED, data, place / "link"] if rank == linked else ["-m", "fastshard"]
+            argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
+            started.append(Host(f"node{rank}").start(argv))
+        for code, _, err in ended(started):
+            assert code == 1 and "FS506" in err and data.name in err, err
+        assert not (place / "out").exists()
+        (place / "link").unlink()
+        for left in hidden(place):
+            shutil.rmtree(place / left)
 
 
 def test_pieces_are_compared_where_they_lie(place: Path) -> None:
@@ -407,7 +475,7 @@ ORBAX = FIXTURES / "orbax"
 def of_nodes(name: str) -> Callable[[Path], list[Path]]:
     """What each process of a run that saved without a shared disk left on its own."""
     return lambda place: [
-        shutil.copytree(node, place / node.name) for node in sorted((ORBAX / name).glob("node*"))
+        Path(shutil.copytree(node, place / node.name)) for node in sorted((ORBAX / name).glob("node*"))
     ]
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import _core
@@ -16,6 +17,67 @@ from .ocdbt_index import Place
 
 #: What an OCDBT database's manifests are called. source: tensorstore/kvstore/ocdbt/index.rst
 _MANIFEST = "manifest"
+#: Ranges that are kept though nobody reads them: a shard is read once for each of its parts.
+_KEPT = 8
+
+#: File, first byte, one past the last.
+Range = tuple[Path, int, int]
+
+
+@dataclass
+class _Brought:
+    """A range that is being read, or was read last."""
+
+    readers: int = 0
+    here: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+# Stores that are opened twice, or lie in one another, share files.
+_ranges: dict[Range, _Brought] = {}
+#: Those of them that nobody reads, the oldest first.
+_idle: OrderedDict[Range, None] = OrderedDict()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _held(wanted: Range) -> Iterator[None]:
+    with _lock:
+        brought = _ranges.setdefault(wanted, _Brought())
+        brought.readers += 1
+        _idle.pop(wanted, None)
+    try:
+        with brought.lock:
+            if not brought.here:
+                _bring(wanted)
+                brought.here = True
+        yield
+    finally:
+        with _lock:
+            brought.readers -= 1
+            if not brought.readers:
+                _idle[wanted] = None
+            while len(_idle) > _KEPT:
+                oldest, _ = _idle.popitem(last=False)
+                del _ranges[oldest]
+                # Memory may be all that lies below. A folder that is gone took all of it along.
+                with contextlib.suppress(_core.CoreError):
+                    _core.let_go(*oldest)
+
+
+def forget(folder: Path) -> None:
+    """Forgets what was brought into files below a folder, which is about to be removed."""
+    with _lock:
+        for wanted in [w for w in _ranges if w[0].is_relative_to(folder)]:
+            del _ranges[wanted]
+            _idle.pop(wanted, None)
+
+
+def _bring(wanted: Range) -> None:
+    try:
+        _core.bring(*wanted)
+    except _core.CoreError as error:
+        raise from_core(error) from None
 
 
 class Lent:
@@ -25,14 +87,11 @@ class Lent:
     """
 
     def __init__(self, folder: Path, *, ocdbt: bool) -> None:
-        self._folder = folder
+        self._folder = folder.resolve()
         self._ocdbt = ocdbt
         self._places: dict[str, Place] = {}
-        #: Ranges that are being read, by how many.
-        self._used: Counter[Place] = Counter()
-        self._lock = threading.Lock()
         if ocdbt:
-            for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names, not paths
+            for name in sorted(os.listdir(self._folder)):  # noqa: PTH208 - names, not paths
                 if name.startswith(_MANIFEST):
                     self.bring((name, 0, self._size(name)))
 
@@ -45,58 +104,41 @@ class Lent:
         Raises:
             FastshardError: what keeps it from coming.
         """
+        _bring(self._range(place))
+
+    def _range(self, place: Place) -> Range:
         name, offset, length = place
-        try:
-            _core.bring(self._folder / name, offset, offset + length)
-        except _core.CoreError as error:
-            raise from_core(error) from None
+        return self._folder / name, offset, offset + length
 
     def placed(self, places: Mapping[str, Place]) -> None:
         """Takes note of where the values of keys lie; in a plain store each is a file."""
         self._places.update(places)
 
-    def _place(self, key: str) -> Place | None:
+    def range_of(self, key: str) -> Range | None:
+        """Where the value of a key lies; None for one that is not there, or that the index itself holds."""
         if self._ocdbt:
-            # Those that the index itself holds have none.
-            return self._places.get(key)
-        return (key, 0, self._size(key)) if (self._folder / key).is_file() else None
+            place = self._places.get(key)
+            return place and self._range(place)
+        return self._range((key, 0, self._size(key))) if (self._folder / key).is_file() else None
 
-    @contextlib.contextmanager
-    def held(self, key: str) -> Iterator[None]:
+    def held(self, key: str) -> contextlib.AbstractContextManager[None]:
         """Has the value of a key here as long as it is read.
 
         Raises:
             FastshardError: what keeps it from coming.
         """
-        place = self._place(key)
-        if place is None:
-            yield
-            return
-        with self._lock:
-            self._used[place] += 1
-        try:
-            self.bring(place)
-            yield
-        finally:
-            with self._lock:
-                self._used[place] -= 1
-                if not self._used[place]:
-                    del self._used[place]
-                    # What was read is needed no more, and memory may be all that lies below.
-                    with contextlib.suppress(_core.CoreError):
-                        _core.let_go(self._folder / place[0], place[1], place[1] + place[2])
+        wanted = self.range_of(key)
+        return _held(wanted) if wanted else contextlib.nullcontext()
 
-    def send(self, key: str) -> None:
-        """Says that the value of a key will be read.
 
-        Raises:
-            FastshardError: what keeps that from being said.
-        """
-        place = self._place(key)
-        if place is None:
-            return
-        name, offset, length = place
-        try:
-            _core.will_read(self._folder / name, offset, offset + length)
-        except _core.CoreError as error:
-            raise from_core(error) from None
+def send(wanted: Iterable[tuple[Lent, str]]) -> None:
+    """Says that the values of keys will be read, in this order.
+
+    Raises:
+        FastshardError: what keeps that from being said.
+    """
+    ranges = [found for store, key in wanted if (found := store.range_of(key))]
+    try:
+        _core.will_read(ranges)
+    except _core.CoreError as error:
+        raise from_core(error) from None

@@ -120,10 +120,10 @@ impl Meeting {
         to_json(&told)
     }
 
-    /// A digest of what each rank has, as it was when the ranks met.
-    fn stamps(&self) -> Vec<String> {
+    /// A digest of files (rank, number of its root, path) as they were when the ranks met.
+    fn stamp(&self, wanted: Vec<(u32, u32, String)>) -> String {
         let lending = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
-        lending.as_ref().map(|lending| lending.stamps().to_vec()).unwrap_or_default()
+        lending.as_ref().map(|lending| lending.stamp(&wanted)).unwrap_or_default()
     }
 
     /// Bytes that each rank has lent by now.
@@ -285,10 +285,10 @@ pub(crate) fn let_go(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResul
     py.detach(|| elsewhere::let_go(&path, lo, hi)).map_err(raise)
 }
 
-/// Says that bytes `lo..hi` of what the file at `path` stands for will be read.
+/// Says that ranges (path, first byte, one past the last) of what files stand for will be read.
 #[pyfunction]
-pub(crate) fn will_read(py: Python<'_>, path: PathBuf, lo: u64, hi: u64) -> PyResult<()> {
-    py.detach(|| elsewhere::will_read(&path, lo, hi)).map_err(raise)
+pub(crate) fn will_read(py: Python<'_>, ranges: Vec<(PathBuf, u64, u64)>) -> PyResult<()> {
+    py.detach(|| elsewhere::will_read(&ranges)).map_err(raise)
 }
 
 /// The storage that a path lies on, for people.

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -19,13 +20,14 @@ use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 type Apart = (Vec<u32>, Py<PyAny>);
 
 /// (key, dtype, shape, bytes that decoding takes) of each block, what identifies the content, the function that decodes, and
-/// what there is to know of blocks on other hosts.
-pub(crate) type Listed = (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>, Option<Apart>);
+/// what there is to know of blocks on other hosts, and the function that looks whether the files are as they were.
+pub(crate) type Listed =
+    (Vec<(String, String, Vec<u64>, u64)>, String, Py<PyAny>, Option<Apart>, Option<Py<PyAny>>);
 
 /// The store that a Python listing describes.
-pub(crate) fn store((blocks, identity, read, apart): Listed) -> PyResult<Store> {
+pub(crate) fn store((blocks, identity, read, apart, look): Listed) -> PyResult<Store> {
     let apart = apart.map(|(roots, send)| {
-        let keys = blocks.iter().map(|(key, ..)| key.clone());
+        let keys = blocks.iter().map(|(key, ..)| digest(key));
         (keys.zip(roots).collect(), send)
     });
     let blocks: PyResult<Vec<_>> = blocks
@@ -36,15 +38,24 @@ pub(crate) fn store((blocks, identity, read, apart): Listed) -> PyResult<Store> 
             Ok((key, dtype, shape, decoding))
         })
         .collect();
-    Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read, apart }) })
+    Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read, apart, look }) })
 }
 
 /// Calls `read(key, buffer)`; it returns None, or a JSON array of findings.
 #[derive(Debug)]
 struct PythonReader {
     read: Py<PyAny>,
-    /// The root of each block, and `send(keys)`, which returns the same.
-    apart: Option<(HashMap<String, u32>, Py<PyAny>)>,
+    /// The root of each block by a digest of its key, and `send(keys)`, which returns the same. Of two with one digest the
+    /// work goes to one's host: no harm is done.
+    apart: Option<(HashMap<u64, u32>, Py<PyAny>)>,
+    /// `look(status)`, the same.
+    look: Option<Py<PyAny>>,
+}
+
+fn digest(key: &str) -> u64 {
+    let mut hasher = std::collections::hash_map::DefaultHasher::new();
+    key.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Blocks from this many bytes on have a mapping of their own: it is given back as a whole, while holes between
@@ -74,6 +85,12 @@ impl BlockBytes for PythonBytes {
             std::slice::from_raw_parts(self.at, self.len)
         }
     }
+}
+
+/// What a function returned that returns None, or a JSON array of findings.
+fn told(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
+    let told = returned.and_then(|told| told.extract::<Option<String>>(py));
+    findings_of(told.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
 }
 
 impl PythonReader {
@@ -124,7 +141,7 @@ impl BlockReader for PythonReader {
     }
 
     fn root(&self, key: &str) -> Option<u32> {
-        self.apart.as_ref()?.0.get(key).copied()
+        self.apart.as_ref()?.0.get(&digest(key)).copied()
     }
 
     fn lie_apart(&self) -> bool {
@@ -133,11 +150,12 @@ impl BlockReader for PythonReader {
 
     fn will_read(&self, keys: &[&str]) -> Result<()> {
         let (Some((_, send)), Some(first)) = (&self.apart, keys.first()) else { return Ok(()) };
-        Python::attach(|py| {
-            let told = send.call1(py, (keys.to_vec(),));
-            let told = told.and_then(|told| told.extract::<Option<String>>(py));
-            findings_of(told.map_err(|error| failed(first, &error))?).map_or(Ok(()), Err)
-        })
+        Python::attach(|py| told(py, first, send.call1(py, (keys.to_vec(),))))
+    }
+
+    fn unchanged(&self, status: bool) -> Result<()> {
+        let Some(look) = &self.look else { return Ok(()) };
+        Python::attach(|py| told(py, "", look.call1(py, (status,))))
     }
 }
 

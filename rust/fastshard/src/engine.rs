@@ -438,6 +438,7 @@ impl<'a> Run<'a> {
         }
         for file in files {
             file.unchanged()?;
+            file.blocks_unchanged()?;
             if let Some(warning) = file.touched()? {
                 self.find(warning);
             }

@@ -84,6 +84,14 @@ pub trait BlockReader: Debug + Send + Sync {
         false
     }
 
+    /// Errors if a file that the blocks lie in is no longer what it was; with `status`, if its status alone was changed too.
+    ///
+    /// # Errors
+    /// `FS506`.
+    fn unchanged(&self, _status: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// Says that blocks will be read, in this order: those on other hosts are sent for.
     ///
     /// # Errors
@@ -212,7 +220,7 @@ impl SourceFile {
     pub fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
         match &self.bytes {
             Bytes::File(_) => Ok(()),
-            Bytes::Elsewhere(file) => file.will_read(ranges),
+            Bytes::Elsewhere(file) => file.will_read(ranges, true),
         }
     }
 
@@ -424,6 +432,14 @@ impl SourceFile {
         Err(self.changed(was, is))
     }
 
+    /// The same of the files that the blocks lie in, for a file that stands for a store.
+    ///
+    /// # Errors
+    /// `FS506`.
+    pub fn blocks_unchanged(&self) -> Result<()> {
+        self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.unchanged(false))
+    }
+
     /// A warning if the file's status alone changed since it was opened: other permissions or another name,
     /// or content that was written before its modification time was set back.
     ///
@@ -448,6 +464,7 @@ impl SourceFile {
     /// `FS506`.
     pub fn untouched(&self) -> Result<()> {
         self.unchanged()?;
+        self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.unchanged(true))?;
         let Some(finding) = self.touched()? else { return Ok(()) };
         let help = "permissions or links do no harm, and nobody reads the files of all hosts again to tell: leave them as they are until the run has ended, then run again";
         Err(finding.severity(Severity::Error).help(help).into())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ from .. import paxml as paxml_model
 from ..base import Contents, Found, Options
 from . import completeness, stores
 from .completeness import Evidence
+from .files import Files
 from .places import Place, choose, chunk_without_metadata, find
 from .tree import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
 from .zarr import Array
@@ -87,7 +86,8 @@ class Orbax:
         reader, tensors, pieces = stores.listed(union, elided, evidence.stores_fill is True)
         anchor = _anchor(listing, places)
         apart = ([reader.root(key) for key, *_ in tensors], reader.send) if reader.lies_apart else None
-        blocks = Blocks(tensors, reader, _identity(listing, places), apart)
+        files = Files(listing, [file for place in places for _, file in place.files(listing)])
+        blocks = Blocks(tensors, reader, files.identity(), files.files, files.look, apart)
         notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
         paxml = not places[0].ocdbt and tree is None
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
@@ -247,17 +247,6 @@ def _anchor(listing: Listing, places: list[Place]) -> File:
         if place.plain:
             return place.plain[0]
     raise AssertionError("places are found by such files")
-
-
-def _identity(listing: Listing, places: list[Place]) -> str:
-    """Names, sizes and times of all files of the stores, condensed."""
-    digest = hashlib.blake2b(digest_size=32)
-    for place in places:
-        root = os.fspath(listing.roots[place.root])
-        for _, file in place.files(listing):
-            stat = os.stat(os.path.join(root, file.path))  # noqa: PTH116, PTH118 - once for every chunk
-            digest.update(os.fsencode(f"{file.path}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
-    return digest.hexdigest()
 
 
 def _strings(listing: Listing, places: list[Place]) -> str | None:

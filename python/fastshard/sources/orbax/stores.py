@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import threading
@@ -14,6 +13,7 @@ from ...discover import Listing
 from ...errors import FastshardError, Finding, error_for
 from ...external import tensorstore
 from ...external.dtypes import item_size
+from ...external.lent import send
 from .places import Place, Process
 from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
@@ -104,12 +104,16 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         before = set(union.keys)
         for place in places:
             for process in sorted(place.processes, key=lambda p: p.key) if place.merged else ():
-                # One that cannot be read has nothing to add; what the merged store lacks is missing then.
-                with contextlib.suppress(FastshardError):
+                try:
                     part = _process(listing, place, process, context)
-                    union.of_process.setdefault(process.id, set()).update(part.keys)
-                    part.keys -= before
-                    union.add(part)
+                except FastshardError as error:
+                    # One that is damaged has nothing to add; what the merged store lacks is missing then.
+                    if error.code == "FS601":
+                        continue
+                    raise
+                union.of_process.setdefault(process.id, set()).update(part.keys)
+                part.keys -= before
+                union.add(part)
         union.unmerged = len(union.keys) - len(before)
         _describe(union, union.keys - before)
     _foreign(union)
@@ -308,10 +312,14 @@ class Reader:
         Raises:
             FastshardError: what keeps that from being said.
         """
-        for key in dict.fromkeys(self.blocks[block][3] for block in blocks):
-            for held in self._union.holders(key) if key is not None else ():
-                if key is not None and held.store.lent:
-                    held.store.lent.send(key)
+        keys = dict.fromkeys(self.blocks[block][3] for block in blocks)
+        send(
+            (held.store.lent, key)
+            for key in keys
+            if key is not None
+            for held in self._union.holders(key)
+            if held.store.lent
+        )
 
     @property
     def lies_apart(self) -> bool:

@@ -54,7 +54,17 @@ pub fn foresee(
             ranges => file.will_read(&ranges),
         })
     };
+    let mut blocks: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
+    let send_blocks = |blocks: &mut BTreeMap<u32, Vec<&str>>| -> Result<()> {
+        let mut stores = std::mem::take(blocks).into_iter();
+        stores.try_for_each(|(file, keys)| {
+            files[file as usize].blocks_apart().map_or(Ok(()), |store| store.will_read(&keys))
+        })
+    };
     for run in &share.tiles {
+        if control.cancel.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         let output = &plan.outputs[run.output as usize];
         let (start, end) = run.span(sizes[run.output as usize], output.nbytes());
         let blobs = blobs_of(plan, output);
@@ -69,7 +79,6 @@ pub fn foresee(
             }
             let reaches = reached.iter().flat_map(|(_, reaches)| reaches);
             let touched = reaches.filter(|reach| reach.meets(start, end) && is_compressed(reach.blob));
-            let mut blocks: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
             for blob in touched.map(|reach| reach.blob as usize) {
                 let about = &plan.blobs[blob];
                 let file = &files[about.file as usize];
@@ -79,8 +88,8 @@ pub fn foresee(
                     _ => file.will_read(&[(about.offset, about.offset + about.stored_len)])?,
                 }
             }
-            for (file, keys) in blocks {
-                files[file as usize].blocks_apart().map_or(Ok(()), |store| store.will_read(&keys))?;
+            if blocks.values().map(Vec::len).sum::<usize>() >= TOGETHER {
+                send_blocks(&mut blocks)?;
             }
             continue;
         }
@@ -99,5 +108,6 @@ pub fn foresee(
             at = next;
         }
     }
+    send_blocks(&mut blocks)?;
     send(&mut pending)
 }

@@ -143,12 +143,25 @@ pub fn divide_near(
     for run in tiles {
         let output = &plan.outputs[run.output as usize];
         let (size, total) = (sizes[run.output as usize], output.nbytes());
-        let reaches = reaches(plan, output);
-        let ranks: Vec<usize> = reaches.iter().map(|reach| rank_of(reach.blob)).collect();
+        let mut reaches: Vec<(Reach, usize)> = reaches(plan, output)
+            .into_iter()
+            .map(|r| {
+                let rank = rank_of(r.blob);
+                (r, rank)
+            })
+            .collect();
+        reaches.sort_by_key(|(reach, _)| reach.lo);
+        // Those that begin before the tile's end, without those that end before its begin.
+        let (mut begun, mut meeting) = (0, Vec::new());
         for tile in run.first..run.end {
             let (lo, hi) = (tile * size, ((tile + 1) * size).min(total));
             held.fill(0.0);
-            for (reach, &rank) in reaches.iter().zip(&ranks).filter(|(reach, _)| reach.meets(lo, hi)) {
+            while begun < reaches.len() && reaches[begun].0.lo < hi {
+                meeting.push(begun);
+                begun += 1;
+            }
+            meeting.retain(|&i| reaches[i].0.hi > lo);
+            for (reach, rank) in meeting.iter().map(|&i| (&reaches[i].0, reaches[i].1)) {
                 let both = reach.hi.min(hi) - reach.lo.max(lo);
                 held[rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
             }

@@ -27,7 +27,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ use super::journal::Journal;
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
 use crate::error::{without_panic, Error, Finding, Result};
-use crate::storage::elsewhere::{Elsewhere, Lender, Standing};
+use crate::storage::elsewhere::{time_of, Elsewhere, Lender, Standing};
 use own::Owner;
 use ranges::Ranges;
 
@@ -67,6 +67,9 @@ pub struct Root {
     pub folder: PathBuf,
     /// The file in it, if one was named.
     pub file: Option<String>,
+    /// What the folder, and the one above it, are called: steps are known by that.
+    #[serde(default)]
+    pub called: PathBuf,
 }
 
 /// A file below one of a rank's roots.
@@ -85,6 +88,14 @@ struct Listed {
 struct Told {
     host: String,
     roots: Vec<Root>,
+}
+
+impl Told {
+    /// What stands here for one of its roots.
+    fn here(&self, folder: &Path, rank: u32, root: usize) -> PathBuf {
+        let base = folder.join(format!("rank-{rank}"));
+        self.roots[root].below(&base, root).unwrap_or_else(|| base.join(root.to_string()))
+    }
 }
 
 /// One of the checkpoint's roots, as this process sees it.
@@ -107,7 +118,8 @@ pub struct Lending {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     sources: Vec<Source>,
-    stamps: Vec<String>,
+    /// The files of this rank.
+    own: Vec<Listed>,
     standing: Option<Standing>,
 }
 
@@ -208,6 +220,25 @@ pub(super) fn is_ours(name: &str) -> bool {
     name.starts_with(PREFIX) && (name.ends_with(".journal") || name.ends_with(".bytes"))
 }
 
+impl Root {
+    fn name(&mut self) {
+        let real = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
+        let names: Vec<_> = real.components().filter(is_plain).collect();
+        self.called = names[names.len().saturating_sub(2)..].iter().collect();
+    }
+
+    /// Where what stands for it lies, below the folder of its rank; none if it would lie elsewhere.
+    fn below(&self, base: &Path, number: usize) -> Option<PathBuf> {
+        let plain = self.called.components().all(|part| is_plain(&part));
+        (plain && self.called.components().count() <= 2)
+            .then(|| base.join(number.to_string()).join(&self.called))
+    }
+}
+
+fn is_plain(part: &Component) -> bool {
+    matches!(part, Component::Normal(_))
+}
+
 impl Lending {
     /// Lends `files` (root and relative path) below `roots`, and makes folders below `folder`, which is empty, that stand
     /// for the roots of the other ranks. Returns once all have said what they have. What the user stops in thread `by` is
@@ -217,7 +248,7 @@ impl Lending {
     /// What keeps a file from being looked at; what another rank stopped for.
     pub fn begin(
         meeting: &Arc<Meeting>,
-        roots: Vec<Root>,
+        mut roots: Vec<Root>,
         files: &[(u32, String)],
         folder: &Path,
         by: ThreadId,
@@ -245,10 +276,11 @@ impl Lending {
             shared: Arc::clone(&shared),
             thread: None,
             sources: Vec::new(),
-            stamps: Vec::new(),
+            own: Vec::new(),
             standing: None,
         };
         let host = super::process::Process::own().host;
+        roots.iter_mut().for_each(Root::name);
         let told = Told { host, roots };
         let (owner, listed) = Owner::begin(&shared, &told, files)?;
         let pause = LOOK * shared.world.div_ceil(MANY);
@@ -271,7 +303,7 @@ impl Lending {
         let all = shared.wait_for_lists(go_on)?;
         let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
         lending.sources = shared.stand(&told, &all, &folder)?;
-        lending.stamps = shared.stamps(&listed);
+        lending.own = listed;
         let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
         let names = lending.sources.iter().map(name).collect();
         let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
@@ -284,9 +316,18 @@ impl Lending {
         &self.sources
     }
 
-    /// A digest of the files of each rank as they were when it listed them: what was made of others is not continued.
-    pub fn stamps(&self) -> &[String] {
-        &self.stamps
+    /// A digest of files (rank, number of its root, path) as they were when their ranks listed them: what was made of others
+    /// is not continued.
+    pub fn stamp(&self, wanted: &[(u32, u32, String)]) -> String {
+        let state = self.shared.lock();
+        let others =
+            state.others.iter().flat_map(|(rank, o)| o.files.iter().map(move |f| (*rank, &f.listed)));
+        let all = others.chain(self.own.iter().map(|file| (self.shared.rank, file)));
+        let known: HashMap<(u32, u32, &str), &Listed> =
+            all.map(|(rank, file)| ((rank, file.root, file.path.as_str()), file)).collect();
+        let files: Vec<_> =
+            wanted.iter().map(|(rank, root, path)| known.get(&(*rank, *root, path))).collect();
+        blake3::hash(&serde_json::to_vec(&files).expect("plain data")).to_hex().to_string()
     }
 
     /// Bytes that each rank has lent by now.
@@ -355,11 +396,10 @@ impl Shared {
         let mut sources = Vec::new();
         for rank in 0..self.world {
             let told = if rank == self.rank { own } else { &others[&rank] };
-            let base = folder.join(format!("rank-{rank}"));
             for (number, root) in told.roots.iter().enumerate() {
                 let here = match rank == self.rank {
                     true => root.folder.clone(),
-                    false => base.join(number.to_string()),
+                    false => told.here(folder, rank, number),
                 };
                 sources.push(Source {
                     rank,
@@ -373,31 +413,19 @@ impl Shared {
         let mut state = self.lock();
         let mut places = HashMap::new();
         for (rank, other) in &state.others {
-            let base = folder.join(format!("rank-{rank}"));
-            for root in 0..others[rank].roots.len() {
-                let root = base.join(root.to_string());
+            let told = &others[rank];
+            for root in 0..told.roots.len() {
+                let root = told.here(folder, *rank, root);
                 std::fs::create_dir_all(&root).map_err(|e| Error::io(&root, "cannot create", &e))?;
             }
             for (number, file) in (0u32..).zip(&other.files) {
-                let path = base.join(file.listed.root.to_string()).join(&file.listed.path);
+                let path = told.here(folder, *rank, file.listed.root as usize).join(&file.listed.path);
                 stand_for(&path, &file.listed).map_err(|e| Error::io(&path, "cannot create", &e))?;
                 places.insert(path, (*rank, number));
             }
         }
         state.places = places;
         Ok(sources)
-    }
-
-    fn stamps(&self, own: &[Listed]) -> Vec<String> {
-        let state = self.lock();
-        let digest = |files: Vec<&Listed>| {
-            blake3::hash(&serde_json::to_vec(&files).expect("plain data")).to_hex().to_string()
-        };
-        let of_rank = |rank| match state.others.get(&rank).filter(|_| rank != self.rank) {
-            Some(other) => other.files.iter().map(|file| &file.listed).collect(),
-            None => own.iter().collect(),
-        };
-        (0..self.world).map(|rank| digest(of_rank(rank))).collect()
     }
 
     /// Takes note of the records of another rank's journal; those that ask this rank for something.
@@ -460,8 +488,8 @@ impl Shared {
         Ok((asked, moved))
     }
 
-    /// Asks a rank for ranges of a file, of what was not asked for yet.
-    fn ask(&self, rank: u32, file: u32, ranges: &[(u64, u64)]) -> Result<()> {
+    /// Asks a rank for ranges of a file, of what was not asked for yet; that it may be seen by others once `now` is true.
+    fn ask(&self, rank: u32, file: u32, ranges: &[(u64, u64)], now: bool) -> Result<()> {
         let mut wanted = Vec::new();
         {
             let mut state = self.lock();
@@ -478,7 +506,7 @@ impl Shared {
             let fields = [u64::from(rank), u64::from(file), *lo, *hi];
             self.journal.append(&record(ASK, &fields))?;
         }
-        if !wanted.is_empty() {
+        if now {
             self.journal.show()?;
         }
         Ok(())
@@ -578,7 +606,7 @@ impl Lent {
             file.ahead = (until, step);
             until
         };
-        self.shared.ask(self.rank, self.file, &[(lo, more)])
+        self.shared.ask(self.rank, self.file, &[(lo, more)], true)
     }
 
     /// The pieces that hold bytes `lo..hi`, once they are there.
@@ -704,8 +732,8 @@ impl Elsewhere for Lent {
         Ok(())
     }
 
-    fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
-        self.shared.ask(self.rank, self.file, ranges)
+    fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()> {
+        self.shared.ask(self.rank, self.file, ranges, now)
     }
 }
 
@@ -735,12 +763,7 @@ fn stand_for(path: &Path, listed: &Listed) -> io::Result<()> {
     }
     let file = File::create_new(path)?;
     file.set_len(listed.size)?;
-    let since = Duration::from_nanos(listed.mtime_ns.unsigned_abs());
-    let time = match listed.mtime_ns >= 0 {
-        true => SystemTime::UNIX_EPOCH + since,
-        false => SystemTime::UNIX_EPOCH - since,
-    };
-    file.set_modified(time)?;
+    file.set_modified(time_of(listed.mtime_ns))?;
     // Whoever does not know what it stands for is not to take its holes for content.
     file.set_permissions(Permissions::from_mode(0o000))
 }

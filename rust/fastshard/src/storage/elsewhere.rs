@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::ThreadId;
+use std::time::{Duration, SystemTime};
 
 use rustix::fs::FallocateFlags;
 
@@ -31,11 +32,12 @@ pub trait Elsewhere: Debug + Send + Sync {
     /// Whatever keeps them from coming.
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()>;
 
-    /// Says that ranges (first byte, one past the last) will be read, in this order.
+    /// Says that ranges (first byte, one past the last) will be read, in this order; without `now` it is known that more will
+    /// be said.
     ///
     /// # Errors
     /// What keeps that from being said.
-    fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()>;
+    fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()>;
 }
 
 /// Gives the files of folders that stand for others.
@@ -134,7 +136,7 @@ pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
         std::os::unix::fs::FileExt::write_all_at(&out, &bytes[..n], at).map_err(|e| not_kept(path, &e))?;
         at += n as u64;
     }
-    meta.modified().and_then(|time| out.set_modified(time)).map_err(|e| not_kept(path, &e))
+    keep_time(path, &out, &*file)
 }
 
 /// Lets go of what [`bring`] has put there; nothing if the file stands for itself.
@@ -142,22 +144,27 @@ pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
 /// # Errors
 /// What keeps the file from being opened.
 pub fn let_go(path: &Path, lo: u64, hi: u64) -> Result<()> {
-    if !is_elsewhere(path) || lo >= hi {
-        return Ok(());
-    }
-    let (out, meta) = stand_in(path)?;
+    let Some(file) = find(path)?.filter(|_| lo < hi) else { return Ok(()) };
+    let (out, _) = stand_in(path)?;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     // A filesystem that cannot keeps it.
     let _ = rustix::fs::fallocate(&out, flags, lo, hi - lo);
-    meta.modified().and_then(|time| out.set_modified(time)).map_err(|e| not_kept(path, &e))
+    keep_time(path, &out, &*file)
 }
 
-/// Says that bytes `lo..hi` of what the file at `path` stands for will be read; nothing if it stands for itself.
+/// Says that ranges (path, first byte, one past the last) of what files stand for will be read, in this order; nothing of those that
+/// stand for themselves.
 ///
 /// # Errors
 /// What keeps that from being said.
-pub fn will_read(path: &Path, lo: u64, hi: u64) -> Result<()> {
-    find(path)?.map_or(Ok(()), |file| file.will_read(&[(lo, hi)]))
+pub fn will_read(ranges: &[(PathBuf, u64, u64)]) -> Result<()> {
+    let mut ranges = ranges.iter().peekable();
+    while let Some((path, lo, hi)) = ranges.next() {
+        if let Some(file) = find(path)? {
+            file.will_read(&[(*lo, *hi)], ranges.peek().is_none())?;
+        }
+    }
+    Ok(())
 }
 
 /// The file that stands for another, for writing.
@@ -168,6 +175,21 @@ fn stand_in(path: &Path) -> Result<(File, Metadata)> {
         Ok((std::fs::OpenOptions::new().write(true).open(path)?, meta))
     };
     opened().map_err(|e| not_kept(path, &e))
+}
+
+/// Gives what stands for a file its time, which writing has changed; others may be writing as well.
+fn keep_time(path: &Path, out: &File, file: &dyn Elsewhere) -> Result<()> {
+    let Some((_, mtime_ns)) = file.identity() else { return Ok(()) };
+    out.set_modified(time_of(mtime_ns)).map_err(|e| not_kept(path, &e))
+}
+
+/// The time that is so many nanoseconds after the epoch.
+pub(crate) fn time_of(mtime_ns: i64) -> SystemTime {
+    let since = Duration::from_nanos(mtime_ns.unsigned_abs());
+    match mtime_ns >= 0 {
+        true => SystemTime::UNIX_EPOCH + since,
+        false => SystemTime::UNIX_EPOCH - since,
+    }
 }
 
 fn not_kept(path: &Path, error: &std::io::Error) -> Error {
@@ -203,10 +225,10 @@ impl Rehearsal {
 impl Elsewhere for Rehearsal {
     fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         bytes.fill(0);
-        self.will_read(&[(offset, offset + bytes.len() as u64)])
+        self.will_read(&[(offset, offset + bytes.len() as u64)], true)
     }
 
-    fn will_read(&self, ranges: &[(u64, u64)]) -> Result<()> {
+    fn will_read(&self, ranges: &[(u64, u64)], _: bool) -> Result<()> {
         if !self.noted {
             return Ok(());
         }

@@ -239,9 +239,10 @@ fn refuse_living(shared: &Shared, patience: Duration, control: &Control) -> Resu
 fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
     let (then, now) = (work_of(shared)?.about.get(STAMPS).cloned(), about.get(STAMPS));
     match (then, now) {
-        (Some(then), Some(now)) if then != *now => Err(Finding::new(
+        // Without, nobody knows what they were: it was begun on several hosts, and goes on with their files alone.
+        (Some(then), now) if Some(&then) != now => Err(Finding::new(
             codes::LEFTOVER_RUN,
-            "the status of source files was changed since this run was begun: what was made of them may be of other content",
+            "source files are not as they were when this run was begun, by their status: what was made of them may be of other content",
         )
         .file(shared.path())
         .help("remove the folder, and run again without --resume")
@@ -495,7 +496,13 @@ pub fn conclude(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let mut staging = staging;
-    let prior = match gather(plan, &mut staging, shared) {
+    let gathered = gather(plan, &mut staging, shared).and_then(|prior| {
+        // What nobody had a part of: stores of arrays.
+        let tiles = engine::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
+        engine::foresee(plan, files, &prior.sizes, &Share { tiles, pads: Vec::new() }, control)?;
+        Ok(prior)
+    });
+    let prior = match gathered {
         Ok(prior) => prior,
         Err(error) => return Err(resumable(error, staging.folder())),
     };

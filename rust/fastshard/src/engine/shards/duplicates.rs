@@ -51,6 +51,8 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
                 continue;
             }
         }
+        // checksum -> whether what has it tells nothing
+        let mut nothing: HashMap<u32, bool> = HashMap::new();
         for a in 0..shards.len() {
             for b in a + 1..shards.len() {
                 let (x, y) = (&plan.stored[shards[a] as usize], &plan.stored[shards[b] as usize]);
@@ -60,8 +62,19 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
                 }
                 // Checksums that are known and differ settle it without reading.
                 let differ = matches!((sums[a], sums[b]), (Some(p), Some(q)) if p != q);
+                let known = sums[a].filter(|_| sums[a] == sums[b]);
+                // Content that tells nothing need not be compared, nor be read for each rank.
+                if let Some(sum) = known {
+                    let says_nothing = match nothing.get(&sum) {
+                        Some(known) => *known,
+                        None => *nothing.entry(sum).or_insert(reader.says_nothing(x)?),
+                    };
+                    if says_nothing {
+                        continue;
+                    }
+                }
                 let same = !differ && reader.equal(x, y)?;
-                if same && reader.says_nothing(x)? {
+                if same && known.is_none() && reader.says_nothing(x)? {
                     continue;
                 }
                 let pair = pairs.entry((r.min(s), r.max(s))).or_default();
@@ -176,9 +189,12 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
     let mut layers: BTreeMap<(u32, Layer, Layer), Vec<(u32, u32)>> = BTreeMap::new();
     for ((rule, ..), tensors) in &alike {
         let first = &plan.stored[tensors[0] as usize];
+        if tensors.len() == 1 || reader.says_nothing(first)? {
+            continue;
+        }
         for &other in &tensors[1..] {
             let copy = &plan.stored[other as usize];
-            if copy.index != first.index && reader.equal(first, copy)? && !reader.says_nothing(first)? {
+            if copy.index != first.index && reader.equal(first, copy)? {
                 layers.entry((*rule, &first.index, &copy.index)).or_default().push((tensors[0], other));
             }
         }

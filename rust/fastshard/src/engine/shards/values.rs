@@ -12,6 +12,9 @@ pub(super) struct Values(HashSet<u64>);
 impl Values {
     /// Takes note of elements of `item` bytes, up to 8.
     pub(super) fn add(&mut self, bytes: &[u8], item: usize) {
+        // Most of what tells nothing is one value throughout.
+        let is_constant = bytes.len() > item && bytes[item..] == bytes[..bytes.len() - item];
+        let bytes = if is_constant { &bytes[..item] } else { bytes };
         for element in bytes.chunks_exact(item) {
             if self.enough() {
                 return;

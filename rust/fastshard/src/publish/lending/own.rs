@@ -41,6 +41,8 @@ pub(super) struct Owner {
     path: PathBuf,
     end: u64,
     asked: VecDeque<Ask>,
+    /// What others will ask for most likely: lent where nothing keeps it from being, and where nobody has asked for anything.
+    unasked: VecDeque<Ask>,
 }
 
 impl Owner {
@@ -61,6 +63,7 @@ impl Owner {
             path,
             end: 0,
             asked: VecDeque::new(),
+            unasked: VecDeque::new(),
         };
         let mut all = Vec::with_capacity(files.len());
         for (root, path) in files {
@@ -95,8 +98,8 @@ impl Owner {
                 0 => {}
                 // A store has as many files as chunks, most of which nobody but this rank reads.
                 _ if unasked > UNASKED => break,
-                size if size <= SMALL => owner.asked.push_back((number, 0, size)),
-                size => owner.asked.extend([(number, 0, END), (number, size - END, size)]),
+                size if size <= SMALL => owner.unasked.push_back((number, 0, size)),
+                size => owner.unasked.extend([(number, 0, END), (number, size - END, size)]),
             }
         }
         Ok((owner, all))
@@ -110,6 +113,27 @@ impl Owner {
     pub(super) fn turn(&mut self) -> Result<bool> {
         let (asked, moved) = self.shared.follow()?;
         self.asked.extend(asked);
+        let pieces = self.next_pieces();
+        let worked = !pieces.is_empty();
+        let records = pieces.into_iter().map(|piece| self.write(piece)).collect::<Result<Vec<_>>>()?;
+        self.tell(&records)?;
+        if worked {
+            return Ok(true);
+        }
+        let mut records = Vec::new();
+        for _ in 0..TURN {
+            let Some((number, lo, hi)) = self.unasked.pop_front() else { break };
+            for (lo, hi) in self.files[number as usize].given.missing(lo, hi) {
+                // A log that grows, somebody else's file: whoever needs it asks for it, and learns what is wrong.
+                records.extend(self.write((number, lo, hi)).ok());
+            }
+        }
+        self.tell(&records)?;
+        Ok(moved || !records.is_empty() || !self.unasked.is_empty())
+    }
+
+    /// The next of what others have asked for.
+    fn next_pieces(&mut self) -> Vec<Ask> {
         let mut pieces = Vec::new();
         while let Some((number, lo, hi)) = self.asked.pop_front() {
             let Some(file) = self.files.get(number as usize) else { continue };
@@ -129,27 +153,28 @@ impl Owner {
             // Two that ask for the same: what is about to be lent counts as lent.
             pieces.iter().for_each(|&(n, lo, hi)| self.files[n as usize].given.insert(lo, hi));
         }
-        let worked = !pieces.is_empty();
-        self.lend(pieces)?;
-        Ok(moved || worked)
+        pieces
     }
 
-    fn lend(&mut self, pieces: Vec<Ask>) -> Result<()> {
-        if pieces.is_empty() {
+    /// Appends bytes of a file to those that are lent; what is to be said of them.
+    fn write(&mut self, (number, lo, hi): Ask) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; (hi - lo) as usize];
+        let file = self.file(number)?;
+        file.read_at(lo, &mut bytes)?;
+        file.untouched()?;
+        disk::write_at(&self.bytes, &self.path, self.end, &bytes).at(&self.path, "cannot write")?;
+        let crc = crc32fast::hash(&bytes);
+        let told = record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]);
+        self.end += hi - lo;
+        self.files[number as usize].given.insert(lo, hi);
+        self.shared.lent.fetch_add(hi - lo, Ordering::Relaxed);
+        Ok(told)
+    }
+
+    /// Says what was lent, once others can read it.
+    fn tell(&self, records: &[Vec<u8>]) -> Result<()> {
+        if records.is_empty() {
             return Ok(());
-        }
-        let mut records = Vec::with_capacity(pieces.len());
-        for (number, lo, hi) in pieces {
-            let mut bytes = vec![0; (hi - lo) as usize];
-            let file = self.file(number)?;
-            file.read_at(lo, &mut bytes)?;
-            file.untouched()?;
-            disk::write_at(&self.bytes, &self.path, self.end, &bytes).at(&self.path, "cannot write")?;
-            let crc = crc32fast::hash(&bytes);
-            records.push(record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]));
-            self.end += hi - lo;
-            self.files[number as usize].given.insert(lo, hi);
-            self.shared.lent.fetch_add(hi - lo, Ordering::Relaxed);
         }
         if disk::is_network(&self.bytes) {
             disk::sync_data(&self.bytes, &self.path).at(&self.path, "cannot bring to disk")?;

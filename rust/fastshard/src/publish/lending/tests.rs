@@ -41,7 +41,7 @@ fn begun(base: &Path, rank: u32, bytes: usize) -> (Arc<Meeting>, Result<Lending>
     std::fs::create_dir_all(&stubs).unwrap();
     std::fs::write(own.join("deep/file"), content(rank, bytes)).unwrap();
     let meeting = Arc::new(Meeting::begin(&base.join("out"), about(rank), &|| true).unwrap());
-    let roots = vec![Root { folder: own, file: None }];
+    let roots = vec![Root { folder: own, file: None, called: PathBuf::new() }];
     let by = std::thread::current().id();
     let lending = Lending::begin(&meeting, roots, &[(0, "deep/file".into())], &stubs, by, &|| true);
     (meeting, lending)
@@ -233,7 +233,11 @@ fn what_a_rank_says_of_its_files_is_not_believed_beyond_them() {
         let learnt = other.tell(b"node").unwrap();
         learnt.map(|()| other)
     };
-    let root = |file: Option<&str>| Root { folder: "/x".into(), file: file.map(String::from) };
+    let root = |file: Option<&str>| Root {
+        folder: "/x".into(),
+        file: file.map(String::from),
+        called: PathBuf::new(),
+    };
     assert!(named(vec![]).is_none() && named(vec![root(Some("../b"))]).is_none());
     assert!(named(vec![root(Some("a"))]).is_some());
     let mut other = named(vec![root(None)]).unwrap();
