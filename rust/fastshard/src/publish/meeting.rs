@@ -496,8 +496,11 @@ impl Meeting {
             state.card.nonce.clone()
         };
         let begun = Instant::now();
+        let seen = self.table.lock().card.seen.clone();
         let stays = |rank: u32, heard: &Heard| {
-            let reads = heard.lives && !heard.card.process.is_dead();
+            // Who has answered this process lived then, though its counter was not seen to move.
+            let lives = heard.lives || seen.get(&rank) == Some(&heard.card.nonce);
+            let reads = lives && !heard.card.process.is_dead();
             reads && self.table.read(rank).is_some_and(|card| card.nonce == heard.card.nonce)
         };
         let others = self.table.lock().others.clone();
