@@ -234,7 +234,10 @@ def _text(tid: int, address: int) -> str:
         while b"\0" not in text and len(text) < 4096:
             memory.seek(address + len(text))
             # Up to the page's end: the next one may not be there.
-            text += memory.read(4096 - (address + len(text)) % 4096)
+            read = memory.read(4096 - (address + len(text)) % 4096)
+            if not read:
+                raise ProcessLookupError(f"process {tid} is gone")
+            text += read
     return os.fsdecode(text.split(b"\0", 1)[0])
 
 
