@@ -196,8 +196,7 @@ fn whoever_fails_at_whichever_call_the_result_is_the_old_one_or_the_new_one() {
                 calls
             };
             for fault in [Fault::Once(libc::EIO), Fault::Once(libc::ENOSPC), Fault::Gone] {
-                // Each call of the short steps; in the long ones each of the first and last, and every few between.
-                for call in (0..calls).filter(|call| *call < 60 || *call + 60 > calls || call % 7 == 0) {
+                for call in 0..calls {
                     let old = prepare(&case, overwrite);
                     let (_, done) = run(&case, overwrite, at, call, fault);
                     tried += 1;
@@ -222,6 +221,7 @@ fn whoever_fails_at_whichever_call_the_result_is_the_old_one_or_the_new_one() {
             }
         }
     }
+    eprintln!("{tried} faults, {failed} of which ended the process that met them; each recovered from");
     assert!(tried > 1000 && failed > 500, "{failed} of {tried}");
 }
 
