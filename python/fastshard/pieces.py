@@ -144,7 +144,8 @@ def compared(
         if held and index not in held
     ]
     for number, (index, path) in enumerate(held.items()):
-        if index in elsewhere if elsewhere else number % part[1] != part[0] - 1:
+        others = index in elsewhere if elsewhere else number % part[1] != part[0] - 1
+        if others:
             continue
         root = checkpoint.listing.roots[index]
         document: dict[str, Any] = read(path)

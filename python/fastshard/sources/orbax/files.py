@@ -28,21 +28,21 @@ class Files:
         return os.path.join(self._roots[file.root], file.path)  # noqa: PTH118 - once for every chunk
 
     def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """Size, modification time, inode and status time of files; -1 for one that is gone."""
-        stamps = np.full((len(numbers), 4), -1, dtype=np.int64)
+        """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time where a
+        filesystem makes them up."""
+        stamps = np.full((len(numbers), 3), -1, dtype=np.int64)
         for row, number in enumerate(numbers):
             try:
                 stat = os.stat(self._path(self.files[number]))  # noqa: PTH116 - once for every chunk
             except OSError:
                 continue
-            inode = np.uint64(stat.st_ino).astype(np.int64)
-            stamps[row] = (stat.st_size, stat.st_mtime_ns, inode, stat.st_ctime_ns)
+            stamps[row] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         return stamps
 
     def identity(self) -> str:
         """Names, sizes and times of all files, condensed."""
         digest = hashlib.blake2b(digest_size=32)
-        for file, (size, mtime, *_) in zip(self.files, self._then.tolist(), strict=True):
+        for file, (size, mtime, _) in zip(self.files, self._then.tolist(), strict=True):
             digest.update(os.fsencode(f"{file.path}\0{size}\0{mtime}\n"))
         return digest.hexdigest()
 
@@ -56,7 +56,7 @@ class Files:
             FastshardError: ``FS506`` with the first that is not.
         """
         here = np.flatnonzero(self._here)
-        fields = 4 if status else 3
+        fields = 3 if status else 2
         differs = (self._stamps(here.tolist())[:, :fields] != self._then[here, :fields]).any(axis=1)
         if not differs.any():
             return

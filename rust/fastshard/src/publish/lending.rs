@@ -50,6 +50,8 @@ const ROOT: u8 = 5;
 /// Files of this lending, for whoever takes away what ranks have left.
 pub(super) const PREFIX: &str = "lent-";
 
+/// Half of what is asked for of a file's beginning, where its header lies.
+const HEAD: u64 = 8 << 10;
 /// Bytes that are asked for at least, where nobody knew before what would be read, and at most, where reading goes on.
 const ASKED_LEAST: u64 = 256 << 10;
 const ASKED_MOST: u64 = 8 << 20;
@@ -224,7 +226,9 @@ impl Root {
     fn name(&mut self) {
         let real = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
         let names: Vec<_> = real.components().filter(is_plain).collect();
-        self.called = names[names.len().saturating_sub(2)..].iter().collect();
+        let called: PathBuf = names[names.len().saturating_sub(2)..].iter().collect();
+        // What is no text cannot be told to others, and is no step's name.
+        self.called = called.to_str().map(PathBuf::from).unwrap_or_default();
     }
 
     /// Where what stands for it lies, below the folder of its rank; none if it would lie elsewhere.
@@ -549,7 +553,7 @@ impl Other {
                 listed,
                 given: BTreeMap::new(),
                 asked: Ranges::default(),
-                ahead: (0, ASKED_LEAST),
+                ahead: (0, HEAD),
             };
             self.files = named.into_iter().map(borrowed).collect();
         } else if !self.files.iter().map(|file| &file.listed).eq(&named) {

@@ -41,7 +41,7 @@ pub(super) struct Owner {
     path: PathBuf,
     end: u64,
     asked: VecDeque<Ask>,
-    /// What others will ask for most likely: lent where nothing keeps it from being, and where nobody has asked for anything.
+    /// What others will ask for most likely: lent where nothing keeps it from being.
     unasked: VecDeque<Ask>,
 }
 
@@ -113,13 +113,7 @@ impl Owner {
     pub(super) fn turn(&mut self) -> Result<bool> {
         let (asked, moved) = self.shared.follow()?;
         self.asked.extend(asked);
-        let pieces = self.next_pieces();
-        let worked = !pieces.is_empty();
-        let records = pieces.into_iter().map(|piece| self.write(piece)).collect::<Result<Vec<_>>>()?;
-        self.tell(&records)?;
-        if worked {
-            return Ok(true);
-        }
+        // What is expected first: who waits for a header asks for more than it.
         let mut records = Vec::new();
         for _ in 0..TURN {
             let Some((number, lo, hi)) = self.unasked.pop_front() else { break };
@@ -127,6 +121,9 @@ impl Owner {
                 // A log that grows, somebody else's file: whoever needs it asks for it, and learns what is wrong.
                 records.extend(self.write((number, lo, hi)).ok());
             }
+        }
+        for piece in self.next_pieces() {
+            records.push(self.write(piece)?);
         }
         self.tell(&records)?;
         Ok(moved || !records.is_empty() || !self.unasked.is_empty())

@@ -224,6 +224,34 @@ fn names_that_leave_their_root_are_refused() {
 }
 
 #[test]
+fn a_root_is_called_as_its_folder_is() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    let folder = tempfile::tempdir().unwrap();
+    let called = |name: &OsStr, given: &Path| {
+        std::fs::create_dir_all(folder.path().join("run").join(name)).unwrap();
+        let mut root = Root { folder: given.into(), file: None, called: PathBuf::new() };
+        root.name();
+        root
+    };
+    let link = folder.path().join("latest");
+    std::os::unix::fs::symlink(folder.path().join("run/4000"), &link).unwrap();
+    assert_eq!(called(OsStr::new("4000"), &link).called, Path::new("run/4000"));
+    let odd = OsStr::from_bytes(b"4\xff");
+    std::fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink(folder.path().join("run").join(odd), &link).unwrap();
+    let root = called(odd, &link);
+    assert_eq!(root.called, PathBuf::new());
+    assert!(serde_json::to_vec(&root).is_ok());
+    let told = |called: &str| Root { folder: "/x".into(), file: None, called: called.into() };
+    let base = Path::new("/stands");
+    assert_eq!(told("run/4000").below(base, 3), Some(base.join("3/run/4000")));
+    for bad in ["../4000", "/etc", "a/b/c", "a/.."] {
+        assert_eq!(told(bad).below(base, 3), None, "{bad}");
+    }
+}
+
+#[test]
 fn what_a_rank_says_of_its_files_is_not_believed_beyond_them() {
     let listed = Listed { root: 0, path: "a".into(), size: 100, mtime_ns: 0, ctime_ns: 0 };
     let named = |roots: Vec<Root>| {
