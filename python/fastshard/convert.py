@@ -174,11 +174,15 @@ def convert(
         "node_local": node_local,
     }
     alike = ranks.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
-    late = this is not None and not overwrite and not (resume and _unfinished(out))
+    left = _left(out) if this is not None and not overwrite and resume else set()
+    late = this is not None and not overwrite and left is not None and "complete" not in left
     own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
     if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
-        if resume:
-            _tidy(out, ranks.patience(wait))
+        if left and "removed" in left:
+            # Some that have published it were gone before all was removed. What cannot be is left to `gc`, and another
+            # rank may be at it.
+            with contextlib.suppress(_core.CoreError):
+                _core.collect(os.fspath(out), None, ranks.patience(wait), False)
         return done
     with (
         ranks.met(out, this, wait, alike) as meeting,
@@ -304,23 +308,14 @@ def _planned(
     return expected, checkpoint, make_plan(checkpoint.opened, request), words
 
 
-def _unfinished(out: StrPath) -> bool:
-    """True if a run has left a complete result that is still to be published, or published and to be cleaned up after."""
+def _left(out: StrPath) -> set[str] | None:
+    """The fates of what runs have left: ``complete`` where a result is still to be published, or published and to be cleaned
+    up after, ``removed`` for what nobody needs. None where one cannot look: why is told by the run itself."""
     try:
         found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
     except _core.CoreError:
-        # Whatever keeps one from looking is told by the run itself.
-        return True
-    return any(leaving["fate"] == "complete" for leaving in found)
-
-
-def _tidy(out: StrPath, patience: float) -> None:
-    """Takes away what the ranks that have published a result could not: some were gone before all was removed."""
-    # What cannot be taken away is left to `gc`, and another rank may be at it.
-    with contextlib.suppress(_core.CoreError):
-        found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
-        if any(leaving["fate"] == "removed" for leaving in found):
-            _core.collect(os.fspath(out), None, patience, False)
+        return None
+    return {leaving["fate"] for leaving in found}
 
 
 def _done(
