@@ -37,7 +37,7 @@ COUNT = Verb(name="count", help="how many files there are", arguments=_arguments
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object, **changes: Any) -> tuple[int, str, str]:
-    code = main([str(a) for a in argv], [*VERBS, dataclasses.replace(COUNT, **changes)])
+    code = main([str(a) for a in argv], VERBS.and_also(dataclasses.replace(COUNT, **changes)))
     return code, *capsys.readouterr()
 
 

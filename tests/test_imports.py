@@ -35,7 +35,7 @@ RULES = [
     *(Rule(leaf, (*WINGS, "cli"), "a leaf imports no wing") for leaf in (
         "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared", "placing", "arguments", "options", "dtypes"
     )),
-    *(Rule(wing, ("cli", "planning", "convert", "verify", "checkpoint"), "what is used does not know who uses it")
+    *(Rule(wing, ("cli", "planning", "conversion", "verification", "checkpoint"), "what is used does not know who uses it")
       for wing in WINGS),
     Rule("models", ("sources", "targets"), "what a model computes is the same wherever it lies"),
     Rule("sources", ("targets",), "where a tensor lies has nothing to do with where it goes"),

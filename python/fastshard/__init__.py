@@ -7,20 +7,23 @@
 
 from __future__ import annotations
 
-import warnings as _warnings
+from . import _core
 
-from . import _core, layouts, ray
-from .checkpoint import Checkpoint, open
-from .convert import convert, merge, plan
-from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
-from .manifests import Manifest
-from .masters import MastersReport, masters, repair_masters
-from .pieces import piece
-from .planning import Plan
-from .stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
-from .tensor import Tensor
-from .verify import Difference, diff, manifest, verify
-from .writer import Writer
+# As type checkers understand it: importing typing would be most of what importing this takes.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from . import layouts, ray
+    from .checkpoint import Checkpoint, open
+    from .conversion import convert, merge, plan
+    from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+    from .manifests import Manifest
+    from .master_weights import MastersReport, masters, repair_masters
+    from .pieces import piece
+    from .planning import Plan
+    from .statistics import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
+    from .tensor import Tensor
+    from .verification import Difference, diff, manifest, verify
+    from .writer import Writer
 
 __version__: str = _core.__version__
 
@@ -55,8 +58,45 @@ __all__ = [
     "verify",
 ]
 
+#: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
+_HOMES = {
+    "checkpoint": ("Checkpoint", "open"),
+    "conversion": ("convert", "merge", "plan"),
+    "errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
+    "layouts": (),
+    "manifests": ("Manifest",),
+    "master_weights": ("MastersReport", "masters", "repair_masters"),
+    "pieces": ("piece",),
+    "planning": ("Plan",),
+    "ray": (),
+    "statistics": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
+    "tensor": ("Tensor",),
+    "verification": ("Difference", "diff", "manifest", "verify"),
+    "writer": ("Writer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f".{home}", __name__)
+    # From now on it is found without this function.
+    value = globals()[name] = module if name == home else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 if _core.DEBUG_BUILD:
-    _warnings.warn(
+    import warnings
+
+    warnings.warn(
         "fastshard was built without optimisation: it is slow, do not benchmark it (maturin develop --release)",
         RuntimeWarning,
         stacklevel=2,

@@ -321,7 +321,7 @@ def test_what_says_how_a_checkpoint_is_read_must_be_the_same_everywhere(place: P
 LINKED = """
 import os, sys
 from fastshard.cli import main
-convert = sys.modules["fastshard.convert"]
+convert = sys.modules["fastshard.conversion"]
 def linked(*arguments, prepared=convert.prepared):
     job = prepared(*arguments)
     os.link(sys.argv[1], sys.argv[2])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ..errors import Finding
-from ..stats import TensorStats
+if TYPE_CHECKING:
+    from ..errors import Finding
+    from ..statistics import TensorStats
 
 #: Findings of one code printed before the rest is counted.
 _SHOWN = 20
@@ -23,25 +23,28 @@ def human(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """The one object of ``--json``."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=True)
-    sys.stdout.write("\n")
-
-
-def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
-    """One line per finding and one ``help:`` line, on stderr, errors first."""
-    shown: dict[str, int] = {}
-    hidden: dict[str, int] = {}
-    helped: set[str] = set()
+def shown(
+    findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0
+) -> tuple[list[Finding], dict[str, int]]:
+    """Findings for people, errors first, and how many more there are of a code."""
+    chosen: list[Finding] = []
+    counts: dict[str, int] = {}
     order = {"error": 0, "warning": 1, "note": 2}
     for finding in sorted(findings, key=lambda f: order.get(f.severity, 3)):
         if (finding.severity == "note" and not verbose) or (quiet and finding.severity != "error"):
             continue
-        shown[finding.code] = shown.get(finding.code, 0) + 1
-        if shown[finding.code] > _SHOWN and not verbose:
-            hidden[finding.code] = hidden.get(finding.code, 0) + 1
-            continue
+        counts[finding.code] = counts.get(finding.code, 0) + 1
+        if counts[finding.code] <= _SHOWN or verbose:
+            chosen.append(finding)
+    hidden = {} if verbose else {code: n - _SHOWN for code, n in counts.items() if n > _SHOWN}
+    return chosen, hidden
+
+
+def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
+    """One line per finding and one ``help:`` line, on stderr, errors first."""
+    helped: set[str] = set()
+    chosen, hidden = shown(findings, verbose=verbose, quiet=quiet)
+    for finding in chosen:
         print(f"{finding.severity} {finding.code}: {finding}", file=sys.stderr)
         if finding.help and (finding.severity == "error" or verbose) and finding.help not in helped:
             helped.add(finding.help)

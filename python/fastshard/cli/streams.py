@@ -61,6 +61,13 @@ class Streams:
         """One line on stderr, if there is one."""
         self.write(lambda: print(text, file=sys.stderr), "stderr")
 
+    def ended(self, code: int, done: str = "") -> int:
+        """The exit code; 2 if something could not be printed, which is said with what was ``done``."""
+        if self.lost is None:
+            return code
+        self.say(f"fastshard: {self.lost}{done}")
+        return code if code > 128 else 2
+
 
 def _let_go(stream: TextIO) -> None:
     """What the stream still holds goes nowhere, so that Python does not fail on it at its end."""

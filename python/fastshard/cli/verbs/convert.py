@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
-from ...convert import convert as convert_checkpoint
+from ...conversion import convert as convert_checkpoint
 from ...lending import LENT
 from ...manifests import MANIFEST_NAME
 from ...ray import convert as convert_on_ray

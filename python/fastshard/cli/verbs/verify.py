@@ -9,7 +9,7 @@ from typing import Any
 
 from ...absent import absent
 from ...errors import FastshardError
-from ...verify import verify as verify_checkpoint
+from ...verification import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 

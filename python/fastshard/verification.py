@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import _core, budget, companions, pieces, published, regular
 from .checkpoint import Checkpoint
-from .convert import Source, _opened, along
+from .conversion import Source, _opened, along
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
@@ -30,7 +30,7 @@ from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .request import Request
-from .stats import TensorStats, gather
+from .statistics import TensorStats, gather
 from .tensor import Tensor
 from .tokenizer import find as find_tokenizer
 
