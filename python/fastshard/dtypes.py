@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 #: safetensors name -> numpy dtype.
 NUMPY_NAMES: dict[str, str] = {
@@ -44,6 +45,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         ImportError: for bfloat16 and fp8 without ml_dtypes.
     """
+    import numpy as np
+
     if name in NUMPY_NAMES:
         return np.dtype(NUMPY_NAMES[name])
     try:

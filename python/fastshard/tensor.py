@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import _core
 from .dtypes import TORCH_NAMES, numpy_dtype
 from .errors import from_core
-from .maps import Bytes
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+    from .maps import Bytes
     from .planning import Plan
 
 __all__ = ["Tensor"]
@@ -69,6 +68,8 @@ class Tensor:
                 view = self._plan.maps.view(file, offset + start, length, private=private)
                 if view is not None:
                     return view
+            import numpy as np
+
             buffer = np.empty(length, dtype=np.uint8)
             self._plan.core.read(self._index, start, buffer)
         except _core.CoreError as error:
@@ -117,6 +118,8 @@ class Tensor:
         return torch.from_numpy(raw).view(dtype).reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        import numpy as np
+
         array = self.numpy()
         if dtype is not None and np.dtype(dtype) != array.dtype:
             return array.astype(dtype)
@@ -133,6 +136,8 @@ class Tensor:
             if _misaligned(array, dtype.itemsize):
                 array = array.copy()
             return array.view(dtype).reshape((stop - start, *self.shape[1:]))
+        import numpy as np
+
         return np.asarray(self.numpy()[key])
 
     def __repr__(self) -> str:

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from . import _core, budget, companions, pieces, published, regular
 from .checkpoint import Checkpoint
 from .conversion import Source, _opened, along
@@ -35,6 +32,7 @@ from .tensor import Tensor
 from .tokenizer import find as find_tokenizer
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 __all__ = ["Difference", "diff", "manifest", "verify"]
@@ -358,6 +356,8 @@ _CHUNK = 16 << 20
 
 def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+    import numpy as np
+
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         # Of int64 and uint64 numpy would make floats.
         unequal = (
@@ -376,6 +376,8 @@ def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]
 
 def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
     """Figures of the difference, in bounded memory. Of complex numbers it is the distance of the two."""
+    import numpy as np
+
     rows = x.shape[0] if x.shape else 1
     step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
     differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0

@@ -5,10 +5,8 @@ The names in findings come from whoever made the checkpoint: each format escapes
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -98,6 +96,7 @@ def as_sarif(told: Told) -> str:
 
 
 def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
+    import hashlib
     from urllib.parse import quote
 
     # What makes it the same finding in the next run, whatever its words are by then.
@@ -183,6 +182,8 @@ def as_annotations(told: Told) -> str:
 
 def without_commands(text: str) -> str:
     """Text for GitHub's log that nothing in it can drive: a tensor may be named ``::add-path::``."""
+    import secrets
+
     token = secrets.token_hex(16)
     return f"::stop-commands::{token}\n{text}\n::{token}::\n"
 

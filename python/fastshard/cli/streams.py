@@ -6,7 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+
+TYPE_CHECKING = False  # typing itself takes longer than the rest
+if TYPE_CHECKING:
+    from typing import TextIO
 
 
 def prepare() -> None:
