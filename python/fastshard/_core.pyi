@@ -235,6 +235,8 @@ class Plan:
         """BLAKE3 of the plan, hexadecimal."""
     def to_json(self) -> str:
         """The whole plan."""
+    def excerpt(self, output: int) -> str:
+        """The plan of one output alone, as JSON. Raises IndexError if there is none at this position."""
     def summary(self) -> str:
         """Counts, bytes, files, dtypes, axes, value ops, as JSON."""
     def outputs(self) -> list[tuple[str, str, list[int], int, int]]:

@@ -15,7 +15,7 @@ from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
-from .options import StrPath, meant
+from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names
 from .sources.base import Contents, Found, Options, checked_accept
@@ -277,10 +277,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self._merged
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            return Tensor(self._plan, self._plan.index[name])
-        except KeyError:
-            raise KeyError(f"{name}{meant(str(name), self._plan.index)}") from None
+        return Tensor(self._plan, self._plan.position(name))
+
+    def __contains__(self, name: object) -> bool:
+        # Without the search for the name that may be meant.
+        return name in self._plan.index
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._plan.index)

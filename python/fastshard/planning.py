@@ -15,6 +15,7 @@ from .discover import File
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
+from .options import meant
 from .request import DTYPES, MERGE, Request
 from .targets.base import Bound, Completed, Drafted
 from .targets.registry import check, keeps_all, target_of
@@ -110,6 +111,27 @@ class Plan:
         """Counts, bytes, files, dtypes, axes and value ops."""
         summary: dict[str, Any] = json.loads(self.core.summary())
         return summary
+
+    def why(self, name: str) -> dict[str, Any]:
+        """What an output is made of: rules, ranks, files and offsets, and what is done to its values.
+
+        Raises:
+            KeyError: if there is no output of this name, with the one that may be meant.
+        """
+        from .origins import origin
+
+        return origin(json.loads(self.core.excerpt(self.position(name))))
+
+    def position(self, name: str) -> int:
+        """Position of an output.
+
+        Raises:
+            KeyError: if there is none of this name, with the one that may be meant.
+        """
+        try:
+            return self.index[name]
+        except KeyError:
+            raise KeyError(f"{name}{meant(str(name), self.index)}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as plain data (``fastshard plan --json``)."""

@@ -70,9 +70,11 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
         # argparse gives the first run of paths to CKPT and OUT; the last path of all is OUT.
-        paths = [*arguments.ckpt, *([arguments.out] if hasattr(arguments, "out") else []), *rest]
-        if hasattr(arguments, "out"):
-            arguments.out = paths.pop()
+        own = subparsers(parser)[arguments.command]
+        others = [a.dest for a in own._actions if not a.option_strings and a.dest != "ckpt"]
+        paths = [*arguments.ckpt, *(getattr(arguments, name) for name in others), *rest]
+        for name in others[::-1]:
+            setattr(arguments, name, paths.pop())
         arguments.ckpt = paths
     elif rest:
         suggestion = _suggestion(arguments.command, rest, build(verbs))

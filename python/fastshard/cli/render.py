@@ -71,6 +71,34 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     )
 
 
+#: A line, and those below it.
+Tree = tuple[str, "Sequence[Tree]"]
+
+
+def tree(root: Tree) -> str:
+    """A tree as lines; in ASCII where the terminal has nothing else."""
+    joint, last, through = ("├─ ", "└─ ", "│  ") if _encodable("├└│") else ("|- ", "`- ", "|  ")
+    lines = [printable(root[0])]
+
+    def below(branches: Sequence[Tree], indent: str) -> None:
+        for number, (line, inner) in enumerate(branches, 1):
+            ends = number == len(branches)
+            lines.append(indent + (last if ends else joint) + printable(line))
+            below(inner, indent + ("   " if ends else through))
+
+    below(root[1], "")
+    return "\n".join(lines)
+
+
+def _encodable(text: str) -> bool:
+    """True if stdout's encoding has these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
 #: Heights of a histogram's cells; the second row for terminals that have no block characters.
 _HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
 #: Bins of a histogram that are shown as one cell.
@@ -89,11 +117,7 @@ def stats_table(gathered: Mapping[str, TensorStats]) -> str:
     """A row for each tensor, under a header."""
     if not gathered:
         return "no tensors"
-    try:
-        _HEIGHTS[0].encode(sys.stdout.encoding or "utf-8")
-        heights = _HEIGHTS[0]
-    except (UnicodeError, LookupError):
-        heights = _HEIGHTS[1]
+    heights = _HEIGHTS[0 if _encodable(_HEIGHTS[0]) else 1]
 
     def figure(x: float | None) -> str:
         return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import budget
 from ..errors import FastshardError, Finding, error_for, exit_code, published
-from . import formats, render
+from . import formats, paging, render
 from .parser import UsageError
 from .stopping import Stopping
 from .streams import Streams
@@ -144,7 +144,8 @@ class Run:
             if told.not_proven is not None:
                 lines.append(f"not proven: {told.not_proven}")
             text = "\n".join(lines)
-            self._streams.write(lambda: print(formats.without_commands(text) if github else text))
+            say = paging.show if result.paged and not github else print
+            self._streams.write(lambda: say(formats.without_commands(text) if github else text))
         if github:
             self._streams.write(lambda: sys.stdout.write(formats.as_annotations(told)))
         elif a.output_format != "json":

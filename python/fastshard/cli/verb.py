@@ -18,6 +18,8 @@ class Result:
     document: dict[str, Any] = field(default_factory=dict)
     #: False for what needs no line of what was not proven.
     proof: bool = True
+    #: True for a text that people page through.
+    paged: bool = False
 
 
 Outcome = tuple[Result, list[Finding]]

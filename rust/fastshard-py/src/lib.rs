@@ -434,6 +434,14 @@ impl Plan {
         Ok(py.detach(move || plan.told()))
     }
 
+    /// The plan of one output alone.
+    fn excerpt(&self, output: usize) -> PyResult<String> {
+        if output >= self.plan.outputs.len() {
+            return Err(pyo3::exceptions::PyIndexError::new_err(output));
+        }
+        Ok(self.plan.excerpt(&[output]).told())
+    }
+
     fn summary(&self) -> PyResult<String> {
         let plan = &self.plan;
         let mut dtypes: std::collections::BTreeMap<String, (u64, u64)> = Default::default();

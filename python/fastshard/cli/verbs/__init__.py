@@ -52,6 +52,8 @@ VERBS = Verbs({
     "verify": "verify",
     "stats": "stats",
     "diff": "diff",
+    "ls": "ls",
+    "why": "why",
     "masters": "masters",
     "manifest": "manifest",
     "explain": "explain",
