@@ -57,4 +57,6 @@ VERBS = Verbs({
     "masters": "masters",
     "manifest": "manifest",
     "explain": "explain",
+    "completion": "completion",
+    "man": "man",
 })  # fmt: skip
