@@ -13,16 +13,20 @@ from . import _core
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import layouts, ray
-    from .checkpoint import Checkpoint, open
+    from .checkpoint import Checkpoint
     from .conversion import convert, merge, plan
     from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+    from .hf_loading import load_model
     from .manifests import Manifest
     from .master_weights import MastersReport, masters, repair_masters
+    from .opening import open
     from .pieces import piece
     from .planning import Plan
+    from .reader import safe_open
     from .statistics import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
     from .tensor import Tensor
     from .verification import Difference, diff, manifest, verify
+    from .views import View
     from .writer import Writer
 
 __version__: str = _core.__version__
@@ -41,11 +45,13 @@ __all__ = [
     "ProblemError",
     "Tensor",
     "TensorStats",
+    "View",
     "Writer",
     "ZeroSlab",
     "convert",
     "diff",
     "layouts",
+    "load_model",
     "manifest",
     "masters",
     "merge",
@@ -54,23 +60,28 @@ __all__ = [
     "plan",
     "ray",
     "repair_masters",
+    "safe_open",
     "stats",
     "verify",
 ]
 
 #: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
 _HOMES = {
-    "checkpoint": ("Checkpoint", "open"),
+    "checkpoint": ("Checkpoint",),
     "conversion": ("convert", "merge", "plan"),
     "errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
     "layouts": (),
+    "hf_loading": ("load_model",),
     "manifests": ("Manifest",),
     "master_weights": ("MastersReport", "masters", "repair_masters"),
     "pieces": ("piece",),
+    "opening": ("open",),
     "planning": ("Plan",),
     "ray": (),
+    "reader": ("safe_open",),
     "statistics": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
     "tensor": ("Tensor",),
+    "views": ("View",),
     "verification": ("Difference", "diff", "manifest", "verify"),
     "writer": ("Writer",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from .sources import copies, hf_names
 from .sources.base import Contents, Found, Options, checked_accept
 from .sources.registry import detect
 from .sources.renamed import renamed
-from .tensor import Tensor
+from .tensors import Tensors
 
 __all__ = ["Checkpoint", "open"]
 
@@ -216,7 +216,7 @@ def _expected_names(
     return findings
 
 
-class Checkpoint(Mapping[str, "Tensor"]):
+class Checkpoint(Tensors):
     """A checkpoint's whole tensors under the source's own names.
 
     The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
@@ -276,32 +276,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             self._merged = make_plan(self.opened)
         return self._merged
 
-    def __getitem__(self, name: str) -> Tensor:
-        return Tensor(self._plan, self._plan.position(name))
-
-    def __contains__(self, name: object) -> bool:
-        # Without the search for the name that may be meant.
-        return name in self._plan.index
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plan.index)
-
-    def __len__(self) -> int:
-        return len(self._plan.index)
-
-    def get_tensor(self, name: str) -> Any:
-        """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
-        return self[name].numpy()
-
-    def get_slice(self, name: str) -> Tensor:
-        """The tensor, to be sliced; by the name that ``safetensors.safe_open`` gives this."""
-        return self[name]
-
     def __enter__(self) -> Checkpoint:
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
 
     def __repr__(self) -> str:
         step = f", step {self.step}" if self.step else ""

@@ -51,16 +51,34 @@ class Planned(Threaded, Placing, total=False):
     """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
 
 
-class Writing(Opening, Placing, total=False):
-    """What :func:`fastshard.plan` takes besides the source and the target."""
+class Shaping(Placing, total=False):
+    """What is made of the tensors."""
 
     dtype: Dtype
     replicas: Literal["equal", "mean"]
     include: Iterable[str]
     exclude: Iterable[str]
-    max_shard_size: str | int
     weights: Literal["params", "masters"] | None
     optimizer: bool
+
+
+class Viewing(Shaping, total=False):
+    """What :func:`fastshard.open` takes with a target."""
+
+    expect: StrPath | Mapping[str, Any] | None
+    tokenizer: StrPath | None
+
+
+class Loading(Opening, Viewing, total=False):
+    """What :func:`fastshard.load_model` takes of a checkpoint."""
+
+    threads: int | None
+
+
+class Writing(Opening, Shaping, total=False):
+    """What :func:`fastshard.plan` takes besides the source and the target."""
+
+    max_shard_size: str | int
 
 
 class Published(Writing, total=False):

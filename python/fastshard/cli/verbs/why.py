@@ -75,7 +75,8 @@ def _read(a: argparse.Namespace, plan: Plan) -> str:
         hashes: dict[str, str] = json.loads(plan.core.check(json.dumps(run)))["hashes"]
     except _core.CoreError as error:
         raise from_core(error) from None
-    return hashes[a.tensor]
+    (found,) = hashes.values()
+    return found
 
 
 def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
