@@ -43,6 +43,8 @@ VERBS = Verbs({
     "inspect": "inspect",
     "merge": "convert",
     "convert": "convert",
+    "zero-to-fp32": "drop_in",
+    "consolidate": "drop_in",
     "plan": "plan",
     "probe": "probe",
     "run-part": "parts",
