@@ -67,6 +67,10 @@ def test_consolidate_is_what_torch_makes_of_rank_shards(tmp_path: Path) -> None:
     )
     for file in (tmp_path / "theirs").glob("*.safetensors"):
         theirs |= load_file(file)
+    # torch 2.15 leaves scalars as it has made room for them: zero.
+    assert theirs["scalar0d"] == 0
+    held = (load_file(file) for file in shards.glob("*.safetensors"))
+    theirs["scalar0d"] = next(shard["scalar0d"] for shard in held if "scalar0d" in shard)
     same(read_result(tmp_path / "ours"), theirs)
 
 
