@@ -13,6 +13,7 @@ from . import _core
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import layouts, ray
+    from .attestation import attest
     from .checkpoint import Checkpoint
     from .conversion import convert, merge, plan
     from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
@@ -48,6 +49,7 @@ __all__ = [
     "View",
     "Writer",
     "ZeroSlab",
+    "attest",
     "convert",
     "diff",
     "layouts",
@@ -67,6 +69,7 @@ __all__ = [
 
 #: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
 _HOMES = {
+    "attestation": ("attest",),
     "checkpoint": ("Checkpoint",),
     "conversion": ("convert", "merge", "plan"),
     "errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),

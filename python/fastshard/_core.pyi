@@ -255,7 +255,7 @@ class Plan:
 
         Raises CoreError (``FS506``) if the file changed since it was opened.
         """
-    def read(self, output: int, start: int, buffer: NDArray[np.uint8], threads: int) -> None:
+    def read(self, output: int, start: int, buffer: NDArray[np.uint8], threads: int = 1) -> None:
         """Fills a contiguous buffer with an output's bytes from byte ``start``, on at most so many threads."""
     def write(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import regular
 from .errors import FastshardError
-from .opening import open
+from .opening import open as open_checkpoint
 from .reader import Slice
 from .views import View
 
@@ -93,7 +93,7 @@ def _view(paths: tuple[Any, ...], options: Any) -> View:
                 expected='one that was opened with to="hf", and no options',
             )
         return paths[0]
-    return open(*paths, to="hf", **options)
+    return open_checkpoint(*paths, to="hf", **options)
 
 
 def _class(transformers: Any, config: dict[str, Any]) -> Any:

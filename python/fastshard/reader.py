@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import FastshardError
-from .opening import open
+from .opening import open as open_checkpoint
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class safe_open:
             )
         self._framework = _FRAMEWORKS[framework]
         self._device = None if device in ("cpu", -1) else device
-        opened: Checkpoint | Mapping[str, Tensor] = open(filename, **options)
+        opened: Checkpoint | Mapping[str, Tensor] = open_checkpoint(filename, **options)
         self._tensors: Tensors = opened  # type: ignore[assignment]
 
     def keys(self) -> list[str]:

@@ -46,6 +46,9 @@ def verify(
     subset: tuple[int, int] | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    signature: StrPath | None = None,
+    public_key: StrPath | None = None,
+    certificates: Iterable[StrPath] = (),
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
@@ -65,6 +68,10 @@ def verify(
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
         include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
         exclude: glob patterns of names to leave out.
+        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it was
+            signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
+        public_key: PEM of the key whose other half has signed.
+        certificates: PEMs of the chain that the signing certificate belongs to.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -85,6 +92,7 @@ def verify(
     checkpoint = _opened(source, **expected.opening(dict(opening)))
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
+    findings += _signed(checkpoint, signature, public_key, list(certificates))
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     if len(checkpoint.listing.roots) > 1:
         try:
@@ -117,6 +125,31 @@ def verify(
     except _core.CoreError as error:
         findings += from_core(error).findings
     return _unique(findings)
+
+
+def _signed(
+    checkpoint: Checkpoint,
+    signature: StrPath | None,
+    public_key: StrPath | None,
+    certificates: list[StrPath],
+) -> list[Finding]:
+    """What is wrong by the signature that is given; nothing without one.
+
+    Raises:
+        FastshardError: ``FS515`` for a key without a signature, or a checkpoint in several folders.
+    """
+    if signature is None:
+        if public_key is not None or certificates:
+            raise FastshardError.of("FS515", "a key without a signature", help="give --signature FILE")
+        return []
+    if len(checkpoint.roots) > 1:
+        raise FastshardError.of(
+            "FS515", "a signature is of one folder", got=f"{len(checkpoint.roots)} folders"
+        )
+    from .external import signatures
+
+    key = None if public_key is None else Path(public_key)
+    return signatures.check(checkpoint.roots[0], Path(signature), key, map(Path, certificates))
 
 
 def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:

@@ -523,6 +523,7 @@ impl Plan {
     }
 
     /// Fills `buffer` with the bytes of an output from byte `start`.
+    #[pyo3(signature = (output, start, buffer, threads=1))]
     fn read<'py>(
         &self,
         py: Python<'py>,

@@ -58,6 +58,7 @@ VERBS = Verbs({
     "why": "why",
     "masters": "masters",
     "manifest": "manifest",
+    "attest": "attest",
     "explain": "explain",
     "completion": "completion",
     "man": "man",
