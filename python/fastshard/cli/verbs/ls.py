@@ -102,7 +102,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         shown: list[Any] = groups[a.offset : None if a.limit is None else a.offset + a.limit]
         document |= {"by": a.by, "groups": shown}
         cells = [
-            (str(g["group"]), f"{g['tensors']:,} tensors", f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
+            (str(g["group"]), f"{g['tensors']:,} tensor{'s' * (g['tensors'] != 1)}", f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
             for g in shown
         ]  # fmt: skip
         text = table(cells, indent="")
