@@ -158,6 +158,14 @@ def same(a: Any, b: Any) -> None:
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def test_a_checkpoint_with_an_error_is_not_read(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    for options in ({}, {"to": "hf"}):
+        with pytest.raises(fastshard.IncompleteError, match=layer_file(3, 1)):
+            fastshard.safe_open(ckpt, **options)
+
+
 def test_only_the_rows_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     view = fastshard.open(LLAMA, to="hf")
     tensor = view["model.embed_tokens.weight"]

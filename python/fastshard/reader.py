@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import FastshardError
+from .errors import FastshardError, raise_errors
 from .opening import open as open_checkpoint
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .checkpoint import Checkpoint
     from .options import StrPath
     from .tensors import Tensors
+    from .views import View
 
 __all__ = ["Slice", "safe_open"]
 
@@ -85,8 +84,10 @@ class safe_open:
             )
         self._framework = _FRAMEWORKS[framework]
         self._device = None if device in ("cpu", -1) else device
-        opened: Checkpoint | Mapping[str, Tensor] = open_checkpoint(filename, **options)
-        self._tensors: Tensors = opened  # type: ignore[assignment]
+        opened: Checkpoint | View = open_checkpoint(filename, **options)
+        # A view has raised them.
+        raise_errors(opened.findings)
+        self._tensors: Tensors = opened
 
     def keys(self) -> list[str]:
         """Names of the tensors."""
