@@ -1,8 +1,9 @@
-"""Checkpoints with one thing wrong, made of good fixtures by what happens to files."""
+"""Checkpoints with one thing wrong, made of good fixtures by what happens to files: ``python tests/damage.py CASE OUT``."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,3 +128,7 @@ def made(name: str, root: Path) -> Path:
     shutil.copytree(FIXTURES / fixture, root, ignore=shutil.ignore_patterns("expected*.json", "holes.json"))
     apply(root)
     return root
+
+
+if __name__ == "__main__":
+    made(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,169 @@
+"""Runs the blocks of a page, in their order, in a folder that is empty before the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import blocks
+import checking
+from blocks import ROOT, Block
+
+#: Between the outputs of commands; nothing prints it.
+_BETWEEN = "\x1e"
+_DONE = re.compile(f"{_BETWEEN}(\\d+){_BETWEEN}\n")
+
+
+#: As the installed program, which has no modules of the folder that it is started in.
+_FASTSHARD = "import sys; sys.path.pop(0); from fastshard.cli import main; sys.exit(main())"
+
+
+class Untrue(Exception):
+    """A block that is not what happens."""
+
+
+class Page:
+    """The folder and the processes that a page's blocks run in."""
+
+    def __init__(self, folder: Path, in_clone: bool = False) -> None:
+        self.folder = folder / "page"
+        self.folder.mkdir()
+        if in_clone:
+            for name in ("tests", "scripts", "docs", "benches", "python"):
+                (self.folder / name).symlink_to(ROOT / name)
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, command in {"fastshard": f"-c '{_FASTSHARD}'", "python": "", "python3": ""}.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+            (programs / name).chmod(0o755)
+        self.environment = {
+            "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(folder), "TMPDIR": str(folder), "LC_ALL": "C.UTF-8", "TERM": "dumb", "NO_COLOR": "1",
+            # What pages call the clone of the repository that they are read in.
+            "REPO": str(ROOT),
+        }  # fmt: skip
+        self._worker: subprocess.Popen[str] | None = None
+        self.done: Counter[str] = Counter()
+        self._files: set[str] = set()
+        self._read: list[str] = []
+
+    def run(self, block: Block) -> None:
+        """Does with a block what is to be done with it.
+
+        Raises:
+            Untrue: with the block's place and what went wrong.
+        """
+        held = block.held
+        if held == "checked only":
+            checking.check(block, self.folder)
+        elif held == "validated":
+            if block.title is not None:
+                file = self.folder / block.title
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block.text, encoding="utf-8")
+                self._files.add(block.title)
+            checking.validate(block)
+        elif held in ("run", "compared"):
+            self._read.append(block.text)
+            if block.language == "sh":
+                self._script(block)
+            elif block.language == "console":
+                self._console(block)
+            else:
+                self._python(block)
+        elif held == "by another test":
+            checking.other_test(block)
+        self.done[held] += 1
+
+    def kill(self) -> None:
+        """Ends the page's processes."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+
+    def close(self) -> None:
+        """Ends the page.
+
+        Raises:
+            Untrue: if a file that the page writes is read by nothing on it.
+        """
+        self.kill()
+        for name in self._files:
+            last = name.rpartition("/")[2]
+            stem = last.rpartition(".")[0]
+            used = any(last in text or re.search(rf"\b{re.escape(stem)}\b", text) for text in self._read)
+            if not used and not name.startswith(".github/"):
+                raise Untrue(f"{name}: no command of the page uses this file")
+
+    def _bash(self, script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", script], cwd=self.folder, env=self.environment, text=True, check=False, timeout=240,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def _script(self, block: Block) -> None:
+        done = self._bash("set -euo pipefail\n" + block.text)
+        if done.returncode:
+            raise Untrue(f"{block.where}: exit code {done.returncode}\n{done.stdout}")
+
+    def _console(self, block: Block) -> None:
+        listed = blocks.commands(block)
+        script = "".join(
+            f"{command.text}\n__code=$?; printf '{_BETWEEN}%d{_BETWEEN}\\n' $__code; (exit $__code)\n"
+            for command in listed
+        )
+        parts = _DONE.split(self._bash(script).stdout)
+        # Text and exit codes by turns, and what follows the last.
+        for at, (printed, code) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
+            self.compare(block, at, printed, int(code))
+        if len(parts) != 2 * len(listed) + 1:
+            raise Untrue(f"{block.where}: a command ended the shell\n{''.join(parts)}")
+
+    def compare(self, block: Block, at: int, printed: str, code: int) -> None:
+        """What a command has printed with what is shown; one that fails must say so, or be asked for its exit code."""
+        listed = blocks.commands(block)
+        command = listed[at]
+        asked = command.text == "echo $?" or (at + 1 < len(listed) and listed[at + 1].text == "echo $?")
+        tells = re.search(r"^(error|fastshard:|usage:)", command.shown, re.MULTILINE)
+        if not blocks.is_shown(command.shown, printed):
+            raise Untrue(
+                f"{block.where}: $ {command.text}\n--- shown\n{command.shown}--- printed\n{printed}---"
+            )
+        if code and not (asked or tells):
+            raise Untrue(
+                f"{block.where}: $ {command.text}\nexit code {code}, and nothing shown says so\n{printed}"
+            )
+
+    def _python(self, block: Block) -> None:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("worker.py"))], cwd=self.folder, env=self.environment,
+                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        told = self._ask(
+            {
+                "code": block.text,
+                "where": block.page,
+                "line": block.line,
+                "session": block.language == "pycon",
+            }
+        )
+        if told:
+            raise Untrue(f"{block.where}\n{told}")
+
+    def _ask(self, request: dict[str, Any]) -> str:
+        worker = self._worker
+        assert worker is not None and worker.stdin is not None and worker.stdout is not None
+        worker.stdin.write(json.dumps(request) + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+        if not answer:
+            raise Untrue(f"{request['where']}:{request['line']}: the block ended Python")
+        told: str = json.loads(answer)
+        return told
