@@ -86,8 +86,11 @@ def simple_commands(text: str) -> list[list[str]]:
             redirected = True
         elif redirected:
             redirected = False
+        elif not found[-1] and word == "for":
+            # What it runs follows the next `do`.
+            found[-1].append("set")
         elif not found[-1] and (
-            re.match(r"^\w+=", word) or word in ("if", "then", "fi", "exec", "do", "done", "!")
+            re.match(r"^\w+=", word) or word in ("if", "then", "fi", "exec", "else", "while", "do", "done", "!")
         ):
             continue
         else:
@@ -243,7 +246,7 @@ PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "fastshard": fastshard, **{name: launcher(name) for name in LAUNCHERS}, "sbatch": sbatch, "kubectl": kubectl,
     "sh": sh, "bash": sh, "pip": pip, "python": python, "python3": python, "pytest": tests, "just": just, "cargo": cargo,
     "ray": ray, "mkdocs": mkdocs,
-    **dict.fromkeys((".", "maturin", "rsync", "git", "echo", "exit", "set", "[", "cd", "cp", "rm"), anything),
+    **dict.fromkeys((".", "maturin", "rsync", "git", "echo", "exit", "set", "[", "cd", "cp", "rm", "sleep"), anything),
 }  # fmt: skip
 
 
@@ -308,7 +311,7 @@ def workflow(text: str) -> None:
     """A workflow of GitHub Actions, against the schema that check-jsonschema brings along."""
     pytest.importorskip("check_jsonschema", reason="pip install '.[docs]'")
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", "-"],
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", "--default-filetype", "yaml", "-"],
         input=text, text=True, capture_output=True, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -43,7 +43,7 @@ class Renewing(Page):
 
     def __init__(self, folder: Path, in_clone: bool) -> None:
         super().__init__(folder, in_clone)
-        self.changed: dict[int, str] = {}
+        self.changed: dict[int, dict[int, str]] = {}
 
     def compare(self, block: Block, at: int, printed: str, code: int) -> None:
         """Notes the command's output."""
@@ -51,10 +51,7 @@ class Renewing(Page):
             super().compare(block, at, printed, code)
         except Untrue as told:
             print(told)
-            listed = blocks.commands(block)
-            was = self.changed.get(block.line, block.text)
-            begin = f"$ {listed[at].text}\n"
-            self.changed[block.line] = was.replace(begin + listed[at].shown, begin + wrapped(printed), 1)
+            self.changed.setdefault(block.line, {})[at] = wrapped(printed)
 
 
 def renew(page: str) -> None:
@@ -71,7 +68,11 @@ def renew(page: str) -> None:
     for block in reversed(blocks.blocks(page)):
         if block.line in run.changed:
             indent = lines[block.line - 1][: lines[block.line - 1].index("`")]
-            body = [indent + line for line in run.changed[block.line].splitlines(keepends=True)]
+            now = (
+                f"$ {command.text}\n{run.changed[block.line].get(at, command.shown)}"
+                for at, command in enumerate(blocks.commands(block))
+            )
+            body = [indent + line for line in "".join(now).splitlines(keepends=True)]
             lines[block.line : block.line + block.text.count("\n")] = body
     (ROOT / page).write_text("".join(lines), encoding="utf-8")
 

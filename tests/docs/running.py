@@ -130,7 +130,7 @@ class Page:
         listed = blocks.commands(block)
         command = listed[at]
         asked = command.text == "echo $?" or (at + 1 < len(listed) and listed[at + 1].text == "echo $?")
-        tells = re.search(r"^(error|fastshard:|usage:)", command.shown, re.MULTILINE)
+        tells = re.search(r"^(error|fastshard:|usage:|ls:|diff:|cmp:)", command.shown, re.MULTILINE)
         if not blocks.is_shown(command.shown, printed):
             raise Untrue(
                 f"{block.where}: $ {command.text}\n--- shown\n{command.shown}--- printed\n{printed}---"
@@ -144,7 +144,7 @@ class Page:
         if self._worker is None:
             self._worker = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("worker.py"))], cwd=self.folder, env=self.environment,
-                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         told = self._ask(
             {

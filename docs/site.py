@@ -1,0 +1,254 @@
+"""What mkdocs does not do by itself: pages made of the parser, of the public names and of files beside `docs/`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fastshard
+from fastshard.cli.parser import build
+from fastshard.cli.verbs import VERBS
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests/docs"))
+
+#: Files beside `docs/` that are pages too.
+BESIDE = {
+    "FORMAT.md": "format.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "ARCHITECTURE.md": "project/architecture.md",
+    "SECURITY.md": "project/security.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "benches/NOTES.md": "project/measurements.md",
+}
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
+_FENCED = re.compile(r"^( *)(```+).*?^\1\2$", re.MULTILINE | re.DOTALL)
+
+
+# --- hooks, as mkdocs calls them
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the generated pages into the navigation."""
+    config.nav = _filled(config.nav)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages."""
+    from mkdocs.structure.files import File
+
+    for path, text in {**commands(), **names(), **beside(), "project/blocks.md": blocks()}.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links to files of the repository become links to their pages, or plain text where they have none."""
+    beside = {to: source for source, to in BESIDE.items()}
+    path = page.file.src_uri
+    return relinked(markdown, beside.get(path, f"docs/{path}"), path)
+
+
+def _filled(nav: Any) -> Any:
+    if isinstance(nav, list):
+        return [_filled(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: _filled(entry) for title, entry in nav.items()}
+    return {"reference/cli/": cli_nav, "reference/python/": python_nav}.get(nav, lambda: nav)()
+
+
+# --- links
+
+
+def site_path(path: str) -> str | None:
+    """Where a file of the repository is on the site; None if it is not there."""
+    if path == "README.md":
+        return "index.md"
+    return BESIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+
+
+def relinked(markdown: str, source: str, page: str) -> str:
+    """A page's links, which are relative to its file in the repository, relative to its place on the site."""
+
+    def link(match: re.Match[str]) -> str:
+        image, text, target = match.groups()
+        path, mark, anchor = target.partition("#")
+        if not path or ":" in path:
+            return match[0]
+        to = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        there = site_path(to)
+        if there is None:
+            return text if (ROOT / to).exists() else match[0]
+        return f"{image}[{text}]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{mark}{anchor})"
+
+    parts: list[str] = []
+    end = 0
+    for fenced in _FENCED.finditer(markdown):
+        parts += [_LINK.sub(link, markdown[end : fenced.start()]), fenced[0]]
+        end = fenced.end()
+    return "".join([*parts, _LINK.sub(link, markdown[end:])])
+
+
+def beside() -> dict[str, str]:
+    """Pages that are files beside `docs/`."""
+    return {to: (ROOT / source).read_text(encoding="utf-8") for source, to in BESIDE.items()}
+
+
+# --- the command line
+
+
+def cli_nav() -> list[Any]:
+    """The commands, in the order of ``fastshard --help``."""
+    return ["reference/cli/index.md", *({v.name: f"reference/cli/{v.name}.md"} for v in VERBS)]
+
+
+def commands() -> dict[str, str]:
+    """A page for each command, made of its parser and its record, and one of all."""
+    parser = build()
+    own = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    pages = {f"reference/cli/{verb.name}.md": command(own[verb.name], verb) for verb in VERBS}
+    lines = [
+        "# Commands", "", parser.description or "", "", "| command | what it does |", "|---|---|",
+        *(f"| [`fastshard {verb.name}`]({verb.name}.md) | {_cell(verb.help)} |" for verb in VERBS), "",
+        *_exit_codes(parser.epilog or ""),
+    ]  # fmt: skip
+    return {"reference/cli/index.md": "\n".join(lines) + "\n", **pages}
+
+
+def command(parser: argparse.ArgumentParser, verb: Any) -> str:
+    """The page of a command."""
+    lines = [f"# fastshard {verb.name}", "", _sentences(parser.description or verb.help), ""]
+    usage = inspect.cleandoc(parser.format_usage().removeprefix("usage: "))
+    lines += ["```text", *usage.splitlines(), "```", ""]
+    for group in parser._action_groups:
+        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
+        if actions:
+            title = {"positional arguments": "Arguments", "options": "Options"}.get(group.title or "")
+            lines += [f"## {title or (group.title or '').capitalize()}", ""]
+            lines += ["| argument | meaning |", "|---|---|", *map(_argument, actions), ""]
+    lines += _exit_codes(parser.epilog or "")
+    if not verb.judges:
+        lines += [
+            "",
+            "What it finds is told, and does not change its exit code: it is 0 once there is a result.",
+        ]
+    if verb.not_proven is not None:
+        lines += ["", "The result ends with a line of what was *not* proven."]
+    return "\n".join(lines) + "\n"
+
+
+def _argument(action: argparse.Action) -> str:
+    named = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    value = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else named
+    if not action.option_strings:
+        called = f"`{value}{'...' if action.nargs == '+' else ''}`"
+    elif action.nargs == 0:
+        called = ", ".join(f"`{flag}`" for flag in action.option_strings)
+    else:
+        called = ", ".join(f"`{flag} {value}`" for flag in action.option_strings)
+    text = (action.help or "").replace("%%", "%") % {"default": action.default} if action.help else ""
+    if action.choices and action.default not in (None, argparse.SUPPRESS) and "default" not in text:
+        text = f"{text} (default: {action.default})".strip()
+    return f"| {_cell(called)} | {_cell(text)} |"
+
+
+def _exit_codes(epilog: str) -> list[str]:
+    rows = re.findall(r"^ +([\d, ]+?)  +(.+)$", epilog, re.MULTILINE)
+    rest = [line.strip() for line in epilog.splitlines() if re.match(r"^ +[A-Z]", line)]
+    table = [f"| {code} | {_cell(meaning)} |" for code, meaning in rows]
+    return ["## Exit codes", "", "| code | meaning |", "|---|---|", *table, "", *rest]
+
+
+def _sentences(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.rstrip().endswith((".", ":", "`")) else ".")
+
+
+def _cell(text: str) -> str:
+    """Text in a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# --- the Python API
+
+
+def _kind(name: str) -> str:
+    value = getattr(fastshard, name)
+    if inspect.ismodule(value):
+        return "Modules"
+    if inspect.isclass(value):
+        return "Exceptions" if issubclass(value, Exception) else "Classes"
+    return "Functions" if callable(value) else "Constants"
+
+
+def _by_kind() -> Iterator[tuple[str, list[str]]]:
+    for kind in ("Functions", "Classes", "Exceptions", "Modules", "Constants"):
+        if of_kind := [name for name in sorted(fastshard.__all__) if _kind(name) == kind]:
+            yield kind, of_kind
+
+
+def python_nav() -> list[Any]:
+    """The public names by kind."""
+    return ["reference/python/index.md", *(
+        {kind: [{name: f"reference/python/{name}.md"} for name in of_kind]} for kind, of_kind in _by_kind()
+    )]  # fmt: skip
+
+
+def names() -> dict[str, str]:
+    """A page for each public name, made of its docstring, and one of all."""
+    pages: dict[str, str] = {}
+    lines = ["# Python", "", "All that is public is in the package `fastshard` itself:", ""]
+    for kind, of_kind in _by_kind():
+        lines += [f"## {kind}", "", "| name | what it is |", "|---|---|"]
+        for name in of_kind:
+            value = getattr(fastshard, name)
+            said = "" if kind == "Constants" else (inspect.getdoc(value) or "").partition("\n")[0]
+            lines.append(f"| [`fastshard.{name}`]({name}.md) | {_cell(_plain(said))} |")
+            pages[f"reference/python/{name}.md"] = _reference(name, value)
+        lines.append("")
+    return {"reference/python/index.md": "\n".join(lines), **pages}
+
+
+def _reference(name: str, value: Any) -> str:
+    lines = [f"# fastshard.{name}", "", f"::: fastshard.{name}"]
+    options = ["show_root_heading: false"]
+    if inspect.ismodule(value):
+        public = [n for n in value.__all__ if callable(getattr(value, n))]
+        options += [f"members: [{', '.join(public)}]", "show_root_members_full_path: false"]
+    return "\n".join([*lines, "    options:", *(f"      {option}" for option in options)]) + "\n"
+
+
+def _plain(text: str) -> str:
+    """A docstring's line without roles."""
+    return re.sub(r":\w+:`[~.]?([^`]+)`", lambda m: f"`{m[1].rpartition('.')[2]}`", text).replace("``", "`")
+
+
+# --- blocks
+
+
+def blocks() -> str:
+    """The page of how many blocks there are, and how each is held."""
+    import blocks as found
+
+    pages = [page for page in found.PAGES if found.blocks(page)]
+    apart = [block for page in pages for block in found.blocks(page) if block.held == "checked only"]
+    lines = [
+        "# Blocks of these pages", "",
+        "Every command and every block of code on these pages is executed by `tests/docs` with each change, page by page, "
+        "beginning in an empty folder. What cannot run there is checked by a parser or a schema, and counted apart.", "",
+        "| held | meaning |", "|---|---|", *(f"| {how} | {meaning} |" for how, meaning in found.MEANT.items()), "",
+        found.table(found.counts(pages)), "## Checked only", "", "| block | why it is not run |", "|---|---|",
+        *(f"| {block.where} | {_cell(block.reason)} |" for block in apart),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
