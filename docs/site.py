@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests/docs"))
-
 #: Files beside `docs/` that are pages too.
 BESIDE = {
     "FORMAT.md": "format.md",
@@ -213,7 +211,7 @@ def names() -> dict[str, str]:
         lines += [f"## {kind}", "", "| name | what it is |", "|---|---|"]
         for name in of_kind:
             value = getattr(fastshard, name)
-            said = "" if kind == "Constants" else (inspect.getdoc(value) or "").partition("\n")[0]
+            said = _comment(name) if kind == "Constants" else (inspect.getdoc(value) or "").partition("\n")[0]
             lines.append(f"| [`fastshard.{name}`]({name}.md) | {_cell(_plain(said))} |")
             pages[f"reference/python/{name}.md"] = _reference(name, value)
         lines.append("")
@@ -221,12 +219,25 @@ def names() -> dict[str, str]:
 
 
 def _reference(name: str, value: Any) -> str:
-    lines = [f"# fastshard.{name}", "", f"::: fastshard.{name}"]
-    options = ["show_root_heading: false"]
+    """The page of a public name; of a module those of its names that it calls public."""
+    options: dict[str, Any] = {"heading": f"fastshard.{name}", "toc_label": f"fastshard.{name}"}
+    path = f"fastshard.{name}"
     if inspect.ismodule(value):
-        public = [n for n in value.__all__ if callable(getattr(value, n))]
-        options += [f"members: [{', '.join(public)}]", "show_root_members_full_path: false"]
-    return "\n".join([*lines, "    options:", *(f"      {option}" for option in options)]) + "\n"
+        options["members"] = [n for n in value.__all__ if callable(getattr(value, n))]
+    elif hasattr(value, "__qualname__"):
+        # Where it is defined: a module may have the name of what it defines.
+        path = f"{value.__module__}.{value.__qualname__}"
+    lines = [f"---\ntitle: fastshard.{name}\n---", "", f"::: {path}", "    options:"]
+    return "\n".join([*lines, *(f"      {key}: {value}" for key, value in options.items())]) + "\n"
+
+
+def _comment(name: str) -> str:
+    """What the comment above a constant says."""
+    for file in (ROOT / "python/fastshard").rglob("*.py"):
+        found = re.search(rf"((?:^#: .*\n)+){name}\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return " ".join(line.removeprefix("#: ") for line in found[1].splitlines())
+    return ""
 
 
 def _plain(text: str) -> str:
@@ -239,6 +250,8 @@ def _plain(text: str) -> str:
 
 def blocks() -> str:
     """The page of how many blocks there are, and how each is held."""
+    # Not at the top: mkdocs restores the path of modules after it has loaded this one.
+    sys.path.insert(0, str(ROOT / "tests/docs"))
     import blocks as found
 
     pages = [page for page in found.PAGES if found.blocks(page)]

@@ -90,7 +90,8 @@ def simple_commands(text: str) -> list[list[str]]:
             # What it runs follows the next `do`.
             found[-1].append("set")
         elif not found[-1] and (
-            re.match(r"^\w+=", word) or word in ("if", "then", "fi", "exec", "else", "while", "do", "done", "!")
+            re.match(r"^\w+=", word)
+            or word in ("if", "then", "fi", "exec", "else", "while", "do", "done", "!")
         ):
             continue
         else:
