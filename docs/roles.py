@@ -1,4 +1,4 @@
-"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code."""
+"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; sessions blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import griffe
 if TYPE_CHECKING:
     from griffe import GriffeLoader, Object
 
+#: A session in plain text, which Markdown would take for quotations.
+_SESSION = re.compile(r"(?:^>>> .*(?:\n(?:>>>|\.\.\.) .*)*)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`([~.]?)([\w.]+)`")
 
 
@@ -36,4 +38,5 @@ class Roles(griffe.Extension):
     def on_object(self, *, obj: Object, loader: GriffeLoader, **_: Any) -> None:
         """Called once for each object with all that is known of it."""
         if obj.docstring is not None:
-            obj.docstring.value = _ROLE.sub(_linked, obj.docstring.value)
+            text = _ROLE.sub(_linked, obj.docstring.value)
+            obj.docstring.value = _SESSION.sub(lambda session: f"```pycon\n{session[0]}\n```", text)

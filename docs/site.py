@@ -128,13 +128,14 @@ def commands() -> dict[str, str]:
 def command(parser: argparse.ArgumentParser, verb: Any) -> str:
     """The page of a command."""
     lines = [f"# fastshard {verb.name}", "", _sentences(parser.description or verb.help), ""]
-    usage = inspect.cleandoc(parser.format_usage().removeprefix("usage: "))
-    lines += ["```text", *usage.splitlines(), "```", ""]
+    # Lines after the first are indented as if `usage: ` stood before it.
+    usage = [line[len("usage: ") :] for line in parser.format_usage().splitlines()]
+    lines += ["```text", *usage, "```", ""]
     for group in parser._action_groups:
         actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
         if actions:
             title = {"positional arguments": "Arguments", "options": "Options"}.get(group.title or "")
-            lines += [f"## {title or (group.title or '').capitalize()}", ""]
+            lines += [f"## {title or _begun(group.title or '')}", ""]
             lines += ["| argument | meaning |", "|---|---|", *map(_argument, actions), ""]
     lines += _exit_codes(parser.epilog or "")
     if not verb.judges:
@@ -169,8 +170,13 @@ def _exit_codes(epilog: str) -> list[str]:
     return ["## Exit codes", "", "| code | meaning |", "|---|---|", *table, "", *rest]
 
 
+def _begun(text: str) -> str:
+    """With a capital at its beginning, and nowhere else."""
+    return text[:1].upper() + text[1:]
+
+
 def _sentences(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.rstrip().endswith((".", ":", "`")) else ".")
+    return _begun(text) + ("" if text.rstrip().endswith((".", ":", "`")) else ".")
 
 
 def _cell(text: str) -> str:

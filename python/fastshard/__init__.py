@@ -1,8 +1,10 @@
 """fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably whole.
 
 >>> import fastshard
->>> ckpt = fastshard.open("global_step1000")        # headers only
->>> fastshard.convert(ckpt, "out/", to="hf")         # verified, bounded memory, all or nothing
+>>> from fastshard import examples
+>>> examples.make("gpt_neox", "run", to="gpt_neox", tp=2)    # a small checkpoint
+>>> ckpt = fastshard.open("run")                             # headers only
+>>> manifest = fastshard.convert(ckpt, "out", to="hf")       # verified, bounded memory, all or nothing
 """
 
 from __future__ import annotations

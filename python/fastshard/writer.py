@@ -33,8 +33,10 @@ Wanted = tuple[str | None, tuple[int, ...] | None]
 class Writer:
     """Writes tensors one by one into a sharded safetensors checkpoint.
 
-    >>> with Writer("out/", expected={"w": ("BF16", (2, 3))}) as w:
-    ...     w["w"] = array
+    >>> import numpy as np
+    >>> from fastshard import Writer
+    >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
+    ...     w["w"] = np.zeros((2, 3), np.float32)
 
     On a clean exit the result is checked against ``expected``, gets an index and a manifest, and
     appears at ``out`` at once. If the block raises, or anything expected is missing, nothing does.

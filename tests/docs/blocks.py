@@ -16,6 +16,7 @@ for those that `tests/real_ray` takes from its guide.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -24,22 +25,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+#: Docstrings whose sessions are run as blocks of pages are.
+PACKAGE = ROOT / "python/fastshard"
+
 #: Pages with blocks of their own. The changelog quotes nothing, and `benches/NOTES.md` is a record.
-PAGES = sorted(
-    str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/**/*.md", "fuzz/*.md", "tests/**/*.md")
-    for path in ROOT.glob(pattern)
-    if not {".venv", "site"} & set(path.relative_to(ROOT).parts)
-)
+PAGES = [
+    *sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/**/*.md", "fuzz/*.md", "tests/**/*.md")
+        for path in ROOT.glob(pattern)
+    ),
+    *sorted(
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ),
+]
 
 COMMANDS = ("sh", "console")
-CODE = ("python", "pycon")
 DATA = ("toml", "json", "yaml")
 
 
 def in_clone(page: str) -> bool:
     """True for a page that is read in a clone of the repository, where its commands are typed: not one of `docs/`."""
-    return not page.startswith("docs/")
+    return not page.startswith(("docs/", "python/"))
 
 
 #: How a block is held, in the order of the table.
@@ -131,9 +140,21 @@ def blocks_of(text: str, page: str) -> list[Block]:
     return found
 
 
+def sessions_of(source: str, page: str) -> list[Block]:
+    """The sessions in the docstrings of a module."""
+    found: list[Block] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if ">>> " in text:
+                found.append(Block(page, node.body[0].lineno, "pycon", text))
+    return found
+
+
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page of the repository."""
-    return blocks_of((ROOT / page).read_text(encoding="utf-8"), page)
+    """The blocks of a page of the repository, or of a module's docstrings."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return sessions_of(text, page) if page.endswith(".py") else blocks_of(text, page)
 
 
 def counts(pages: Iterable[str] = PAGES) -> dict[str, Counter[str]]:
