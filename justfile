@@ -16,6 +16,10 @@ test:
     cargo test --workspace
     python -m pytest
 
+# the site, into site/
+docs:
+    mkdocs build --strict
+
 # benchmarks at a small size
 bench:
     python -m pytest benches --benchmark-only

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import blocks
 import pytest
+from helpers import at_once
 from running import Page
 
 WITH_BLOCKS = [page for page in blocks.PAGES if blocks.blocks(page)]
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS)
+@pytest.mark.parametrize("page", at_once(WITH_BLOCKS, ("README.md", "docs/tutorial.md")))
 def test_a_page_is_true(page: str, tmp_path: Path) -> None:
     """Its blocks in their order, from an empty folder."""
     run = Page(tmp_path, blocks.in_clone(page))

@@ -1,0 +1,166 @@
+"""The site: it builds without a warning, loads nothing from the network, and everything that is public is in its navigation."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fastshard
+import pytest
+from blocks import PAGES, ROOT
+from fastshard.cli.parser import build
+from fastshard.cli.verbs import VERBS
+from fastshard.errors import CODES
+
+
+def loaded(name: str) -> ModuleType:
+    """A program of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Html(HTMLParser):
+    """What a page loads, where its navigation leads, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.nav: list[str] = []
+        self.ids: set[str] = set()
+        self.classes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.ids |= {given[key] for key in ("id", "name") if key in given}
+        self.classes |= set(given.get("class", "").split())
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+            if "md-nav__link" in given.get("class", ""):
+                self.nav.append(given["href"])
+        elif tag == "link":
+            self.loads.append(given.get("href", ""))
+        self.loads += [given[key] for key in ("src", "srcset", "data", "poster") if key in given]
+        self.loads += re.findall(r"url\(([^)]*)\)", given.get("style", ""))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="pip install '.[docs]'")
+    pytest.importorskip("mkdocstrings", reason="pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, Html]:
+    """By address: the folder that holds the page's index.html."""
+    return {
+        str(path.parent.relative_to(site)): Html(path.read_text(encoding="utf-8"))
+        for path in site.rglob("index.html")
+    }
+
+
+def elsewhere(address: str) -> bool:
+    return bool(re.match(r"^\s*['\"]?\s*(https?:)?//", address))
+
+
+def test_no_page_loads_anything_from_the_network(site: Path, pages: dict[str, Html]) -> None:
+    found = {page: [a for a in html.loads if elsewhere(a)] for page, html in pages.items()}
+    assert not {page: loads for page, loads in found.items() if loads}
+    for sheet in site.rglob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        assert not [a for a in re.findall(r"(?:@import|url\()\s*([^;)]+)", text) if elsewhere(a)], sheet
+    # The theme's program fetches a library where a page has one of these.
+    assert not [page for page, html in pages.items() if html.classes & {"mermaid", "md-source"}]
+
+
+def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[str, Html]) -> None:
+    lost = []
+    for page, html in pages.items():
+        for link in html.links:
+            path, _, anchor = link.partition("#")
+            if re.match(r"^\w+:", link):
+                continue
+            to = (site / page / path).resolve()
+            there = pages.get(os.path.relpath(to, site))
+            if not to.exists() or (anchor and there is not None and anchor not in there.ids):
+                lost.append((page, link))
+    assert not lost
+
+
+def in_nav(pages: dict[str, Html]) -> set[str]:
+    return {os.path.normpath(link) for link in pages["."].nav if not link.startswith("#")}
+
+
+def test_everything_is_in_the_navigation(pages: dict[str, Html]) -> None:
+    reached = in_nav(pages)
+    assert not {f"reference/cli/{verb.name}" for verb in VERBS} - reached
+    assert not {f"reference/python/{name}" for name in fastshard.__all__} - reached
+    written = {page.removeprefix("docs/").removesuffix(".md") for page in PAGES if page.startswith("docs/")}
+    assert not {re.sub(r"(^|/)index$", "", page) or "." for page in written} - reached
+    assert not set(pages) - reached
+
+
+def test_every_code_is_on_the_page_of_findings(pages: dict[str, Html]) -> None:
+    assert not [code for code in CODES if code not in pages["findings"].text]
+
+
+def test_every_flag_is_on_its_commands_page(pages: dict[str, Html]) -> None:
+    parser = build()
+    own = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    for verb in VERBS:
+        text = pages[f"reference/cli/{verb.name}"].text
+        flags = [flag for a in own[verb.name]._actions if a.dest != "help" for flag in a.option_strings]
+        assert not [flag for flag in flags if flag not in text], verb.name
+        assert all(f" {code} " in text for code in (0, 1, 2, 3)), verb.name
+
+
+def test_every_public_name_is_documented_by_its_docstring(pages: dict[str, Html]) -> None:
+    for name in fastshard.__all__:
+        text = pages[f"reference/python/{name}"].text
+        value: Any = getattr(fastshard, name)
+        if isinstance(value.__doc__, str) and not isinstance(value, tuple):
+            # Up to the first role or code, which is rendered otherwise.
+            first = re.split(r"[`:]", value.__doc__.strip().partition("\n")[0])[0]
+            assert first.strip()[:60] in text, name
+        assert f"fastshard.{name}" in text
+
+
+def test_pictures_are_what_fastshard_writes() -> None:
+    made = loaded("make_pictures").pictures()
+    have = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/pictures").glob("*.svg")}
+    assert have == made, "run python docs/make_pictures.py"
+
+
+def test_links_of_files_beside_docs_lead_to_their_pages() -> None:
+    site = loaded("site")
+    text = "[a](docs/layouts.md#shapes) [b](FORMAT.md) [c](justfile) [d](https://x.y) `[e](FORMAT.md)`\n"
+    fenced = "```text\n[f](FORMAT.md)\n```\n"
+    made = site.relinked(text + fenced, "CONTRIBUTING.md", "project/contributing.md")
+    assert made.startswith("[a](../layouts.md#shapes) [b](../format.md) c [d](https://x.y)")
+    assert made.endswith(fenced)
+    assert "[nowhere](nowhere.md)" in site.relinked("[nowhere](nowhere.md)", "docs/index.md", "index.md")
