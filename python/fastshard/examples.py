@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from .convert import convert
-from .errors import FastshardError
+from . import FastshardError, Writer, convert
 from .manifests import MANIFEST_NAME
 from .options import StrPath
 from .targets.registry import TARGETS
-from .writer import Writer
 
 __all__ = ["CONFIGS", "make", "tensors"]
 

@@ -34,7 +34,6 @@ class Writer:
     """Writes tensors one by one into a sharded safetensors checkpoint.
 
     >>> import numpy as np
-    >>> from fastshard import Writer
     >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
     ...     w["w"] = np.zeros((2, 3), np.float32)
 

@@ -51,6 +51,13 @@ def in_clone(page: str) -> bool:
     return not page.startswith(("docs/", "python/"))
 
 
+def module(page: str) -> str | None:
+    """The module whose docstrings a page is; None for a page."""
+    if not page.endswith(".py"):
+        return None
+    return page.removeprefix("python/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 #: How a block is held, in the order of the table.
 HELD = ("run", "compared", "validated", "by another test", "checked only", "shown")
 MEANT = {

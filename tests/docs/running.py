@@ -152,6 +152,7 @@ class Page:
                 "where": block.page,
                 "line": block.line,
                 "session": block.language == "pycon",
+                "module": blocks.module(block.page),
             }
         )
         if told:

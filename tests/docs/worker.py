@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib
 import io
 import json
 import sys
@@ -33,6 +34,9 @@ def main() -> None:
     answers = sys.stdout
     for request in sys.stdin:
         asked = json.loads(request)
+        if asked["module"]:
+            # A docstring's session has the names of its module.
+            names.update(vars(importlib.import_module(asked["module"])))
         with contextlib.redirect_stdout(io.StringIO()):
             told = run(asked["code"], asked["where"], asked["line"], asked["session"], names)
         print(json.dumps(told), file=answers, flush=True)
