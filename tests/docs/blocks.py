@@ -10,7 +10,8 @@
 | `text` | is shown and says why: `<!-- shown: REASON -->` before it |
 
 Other comments before a block: `<!-- not run: REASON -->` for commands that cannot run here, which are checked by parser and
-schema and counted apart; `<!-- ci: NAME -->` for those that `.ci/run` takes from the README and runs itself; `<!-- run: NAME -->`
+schema and counted apart; `<!-- stand-in: REASON -->` for those that need a cluster, whose launcher tests/docs/stand_ins.py stands in
+for; `<!-- ci: NAME -->` for those that `.ci/run` takes from the README and runs itself; `<!-- run: NAME -->`
 for those that `tests/real_ray` takes from its guide.
 """
 
@@ -59,10 +60,11 @@ def module(page: str) -> str | None:
 
 
 #: How a block is held, in the order of the table.
-HELD = ("run", "compared", "validated", "by another test", "checked only", "shown")
+HELD = ("run", "compared", "stood in", "validated", "by another test", "checked only", "shown")
 MEANT = {
     "run": "executed; fails the test if it fails",
     "compared": "executed, and its output compared with what is shown",
+    "stood in": "executed with processes of one host in the place of a cluster's; its launcher, scripts and Jobs are checked besides",
     "validated": "a file that a command of the page reads, or data that a loader or schema has taken",
     "by another test": "taken from the page and executed by `.ci/run` or `tests/real_ray`",
     "checked only": "cannot run here: parsed by the program's own parser or a schema",
@@ -70,7 +72,7 @@ MEANT = {
 }
 
 _FENCE = re.compile(r"^( *)(`{3,})(\S*)(?: +(.*))?$")
-_MARK = re.compile(r"^ *<!-- (not run|shown|ci|run): (.+?) -->$")
+_MARK = re.compile(r"^ *<!-- (not run|stand-in|shown|ci|run): (.+?) -->$")
 _TITLE = re.compile(r'^title="([^"]+)"$')
 
 
@@ -103,6 +105,8 @@ class Block:
             return "by another test"
         if self.mark == "not run" and self.language in COMMANDS:
             return "checked only"
+        if self.mark == "stand-in" and self.language in COMMANDS:
+            return "stood in"
         if self.mark == "shown" and self.language == "text":
             return "shown"
         if self.mark is None and (self.title is not None or self.language in DATA):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +24,9 @@ _DONE = re.compile(f"{_BETWEEN}(\\d+){_BETWEEN}\n")
 
 #: As the installed program, which has no modules of the folder that it is started in.
 _FASTSHARD = "import sys; sys.path.pop(0); from fastshard.cli import main; sys.exit(main())"
+
+
+_STAND_INS = Path(__file__).with_name("stand_ins.py")
 
 
 class Untrue(Exception):
@@ -47,7 +52,14 @@ class Page:
             "HOME": str(folder), "TMPDIR": str(folder), "LC_ALL": "C.UTF-8", "TERM": "dumb", "NO_COLOR": "1",
             # What pages call the clone of the repository that they are read in.
             "REPO": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
+        # For blocks that say so.
+        self.launchers = folder / "launchers"
+        self.launchers.mkdir()
+        for name in ("srun", "mpirun", "sbatch", "kubectl"):
+            (self.launchers / name).write_text(f'#!/bin/sh\nexec {sys.executable} {_STAND_INS} {name} "$@"\n')
+            (self.launchers / name).chmod(0o755)
         self._worker: subprocess.Popen[str] | None = None
         self.done: Counter[str] = Counter()
         self._files: set[str] = set()
@@ -60,16 +72,16 @@ class Page:
             Untrue: with the block's place and what went wrong.
         """
         held = block.held
-        if held == "checked only":
+        if held in ("checked only", "stood in"):
             checking.check(block, self.folder)
-        elif held == "validated":
+        if held == "validated":
             if block.title is not None:
                 file = self.folder / block.title
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(block.text, encoding="utf-8")
                 self._files.add(block.title)
             checking.validate(block)
-        elif held in ("run", "compared"):
+        elif held in ("run", "compared", "stood in"):
             self._read.append(block.text)
             if block.language == "sh":
                 self._script(block)
@@ -101,16 +113,28 @@ class Page:
             if not used and not name.startswith(".github/"):
                 raise Untrue(f"{name}: no command of the page uses this file")
 
-    def _bash(self, script: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-c", script], cwd=self.folder, env=self.environment, text=True, check=False, timeout=240,
+    def _bash(self, block: Block, script: str) -> tuple[int, str]:
+        """Exit code of a script, and what it prints on both streams; nothing that it started goes on after it."""
+        environment = dict(self.environment)
+        if block.held == "stood in":
+            environment["PATH"] = f"{self.launchers}:{environment['PATH']}"
+        with subprocess.Popen(
+            ["bash", "-c", script], cwd=self.folder, env=environment, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        ) as process:  # fmt: skip
+            try:
+                printed, _ = process.communicate(timeout=200)
+            except subprocess.TimeoutExpired:
+                raise Untrue(f"{block.where}: it does not end") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, printed
 
     def _script(self, block: Block) -> None:
-        done = self._bash("set -euo pipefail\n" + block.text)
-        if done.returncode:
-            raise Untrue(f"{block.where}: exit code {done.returncode}\n{done.stdout}")
+        code, printed = self._bash(block, "set -euo pipefail\n" + block.text)
+        if code:
+            raise Untrue(f"{block.where}: exit code {code}\n{printed}")
 
     def _console(self, block: Block) -> None:
         listed = blocks.commands(block)
@@ -118,7 +142,7 @@ class Page:
             f"{command.text}\n__code=$?; printf '{_BETWEEN}%d{_BETWEEN}\\n' $__code; (exit $__code)\n"
             for command in listed
         )
-        parts = _DONE.split(self._bash(script).stdout)
+        parts = _DONE.split(self._bash(block, script)[1])
         # Text and exit codes by turns, and what follows the last.
         for at, (printed, code) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
             self.compare(block, at, printed, int(code))

@@ -60,6 +60,55 @@ def test_what_is_true_passes(name: str, run: Page) -> None:
     assert sum(run.done.values()) == len(TRUE[name])
 
 
+STOOD_IN = {
+    "ranks": (
+        "srun -N 2 --ntasks-per-node 1 sh -c 'echo $SLURM_PROCID > rank$SLURM_PROCID'",
+        ["rank0", "rank1"],
+    ),
+    "ranks of MPI": (
+        "mpirun -np 2 sh -c 'echo > of$OMPI_COMM_WORLD_SIZE.$OMPI_COMM_WORLD_RANK'",
+        ["of2.0", "of2.1"],
+    ),
+    "an array": ("sh array.sh", ["task0", "task1", "last"]),
+    "Jobs": ("kubectl apply -f jobs.yaml", ["index0", "index1"]),
+}
+ARRAY = """if [ -n "${SLURM_ARRAY_TASK_ID-}" ]; then echo > task$SLURM_ARRAY_TASK_ID; exit; fi
+job=$(sbatch --parsable --array=0-1 "$0") || exit
+sbatch --dependency=afterok:$job --wrap 'echo > last'
+"""
+JOBS = """apiVersion: batch/v1
+kind: Job
+metadata: {name: a}
+spec:
+  completions: 2
+  completionMode: Indexed
+  template:
+    spec:
+      restartPolicy: OnFailure
+      containers: [{name: a, image: b, command: ["sh", "-c"], args: ["echo > index$JOB_COMPLETION_INDEX"]}]
+"""
+
+
+@pytest.mark.parametrize("name", STOOD_IN)
+def test_a_cluster_is_stood_in_for(name: str, run: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What these start is no command of ours.
+    monkeypatch.setitem(checking.PROGRAMS, "sh", checking.anything)
+    (run.folder / "array.sh").write_text(ARRAY)
+    (run.folder / "jobs.yaml").write_text(JOBS)
+    line, made = STOOD_IN[name]
+    ran(run, page(f"<!-- stand-in: no cluster is here -->\nsh\n{line}\n"))
+    assert all((run.folder / file).exists() for file in made)
+    assert run.done == {"stood in": 1}
+
+
+def test_a_rank_that_fails_fails_the_block(run: Page) -> None:
+    text = page(
+        "<!-- stand-in: no cluster is here -->\nsh\nsrun -N 2 --ntasks-per-node 1 fastshard verify nowhere\n"
+    )
+    with pytest.raises(Untrue, match="FS501"):
+        ran(run, text)
+
+
 FALSE = {
     "a script that fails": (["sh\nfalse\ntrue\n"], Untrue, "docs/a.md:1: exit code 1"),
     "a variable that is not set": (["sh\necho $a\n"], Untrue, "unbound"),

@@ -1,0 +1,73 @@
+"""Stands in for a cluster: `srun`, `mpirun`, `sbatch` and `kubectl` as far as pages use them, with processes of this host.
+
+What is started is what the real ones would start, with the variables that these set for it. source: the output environment
+variables of `man srun` and `man sbatch`, Open MPI's OMPI_COMM_WORLD_*, Kubernetes' Indexed Jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def ranks(command: list[str], each: list[dict[str, str]]) -> int:
+    """Starts a process for each rank; fails if one does."""
+    started = [subprocess.Popen(command, env=os.environ | variables) for variables in each]
+    return max(abs(process.wait()) for process in started)
+
+
+def srun(words: list[str]) -> int:
+    count = int(words[words.index("-N") + 1])
+    command = words[words.index("1") + 1 :]
+    return ranks(command, [
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count),
+         "SLURM_STEP_NUM_TASKS": str(count)}
+        for rank in range(count)
+    ])  # fmt: skip
+
+
+def mpirun(words: list[str]) -> int:
+    count = int(words[1])
+    return ranks(words[2:], [
+        {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(count)} for rank in range(count)
+    ])  # fmt: skip
+
+
+def sbatch(words: list[str]) -> int:
+    given = dict(word.partition("=")[::2] for word in words if word.startswith("--"))
+    print("7" if "--parsable" in given else "Submitted batch job 8", flush=True)
+    if "--wrap" in given:
+        return subprocess.run(["sh", "-c", words[words.index("--wrap") + 1]], check=False).returncode
+    first, _, last = given["--array"].partition("-")
+    return max(
+        subprocess.run(
+            ["sh", words[-1]], env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}, stdout=subprocess.DEVNULL, check=False
+        ).returncode
+        for task in range(int(first), int(last) + 1)
+    )  # fmt: skip
+
+
+def kubectl(words: list[str]) -> int:
+    documents: list[dict[str, Any]] = list(yaml.safe_load_all(Path(words[-1]).read_text(encoding="utf-8")))
+    codes = [0]
+    for job in documents:
+        print(f"job.batch/{job['metadata']['name']} created", flush=True)
+        container = job["spec"]["template"]["spec"]["containers"][0]
+        for index in range(job["spec"].get("completions", 1)):
+            variables = (
+                {"JOB_COMPLETION_INDEX": str(index)} if job["spec"].get("completionMode") == "Indexed" else {}
+            )
+            done = subprocess.run(
+                [*container["command"], *container["args"]], env=os.environ | variables, stdout=subprocess.DEVNULL, check=False
+            )  # fmt: skip
+            codes.append(done.returncode)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(globals()[sys.argv[1]](sys.argv[2:]))
