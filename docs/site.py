@@ -7,13 +7,14 @@ import inspect
 import posixpath
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastshard
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
+from fastshard.errors import CODES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -31,6 +32,11 @@ BESIDE = {
     "benches/NOTES.md": "project/measurements.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
+#: A code of a finding, as code or plain; not in other code, in links, headings and comments.
+_CODE = re.compile(
+    r"^#.*$|<!--.*?-->|`(?P<alone>FS\d{3})`|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|\b(?P<plain>FS\d{3})\b",
+    re.MULTILINE,
+)
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2$", re.MULTILINE | re.DOTALL)
 
 
@@ -56,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links to files of the repository become links to their pages, or plain text where they have none."""
     beside = {to: source for source, to in BESIDE.items()}
     path = page.file.src_uri
-    return relinked(markdown, beside.get(path, f"docs/{path}"), path)
+    return with_codes(relinked(markdown, beside.get(path, f"docs/{path}"), path), path)
 
 
 def _filled(nav: Any) -> Any:
@@ -91,12 +97,30 @@ def relinked(markdown: str, source: str, page: str) -> str:
             return text if (ROOT / to).exists() else match[0]
         return f"{image}[{text}]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{mark}{anchor})"
 
+    return outside(markdown, lambda text: _LINK.sub(link, text))
+
+
+def outside(markdown: str, change: Callable[[str], str]) -> str:
+    """A page of which all that is in no fence is changed."""
     parts: list[str] = []
     end = 0
     for fenced in _FENCED.finditer(markdown):
-        parts += [_LINK.sub(link, markdown[end : fenced.start()]), fenced[0]]
+        parts += [change(markdown[end : fenced.start()]), fenced[0]]
         end = fenced.end()
-    return "".join([*parts, _LINK.sub(link, markdown[end:])])
+    return "".join([*parts, change(markdown[end:])])
+
+
+def with_codes(markdown: str, page: str) -> str:
+    """Codes of findings lead to their rows, and the rows have anchors."""
+    if page == "findings.md":
+        return re.sub(r"^\| (FS\d{3}) \|", r'| <a id="\1"></a>\1 |', markdown, flags=re.MULTILINE)
+    to = posixpath.relpath("findings.md", posixpath.dirname(page) or ".")
+
+    def linked(match: re.Match[str]) -> str:
+        code = match["alone"] or match["plain"]
+        return f"[{match[0]}]({to}#{code})" if code in CODES else match[0]
+
+    return outside(markdown, lambda text: _CODE.sub(linked, text))
 
 
 def beside() -> dict[str, str]:

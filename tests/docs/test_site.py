@@ -127,6 +127,7 @@ def test_everything_is_in_the_navigation(pages: dict[str, Html]) -> None:
 
 def test_every_code_is_on_the_page_of_findings(pages: dict[str, Html]) -> None:
     assert not [code for code in CODES if code not in pages["findings"].text]
+    assert not set(CODES) - pages["findings"].ids
 
 
 def test_every_flag_is_on_its_commands_page(pages: dict[str, Html]) -> None:
@@ -163,4 +164,7 @@ def test_links_of_files_beside_docs_lead_to_their_pages() -> None:
     made = site.relinked(text + fenced, "CONTRIBUTING.md", "project/contributing.md")
     assert made.startswith("[a](../layouts.md#shapes) [b](../format.md) c [d](https://x.y)")
     assert made.endswith(fenced)
+    assert site.with_codes("`FS303`, FS101 `x FS101` [FS101](a) FS999\n# FS303\n", "guides/a.md") == (
+        "[`FS303`](../findings.md#FS303), [FS101](../findings.md#FS101) `x FS101` [FS101](a) FS999\n# FS303\n"
+    )
     assert "[nowhere](nowhere.md)" in site.relinked("[nowhere](nowhere.md)", "docs/index.md", "index.md")
