@@ -1,6 +1,6 @@
 """Writes what commands print now into pages, where it is not what these show: ``python tests/docs/renew.py PAGE...``.
 
-The difference is for review. Outputs that still match, with their ``...``, stay as they are.
+The difference is for review. Outputs that still match stay as they are with their ``...``; their lines are broken anew.
 """
 
 from __future__ import annotations
@@ -15,27 +15,53 @@ import blocks
 from blocks import ROOT, Block
 from running import Page, Untrue
 
-#: As wide as a line of a page may be.
-WIDTH = 118
+#: As wide as an output may be: what a page shows without breaking lines once more.
+WIDTH = 84
 #: Said of all results, and said once on a page if at all.
 _EVER = "not proven: that the layout is right for the model"
 
 
-def wrapped(printed: str) -> str:
+def shortened(printed: str) -> str:
+    """Output without what says the same of every result, and without long lists."""
+    lines = ["..." if line.startswith(_EVER) else line for line in printed.splitlines()]
+    # Which files could have been swapped.
+    return "".join(f"{re.sub(r'; of [0-9]+ files .*? settles it', '; ...', line)}\n" for line in lines)
+
+
+def as_printed(shown: str, printed: str) -> str:
+    """What is shown, with its lines broken where they were printed so; `...` stays as it is."""
+    parts = re.split(r"(\s+|\.\.\.)", shown.strip())
+    pattern = ""
+    for at, part in enumerate(parts):
+        if part == "...":
+            pattern += r"()\s*.*?\s*"
+        elif part.isspace():
+            beside = "..." in (parts[at - 1] or parts[at - 2], parts[at + 1])
+            pattern += r"()\s*" if beside else r"(\s+)"
+        else:
+            pattern += f"({re.escape(part)})"
+    found = re.fullmatch(rf"\s*{pattern}\s*", printed, re.DOTALL)
+    assert found is not None, (shown, printed)
+    return (
+        "".join(now or was for now, was in zip(found.groups(), parts, strict=True)) + "\n"
+        if parts != [""]
+        else ""
+    )
+
+
+def wrapped(text: str) -> str:
     """Output with lines that are not too long to read; comparing does not look at where they are broken."""
     lines: list[str] = []
-    for line in printed.splitlines():
-        if line.startswith(_EVER):
-            lines.append("...")
+    for line in text.splitlines():
+        # Columns stay together.
+        if len(line) <= WIDTH or "  " in line.strip():
+            lines.append(line.rstrip())
             continue
-        # Which files could have been swapped is a long list.
-        line = re.sub(r"; of \d+ files \(.*? settles it", "; ...", line)
         indent = line[: len(line) - len(line.lstrip())]
         lines += textwrap.wrap(
-            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
-            replace_whitespace=False, expand_tabs=False,
-        ) if len(line) > WIDTH else [line]  # fmt: skip
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "".join(f"{line}\n" for line in lines)
 
 
 class Renewing(Page):
@@ -47,11 +73,14 @@ class Renewing(Page):
 
     def compare(self, block: Block, at: int, printed: str, code: int) -> None:
         """Notes the command's output."""
+        shown = blocks.commands(block)[at].shown
         try:
             super().compare(block, at, printed, code)
+            now = as_printed(shown, printed)
         except Untrue as told:
             print(told)
-            self.changed.setdefault(block.line, {})[at] = wrapped(printed)
+            now = shown if blocks.is_shown(shown, printed) else shortened(printed)
+        self.changed.setdefault(block.line, {})[at] = wrapped(now)
 
 
 def renew(page: str) -> None:

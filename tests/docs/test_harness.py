@@ -8,6 +8,7 @@ from pathlib import Path
 import blocks
 import checking
 import pytest
+import renew
 from blocks import Unknown
 from checking import Wrong
 from running import Page, Untrue
@@ -218,3 +219,27 @@ def test_sessions_of_docstrings_are_blocks() -> None:
     assert blocks.module("python/fastshard/a/b.py") == "fastshard.a.b"
     assert blocks.module("python/fastshard/__init__.py") == "fastshard"
     assert blocks.module("docs/a.md") is None
+
+
+def test_outputs_are_renewed_with_their_lines_broken_anew() -> None:
+    printed = f"{'a' * 40} {'b' * 60}\n  help: c\n{'d' * 50}  {'e' * 50}\n"
+    shown = f"{'a' * 40}\n{'b' * 60} help:\n...\n"
+    assert renew.as_printed(shown, printed) == f"{'a' * 40} {'b' * 60}\n  help:\n...\n"
+    assert renew.as_printed("", "\n") == ""
+    assert renew.wrapped(printed) == f"{'a' * 40}\n{'b' * 60}\n  help: c\n{'d' * 50}  {'e' * 50}\n"
+    ever = "not proven: that the layout is right for the model: a hash cannot tell, logits can\n"
+    assert renew.shortened(f"a\n{ever}") == "a\n...\n"
+
+
+def test_a_page_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = page("console\n$ echo a\nb\n$ echo a\na\n$ echo a\n", "sh\ntrue\n")
+    for module in (blocks, renew):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").write_text(text)
+    renew.renew("docs/a.md")
+    now = page("console\n$ echo a\na\n$ echo a\na\n$ echo a\na\n", "sh\ntrue\n")
+    assert (tmp_path / "docs/a.md").read_text() == now
+    assert "--- printed\na\n" in capsys.readouterr().out
