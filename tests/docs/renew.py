@@ -30,23 +30,20 @@ def shortened(printed: str) -> str:
 
 def as_printed(shown: str, printed: str) -> str:
     """What is shown, with its lines broken where they were printed so; `...` stays as it is."""
-    parts = re.split(r"(\s+|\.\.\.)", shown.strip())
+    parts = [part for part in re.split(r"(\s+|\.\.\.)", shown.strip()) if part]
     pattern = ""
     for at, part in enumerate(parts):
         if part == "...":
             pattern += r"()\s*.*?\s*"
         elif part.isspace():
-            beside = "..." in (parts[at - 1] or parts[at - 2], parts[at + 1])
+            beside = "..." in (parts[at - 1], parts[at + 1])
             pattern += r"()\s*" if beside else r"(\s+)"
         else:
             pattern += f"({re.escape(part)})"
     found = re.fullmatch(rf"\s*{pattern}\s*", printed, re.DOTALL)
     assert found is not None, (shown, printed)
-    return (
-        "".join(now or was for now, was in zip(found.groups(), parts, strict=True)) + "\n"
-        if parts != [""]
-        else ""
-    )
+    text = "".join(now or was for now, was in zip(found.groups(), parts, strict=True))
+    return f"{text}\n" if text else ""
 
 
 def wrapped(text: str) -> str:
