@@ -151,7 +151,7 @@ def commands() -> dict[str, str]:
 
 def command(parser: argparse.ArgumentParser, verb: Any) -> str:
     """The page of a command."""
-    lines = [f"# fastshard {verb.name}", "", _sentences(parser.description or verb.help), ""]
+    lines = [f"# fastshard {verb.name}", "", *_described(parser.description or verb.help), ""]
     # Lines after the first are indented as if `usage: ` stood before it.
     usage = [line[len("usage: ") :] for line in parser.format_usage().splitlines()]
     lines += ["```text", *usage, "```", ""]
@@ -199,7 +199,17 @@ def _begun(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _described(text: str) -> list[str]:
+    """A description, whose indented lines are commands."""
+    lines: list[str] = []
+    for block in re.split(r"\n\n+", text):
+        is_code = block.startswith("  ")
+        lines += ["```sh", *block.splitlines(), "```", ""] if is_code else [_cell(_sentences(block)), ""]
+    return lines
+
+
 def _sentences(text: str) -> str:
+    """Begun and ended as a sentence is."""
     return _begun(text) + ("" if text.rstrip().endswith((".", ":", "`")) else ".")
 
 

@@ -62,7 +62,10 @@ class Slice:
 class safe_open:
     """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
 
-    >>> with fastshard.safe_open("global_step1000", framework="pt", device="cpu", to="hf") as f:
+    >>> import fastshard
+    >>> from fastshard import examples
+    >>> examples.make("gpt_neox", "run", to="gpt_neox", tp=2)
+    >>> with fastshard.safe_open("run", framework="pt", device="cpu", to="hf") as f:
     ...     for name in f.keys():
     ...         tensor = f.get_tensor(name)
 

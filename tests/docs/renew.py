@@ -50,8 +50,8 @@ def wrapped(text: str) -> str:
     """Output with lines that are not too long to read; comparing does not look at where they are broken."""
     lines: list[str] = []
     for line in text.splitlines():
-        # Columns stay together.
-        if len(line) <= WIDTH or "  " in line.strip():
+        # Columns stay together, and branches of a tree.
+        if len(line) <= WIDTH or "  " in line.strip() or line.lstrip()[:1] in ("│", "├", "└"):
             lines.append(line.rstrip())
             continue
         indent = line[: len(line) - len(line.lstrip())]
