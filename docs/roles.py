@@ -1,4 +1,4 @@
-"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; sessions blocks."""
+"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; examples blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import griffe
 if TYPE_CHECKING:
     from griffe import GriffeLoader, Object
 
-#: A session in plain text, which Markdown would take for quotations.
-_SESSION = re.compile(r"(?:^>>> .*(?:\n(?:>>>|\.\.\.) .*)*)", re.MULTILINE)
+#: An example in plain text, which Markdown would take for quotations.
+_EXAMPLE = re.compile(r"(?:^>>> .*(?:\n(?:>>>|\.\.\.) .*)*)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`([~.]?)([\w.]+)`")
 
 
@@ -39,4 +39,4 @@ class Roles(griffe.Extension):
         """Called once for each object with all that is known of it."""
         if obj.docstring is not None:
             text = _ROLE.sub(_linked, obj.docstring.value)
-            obj.docstring.value = _SESSION.sub(lambda session: f"```pycon\n{session[0]}\n```", text)
+            obj.docstring.value = _EXAMPLE.sub(lambda example: f"```pycon\n{example[0]}\n```", text)

@@ -4,7 +4,7 @@
 |---|---|
 | `sh` | runs it with `bash -euo pipefail` in the page's folder |
 | `console` | runs the commands after `$`, and compares what they print with what is shown |
-| `python`, `pycon` | runs it in the page's one namespace; a session's output is compared |
+| `python`, `pycon` | runs it in the page's one namespace; the output of `pycon` is compared |
 | any with `title="FILE"` | writes the file into the page's folder, where a command of the page must use it |
 | `toml`, `json`, `yaml` | besides, validates it by the loader or schema that it is for |
 | `text` | is shown and says why: `<!-- shown: REASON -->` before it |
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Docstrings whose sessions are run as blocks of pages are.
+#: Docstrings whose examples are run as blocks of pages are.
 PACKAGE = ROOT / "python/fastshard"
 
 #: Pages with blocks of their own. The changelog quotes nothing, and `benches/NOTES.md` is a record.
@@ -151,8 +151,8 @@ def blocks_of(text: str, page: str) -> list[Block]:
     return found
 
 
-def sessions_of(source: str, page: str) -> list[Block]:
-    """The sessions in the docstrings of a module."""
+def doctests_of(source: str, page: str) -> list[Block]:
+    """The examples in the docstrings of a module."""
     found: list[Block] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -165,7 +165,7 @@ def sessions_of(source: str, page: str) -> list[Block]:
 def blocks(page: str) -> list[Block]:
     """The blocks of a page of the repository, or of a module's docstrings."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return sessions_of(text, page) if page.endswith(".py") else blocks_of(text, page)
+    return doctests_of(text, page) if page.endswith(".py") else blocks_of(text, page)
 
 
 def counts(pages: Iterable[str] = PAGES) -> dict[str, Counter[str]]:

@@ -175,7 +175,7 @@ class Page:
                 "code": block.text,
                 "where": block.page,
                 "line": block.line,
-                "session": block.language == "pycon",
+                "doctest": block.language == "pycon",
                 "module": blocks.module(block.page),
             }
         )

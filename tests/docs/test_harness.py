@@ -122,7 +122,7 @@ FALSE = {
     "a failure that nothing shows": (["console\n$ false\n"], Untrue, "exit code 1, and nothing shown says so"),
     "a shell that ends": (["console\n$ exit 0\n$ true\n"], Untrue, "ended the shell"),
     "an exception": (["python\n\n1 / 0\n"], Untrue, 'File "docs/a.md", line 3'),
-    "a session": (["pycon\n>>> 1 + 1\n3\n"], Untrue, "Expected:\n    3\nGot:\n    2"),
+    "an example": (["pycon\n>>> 1 + 1\n3\n"], Untrue, "Expected:\n    3\nGot:\n    2"),
     "Python that ends": (["python\nimport os; os._exit(0)\n"], Untrue, "ended Python"),
     "a file that nothing uses": (['sh title="a.sh"\ntrue\n'], Untrue, "a.sh: no command"),
     "a file that is no Python": (['python title="a.py"\n1 +\n', "sh\npython a.py\n"], Wrong, "docs/a.md:1"),
@@ -213,8 +213,8 @@ def test_a_workflow_is_held_against_its_schema(run: Page) -> None:
             ran(run, page(head + text))
 
 
-def test_sessions_of_docstrings_are_blocks() -> None:
-    found = blocks.sessions_of('"""A.\n\n>>> 1\n1\n"""\ndef f():\n    """B."""\n', "python/fastshard/a/b.py")
+def test_doctests_of_docstrings_are_blocks() -> None:
+    found = blocks.doctests_of('"""A.\n\n>>> 1\n1\n"""\ndef f():\n    """B."""\n', "python/fastshard/a/b.py")
     assert [(block.language, block.line) for block in found] == [("pycon", 1)]
     assert blocks.module("python/fastshard/a/b.py") == "fastshard.a.b"
     assert blocks.module("python/fastshard/__init__.py") == "fastshard"

@@ -12,10 +12,10 @@ import traceback
 from typing import Any
 
 
-def run(code: str, where: str, line: int, session: bool, names: dict[str, Any]) -> str:
+def run(code: str, where: str, line: int, is_doctest: bool, names: dict[str, Any]) -> str:
     """What went wrong; empty if nothing."""
     told = io.StringIO()
-    if session:
+    if is_doctest:
         test = doctest.DocTestParser().get_doctest(code, names, where, where, line)
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         doctest.DocTestRunner(optionflags=flags).run(test, out=told.write, clear_globs=False)
@@ -35,10 +35,10 @@ def main() -> None:
     for request in sys.stdin:
         asked = json.loads(request)
         if asked["module"]:
-            # A docstring's session has the names of its module.
+            # A docstring's example has the names of its module.
             names.update(vars(importlib.import_module(asked["module"])))
         with contextlib.redirect_stdout(io.StringIO()):
-            told = run(asked["code"], asked["where"], asked["line"], asked["session"], names)
+            told = run(asked["code"], asked["where"], asked["line"], asked["doctest"], names)
         print(json.dumps(told), file=answers, flush=True)
 
 
