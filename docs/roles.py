@@ -1,15 +1,18 @@
-"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; examples blocks."""
+"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; examples blocks; options
+that a function hands on get their meaning."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
 import fastshard
 import griffe
+from fastshard.placing import OPTIONS
 
 if TYPE_CHECKING:
-    from griffe import GriffeLoader, Object
+    from griffe import Attribute, GriffeLoader, Object
 
 #: An example in plain text, which Markdown would take for quotations.
 _EXAMPLE = re.compile(r"(?:^>>> .*(?:\n(?:>>>|\.\.\.) .*)*)", re.MULTILINE)
@@ -32,8 +35,26 @@ def _linked(match: re.Match[str]) -> str:
     return f"[`{shown}`][{path}]"
 
 
+def _meanings() -> dict[str, str]:
+    """What each option means that a function hands on: as the function says that takes it, or the targets."""
+    said = {option.name: option.help for option in OPTIONS}
+    for function in (fastshard.ray.convert, fastshard.convert, fastshard.plan, fastshard.open):
+        arguments = inspect.cleandoc(function.__doc__ or "").partition("Args:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
+            said[name] = " ".join(text.split())
+    return said
+
+
+_MEANINGS = _meanings()
+
+
 class Roles(griffe.Extension):
     """Rewrites each docstring before it is rendered."""
+
+    def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
+        """Called when it is read, before the options are handed to the functions that take them."""
+        if attr.docstring is None and attr.path.startswith("fastshard.options."):
+            attr.docstring = griffe.Docstring(_MEANINGS.get(attr.name, ""), parent=attr)
 
     def on_object(self, *, obj: Object, loader: GriffeLoader, **_: Any) -> None:
         """Called once for each object with all that is known of it."""

@@ -16,6 +16,7 @@ from typing import Any
 import fastshard
 import pytest
 from blocks import PAGES, ROOT
+from fastshard import options
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
 from fastshard.errors import CODES
@@ -149,6 +150,16 @@ def test_every_public_name_is_documented_by_its_docstring(pages: dict[str, Html]
             first = re.split(r"[`:]", value.__doc__.strip().partition("\n")[0])[0]
             assert first.strip()[:60] in text, name
         assert f"fastshard.{name}" in text
+
+
+def test_every_option_that_is_handed_on_says_what_it_means() -> None:
+    pytest.importorskip("griffe", reason="pip install '.[docs]'")
+    meanings = loaded("roles")._MEANINGS
+    kinds = [value for value in vars(options).values() if hasattr(value, "__total__")]
+    assert kinds
+    assert not [
+        (kind.__name__, name) for kind in kinds for name in kind.__annotations__ if not meanings.get(name)
+    ]
 
 
 def test_pictures_are_what_fastshard_writes() -> None:
