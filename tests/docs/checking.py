@@ -304,6 +304,10 @@ def yaml_document(document: Any, block: Block) -> None:
         for job in document["jobs"].values():
             for step in job["steps"]:
                 script(step.get("run", ""), Path())
+                if step.get("uses", "").startswith("fastshard/fastshard@"):
+                    inputs = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["inputs"]
+                    if lacking := set(step.get("with", {})) - set(inputs):
+                        raise Wrong(f"action.yml has no input {', '.join(sorted(lacking))}")
     elif block.title is None:
         raise Wrong("neither a workflow nor a Job: nothing validates it")
 

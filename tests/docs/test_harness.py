@@ -208,6 +208,10 @@ def test_a_workflow_is_held_against_its_schema(run: Page) -> None:
     for text, said in (
         ("on: push\njobs: {a: {runs-on: x, steps: [{runs: true}]}}\n", "runs"),
         ("on: push\njobs: {a: {runs-on: x, steps: [{run: fastshard verfy}]}}\n", "verfy"),
+        (
+            "on: push\njobs: {a: {runs-on: x, steps: [{uses: fastshard/fastshard@v0, with: {chekpoint: a}}]}}\n",
+            "chekpoint",
+        ),
     ):
         with pytest.raises(Wrong, match=said):
             ran(run, page(head + text))
