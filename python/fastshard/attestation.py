@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from . import __version__, budget, regular
+from . import _core, budget, regular
 from .errors import FastshardError, raise_errors
 from .manifests import MANIFEST_NAME, read
 from .options import StrPath
@@ -88,7 +88,7 @@ def attest(
         ],
         "predicateType": PREDICATE,
         "predicate": {
-            "tool": f"fastshard {__version__}",
+            "tool": f"fastshard {_core.__version__}",
             "verified": verify,
             "made_by": manifest.get("tool"),
             "kind": manifest.get("kind"),

@@ -76,7 +76,7 @@ def plan(
         replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
-        max_shard_size: largest output file, e.g. ``5GB``.
+        max_shard_size: most bytes of tensors in an output file, e.g. ``5GB``; its header comes on top.
         weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
         optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).

@@ -176,7 +176,10 @@ def _against(
     own = published.root_of(path, document, checkpoint) is not None
     if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:
         text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
-        return findings + [Finding.from_dict(f) for f in json.loads(text)]
+        # What is there and cannot be opened has been told of.
+        there = {file.path for file in checkpoint.listing.files}
+        found = (Finding.from_dict(f) for f in json.loads(text))
+        return findings + [f for f in found if f.code != "FS101" or f.file not in there]
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
 

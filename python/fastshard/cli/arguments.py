@@ -101,7 +101,10 @@ def add_shaping(parser: argparse.ArgumentParser) -> None:
     )
     add_choosing(group)
     group.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="bytes of tensors in a file, at most (default: 5GB)",
     )
     group.add_argument(
         "--weights",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def check(
         config.verify(folder, signature)
     except Exception as error:
         # The library raises what its parsers do: whatever it is, nothing is vouched for.
-        told = " ".join(f"{type(error).__name__}: {error}".split())
+        told = _DIGEST.sub(_readable, " ".join(str(error).split())) or type(error).__name__
         return [
             Finding.of(
                 "FS315",
@@ -79,6 +81,17 @@ def check(
             )
         ]
     return []
+
+
+#: A digest as the library's messages show it.
+_DIGEST = re.compile(
+    r"'?Digest\(algorithm='(\w+)', digest_value=(b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\")\)'?"
+)
+
+
+def _readable(digest: re.Match[str]) -> str:
+    value: bytes = ast.literal_eval(digest[2])
+    return f"{digest[1]}:{value.hex()}"
 
 
 def _keys(public_key: Path | None, certificates: Sequence[Path]) -> list[Path]:

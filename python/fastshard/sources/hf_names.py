@@ -164,6 +164,10 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     axes, facts, sets = config_json.described(config, label, names, own)
     if source.vocab_size:
         axes.pop("V", None)
+    if "tp" in source.degrees:
+        # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows the true one.
+        axes.pop("P", None)
+        axes |= {k: v for k, v in source.axes.items() if k == "P"}
     model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, table, label)
     return replace(source, axes=axes, facts=facts, sets=sets, stored=stored, provable=True, model=model)
 

@@ -25,7 +25,7 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
-        help="largest output file (default: 5GB)",
+        help="bytes of tensors in a file, at most (default: 5GB)",
     )
     group.add_argument(
         "--safe_serialization",
@@ -52,7 +52,10 @@ def _of_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder of the result: new or empty")
     group = parser.add_argument_group("result")
     group.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="bytes of tensors in a file, at most (default: 5GB)",
     )
     add_choosing(group)
     _writing(parser)

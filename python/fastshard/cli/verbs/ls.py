@@ -16,7 +16,7 @@ from ...roles import layer_of, role_of
 from ...sizes import parse_size
 from ..arguments import add_common, add_opening
 from ..arguments import opened as opened_at
-from ..render import Tree, human, table, tree
+from ..render import Tree, counted, human, table, tree
 from ..verb import Outcome, Result, Verb
 
 #: Branches below each other; names have no more parts than a few.
@@ -94,15 +94,17 @@ def _run(a: argparse.Namespace) -> Outcome:
     document: dict[str, Any] = {
         "tensors": len(rows), "parameters": sum(r.elements for r in rows), "bytes": sum(r.nbytes for r in rows),
     }  # fmt: skip
-    total = f"{len(rows):,} tensors, {document['parameters']:,} parameters, {human(document['bytes'])}"
+    total = (
+        f"{counted(len(rows), 'tensor')}, {document['parameters']:,} parameters, {human(document['bytes'])}"
+    )
     if len(rows) != len(all_rows):
-        total += f" (of {len(all_rows):,} tensors)"
+        total += f" (of {counted(len(all_rows), 'tensor')})"
     if a.by:
         groups = _groups(rows, a.by)
         shown: list[Any] = groups[a.offset : None if a.limit is None else a.offset + a.limit]
         document |= {"by": a.by, "groups": shown}
         cells = [
-            (str(g["group"]), f"{g['tensors']:,} tensor{'s' * (g['tensors'] != 1)}", f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
+            (str(g["group"]), counted(g["tensors"], "tensor"), f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
             for g in shown
         ]  # fmt: skip
         text = table(cells, indent="")
@@ -143,7 +145,7 @@ def _nothing_matches(globs: list[str], names: list[str]) -> FastshardError:
 
 
 def _pieces(count: int) -> str:
-    return "1 piece" if count == 1 else f"{count:,} pieces"
+    return counted(count, "piece")
 
 
 def _groups(rows: Iterable[Row], by: str) -> list[dict[str, Any]]:

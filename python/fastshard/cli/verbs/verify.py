@@ -11,6 +11,7 @@ from ...absent import absent
 from ...errors import FastshardError
 from ...verification import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
+from ..render import counted
 from ..verb import Outcome, Result, Verb
 
 
@@ -57,9 +58,9 @@ def _run(a: argparse.Namespace) -> Outcome:
     )
     errors = sum(f.severity == "error" for f in findings)
     warnings = sum(f.severity == "warning" for f in findings)
-    verdict = "nothing wrong found" if not errors else f"{errors} errors"
+    verdict = counted(errors, "error") if errors else "nothing wrong found"
     if warnings:
-        verdict += f", {warnings} warnings"
+        verdict += f", {counted(warnings, 'warning')}"
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
     text = f"{', '.join(map(str, a.ckpt))}: {verdict}"
     if missing := absent(findings, a.ckpt):

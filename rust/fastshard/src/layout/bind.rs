@@ -293,18 +293,17 @@ fn padding(want: u64, got: u64, shards: u64) -> String {
     if whole == want {
         return String::new();
     }
+    let fits: Vec<String> =
+        multiples(want, whole, shards).take(2).map(|m| format!("{m} x {shards}")).collect();
+    format!(" = {want} padded to a multiple of {}", fits.join(" or "))
+}
+
+/// What each shard of a vocabulary of `want` rows was padded to a multiple of, if `shards` of them are `whole` rows.
+fn multiples(want: u64, whole: u64, shards: u64) -> impl Iterator<Item = u64> {
     // ColossalAI pads to 64 x tp, Megatron-LM and GPT-NeoX to 128 x tp, unless told otherwise.
-    let fits: Vec<String> = [128u64, 64, 256, 32, 512, 1024, 16, 8]
+    [128, 64, 256, 32, 512, 1024, 16, 8, 4, 2, 1]
         .into_iter()
-        .filter(|m| want.next_multiple_of(m * shards) == whole)
-        .take(2)
-        .map(|m| format!("{m} x {shards}"))
-        .collect();
-    let rule = match fits.is_empty() {
-        true => String::new(),
-        false => format!(" to a multiple of {}", fits.join(" or ")),
-    };
-    format!(" = {want} padded{rule}")
+        .filter(move |m| want.next_multiple_of(m * shards) == whole)
 }
 
 struct Slice {
@@ -317,8 +316,12 @@ fn explain_slice(want: u64, got: u64, degree: u64) -> Option<Slice> {
         return None;
     }
     let shards = want.div_ceil(got);
-    // Equal parts exactly, or less than one part of padding.
-    (shards > 1 && shards <= 4096 && shards * got - want < got).then_some(Slice { shards })
+    if shards > 4096 {
+        return None;
+    }
+    // Equal parts exactly, or of a vocabulary that was padded as frameworks do it: any other number is another mistake.
+    let whole = shards * got;
+    (whole == want || multiples(want, whole, shards).next().is_some()).then_some(Slice { shards })
 }
 
 impl Finding {
