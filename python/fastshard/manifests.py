@@ -72,6 +72,11 @@ class Manifest(Mapping[str, Any]):
         d = self.document
         return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
 
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        return notebook.manifest(self)
+
 
 def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Entries of a manifest's files that hold tensors: those with an identity."""

@@ -120,6 +120,11 @@ class Plan:
         s = self.summary
         return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
 
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        return notebook.plan(self)
+
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""

@@ -140,6 +140,15 @@ def _without(
     return tuple(left)
 
 
+class Stats(dict[str, TensorStats]):
+    """Statistics by the tensors' names: a dict, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        return notebook.statistics(self)
+
+
 @budget.kept
 def stats(
     source: Source,
@@ -150,7 +159,7 @@ def stats(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> dict[str, TensorStats]:
+) -> Stats:
     """Statistics of every whole tensor of a checkpoint, by name: one pass over the data in bounded memory.
 
     Args:
@@ -180,7 +189,7 @@ def with_findings(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> tuple[dict[str, TensorStats], list[Finding]]:
+) -> tuple[Stats, list[Finding]]:
     """:func:`stats`, and the warnings and notes that came up meanwhile."""
     checkpoint = _opened(source, **opening)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
@@ -195,16 +204,16 @@ def with_findings(
 
 def gather(
     plan: Plan, run: dict[str, Any], progress: ProgressCallback, only: list[str] | None = None
-) -> tuple[dict[str, TensorStats], list[Finding]]:
+) -> tuple[Stats, list[Finding]]:
     """Statistics of a plan's outputs, all or those named, and what was found while they were read."""
     try:
         outcome = json.loads(plan.core.check(json.dumps({**run, "stats": "full", "only": only}), progress))
     except _core.CoreError as error:
         raise from_core(error) from None
     found = outcome["stats"]
-    gathered = {
-        name: TensorStats.from_dict(dtype, shape, found[name])
+    gathered = Stats(
+        (name, TensorStats.from_dict(dtype, shape, found[name]))
         for name, dtype, shape, _, _ in plan.outputs
         if name in found
-    }
+    )
     return gathered, [Finding.from_dict(f) for f in outcome["findings"]]

@@ -269,6 +269,15 @@ class Difference:
         )
 
 
+class Differences(list[Difference]):
+    """Differences by the tensors' names: a list, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        return notebook.differences(self)
+
+
 def _figure(x: float | None) -> str:
     return "-" if x is None else f"{x:.6g}"
 
@@ -284,7 +293,7 @@ def diff(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> list[Difference]:
+) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
     Names are the sources' own where both have the same; otherwise both are seen through their
@@ -326,7 +335,7 @@ def diff(
             else _compare(name, x, y)
         )
         out.append(replace(found, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
-    return sorted(out, key=lambda d: d.tensor)
+    return Differences(sorted(out, key=lambda d: d.tensor))
 
 
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:

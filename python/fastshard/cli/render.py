@@ -8,19 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import Finding
+from ..shown import human, printable
 from ..stats import TensorStats
+
+__all__ = ["human", "print_findings", "print_json", "printable", "sparkline", "stats_table", "table"]
 
 #: Findings of one code printed before the rest is counted.
 _SHOWN = 20
-
-
-def human(n: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -48,14 +42,6 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
             print(f"  help: {printable(finding.help)}", file=sys.stderr)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Text that cannot drive a terminal: control and direction characters, and bytes that are no text, escaped."""
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text
-    )
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
