@@ -17,6 +17,7 @@ from .manifests import Manifest
 from .masters import MastersReport, masters, repair_masters
 from .pieces import piece
 from .planning import Plan
+from .report import report
 from .stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
 from .tensor import Tensor
 from .verify import Difference, diff, manifest, verify
@@ -51,6 +52,7 @@ __all__ = [
     "plan",
     "ray",
     "repair_masters",
+    "report",
     "stats",
     "verify",
 ]
