@@ -70,10 +70,9 @@ def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: i
     high = max(steps.edges[-1] for _, steps in sides)
     layers = []
     for i, (_, steps) in enumerate(sides):
-        # A step reaches to the next edge, the last one to the end.
-        values = [
-            {"x": x, "y": y} for x, y in zip(steps.edges, (*steps.heights, steps.heights[-1]), strict=True)
-        ]
+        # A step reaches to the next edge; the line comes up at the first and goes down at the last.
+        xs = (steps.edges[0], *steps.edges)
+        values = [{"x": x, "y": y} for x, y in zip(xs, (0.0, *steps.heights, 0.0), strict=True)]
         line = {
             "type": "line", "interpolate": "step-after", "color": _OF_SERIES[len(sides) - 1 - i], "strokeWidth": 1.5
         }  # fmt: skip
@@ -167,7 +166,12 @@ def by_layer(
         "title": None,
         "scale": {"domain": names, "range": _SHAPES[: len(names)]},
     }
-    colour["legend"] = shape["legend"] = {"orient": "bottom", "columns": 2, "titleOrient": "top"}
+    colour["legend"] = shape["legend"] = {
+        "orient": "bottom",
+        "columns": 2,
+        "titleOrient": "top",
+        "columnPadding": 30,
+    }
     x: Chart = {
         "field": "layer",
         "type": "quantitative",

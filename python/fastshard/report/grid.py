@@ -138,20 +138,43 @@ class Grid:
 
 @dataclass
 class _Row:
-    """A row while it is filled: numbers of tensors by column and state."""
+    """A row while it is filled."""
 
     files: list[str] = field(default_factory=list)
-    cells: dict[Key, Counter[int]] = field(default_factory=dict)
+    #: What its files hold, shared with other rows: ranks mostly hold the same.
+    held: list[Counter[Key]] = field(default_factory=list)
+    #: Numbers of tensors by column and state, once anything is to be said of them.
+    _cells: dict[Key, Counter[int]] | None = None
 
-    def add(self, key: Key, state: int, count: int = 1) -> None:
-        self.cells.setdefault(key, Counter())[state] += count
+    @property
+    def cells(self) -> dict[Key, Counter[int]]:
+        """Numbers of tensors by column and state, the row's own."""
+        if self._cells is None:
+            self._cells = {}
+            for counts in self.held:
+                for key, count in counts.items():
+                    self._cells.setdefault(key, Counter())[THERE] += count
+        return self._cells
+
+    @property
+    def like(self) -> tuple[int, ...] | None:
+        """The same for rows that are alike; None for a row of which something is said."""
+        return None if self._cells is not None else tuple(map(id, self.held))
+
+    def named(self) -> Iterable[Key]:
+        """Its columns."""
+        return self._cells if self._cells is not None else (key for counts in self.held for key in counts)
+
+    def add(self, key: Key, state: int) -> None:
+        """Counts one more."""
+        self.cells.setdefault(key, Counter())[state] += 1
 
     def mark(self, key: Key, state: int) -> None:
         """Says of what is there that it is not as it should be: of all of it, as nothing says of how much."""
         counts = self.cells.setdefault(key, Counter())
         if counts[THERE]:
             counts[state] += counts.pop(THERE)
-        elif not any(worse in counts for worse in range(state + 1)):
+        elif not any(counts[worse] for worse in range(state + 1)):
             counts[state] += 1
 
 
@@ -238,9 +261,11 @@ class _Filling:
         return row
 
     def _put(self, row: _Row, path: str, counts: Counter[Key]) -> None:
-        self.held.setdefault(path, Counter()).update(counts)
-        for key, count in counts.items():
-            row.add(key, THERE, count)
+        if path in self.held:
+            self.held[path] = self.held[path] + counts
+        else:
+            self.held[path] = counts
+        row.held.append(counts)
 
     def _key(self, name: str, base: int = 0) -> Key:
         key = self._keys.get(name)
@@ -319,7 +344,7 @@ class _Filling:
             return
         if finding.tensor and not finding.file and not finding.rank:
             key = self._key(finding.tensor)
-            rows = [row for row in self.rows.values() if key in row.cells]
+            rows = [row for row in self.rows.values() if key in set(row.named())]
             if state == MISSING or not rows:
                 rows = [self.rows.setdefault(_NOWHERE, _Row())]
             for row in rows:
@@ -346,19 +371,20 @@ class _Filling:
             self.rows[name].mark(key, MISSING)
 
     def _grid(self) -> Grid:
-        keys = sorted({key for row in self.rows.values() for key in row.cells}, key=_order)
+        distinct = {row.like or name: row for name, row in self.rows.items()}
+        keys = sorted({key for row in distinct.values() for key in row.named()}, key=_order)
         columns, where = _columns(keys)
         names = sorted(self.rows, key=lambda name: (name not in self.ranks, _natural(name)))
         bands: list[Band] = []
+        made: dict[tuple[int, ...], tuple[Cell | None, ...]] = {}
         for name in names:
             row = self.rows[name]
-            tallies: list[Counter[int] | None] = [None] * len(columns)
-            for key, counts in row.cells.items():
-                at = where[key]
-                if tallies[at] is None:
-                    tallies[at] = Counter()
-                tallies[at].update(counts)  # type: ignore[union-attr]
-            cells = tuple(_cell(tally) for tally in tallies)
+            like = row.like
+            cells = made.get(like) if like is not None else None
+            if cells is None:
+                cells = _row_cells(row, where, len(columns))
+                if like is not None:
+                    made[like] = cells
             last = bands[-1] if bands else None
             if last is not None and last.cells == cells:
                 bands[-1] = _together(last, name, row, cells)
@@ -431,6 +457,17 @@ def _columns(keys: Sequence[Key]) -> tuple[tuple[Column, ...], dict[Key, int]]:
     columns = tuple(dict.fromkeys(labels.values()))
     index = {column: i for i, column in enumerate(columns)}
     return columns, {key: index[column] for key, column in labels.items()}
+
+
+def _row_cells(row: _Row, where: dict[Key, int], count: int) -> tuple[Cell | None, ...]:
+    tallies: list[Counter[int] | None] = [None] * count
+    for key, counts in row.cells.items():
+        tally = tallies[where[key]]
+        if tally is None:
+            tallies[where[key]] = Counter(counts)
+        else:
+            tally.update(counts)
+    return tuple(_cell(tally) for tally in tallies)
 
 
 def _cell(tally: Counter[int] | None) -> Cell | None:

@@ -26,7 +26,10 @@ from .data import Report, Tensor, by_layer
 from .densities import density, joined
 from .grid import STATES, THERE, Band, Cell, Grid
 
-__all__ = ["LIMIT", "library", "rendered"]
+__all__ = ["LIMIT", "MARK", "library", "rendered"]
+
+#: What a page of ours has near its beginning.
+MARK = b'<meta name="generator" content="fastshard '
 
 #: Bytes of a page at most.
 LIMIT = 2_000_000
@@ -438,7 +441,13 @@ def _over_layers(
     domain = (min(values), max(values)) if logarithmic else (0.0, max(values) or 1.0)
     for title, of in points:
         drawn = charts.svg(
-            charts.by_layer(of, title="standard deviation", domain=domain, logarithmic=logarithmic)
+            charts.by_layer(
+                of,
+                title="standard deviation",
+                domain=domain,
+                logarithmic=logarithmic,
+                width=400 if before else 620,
+            )
         )
         pictures.append({"title": title, "svg": _markup(drawn[0]), "box": drawn[1], "log": logarithmic})
     return {"layers": pictures, "layers_left": max(0, len(of_role) - len(chosen))}
@@ -461,7 +470,8 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
     if len(sides) == 2:
         old = sides[0][1]
         told.append(
-            f"before: mean {_figure(old.mean)}, std {_figure(old.std)}; overlap {min(own.overlap(old), 1.0):.1%}"
+            f"before: mean {_figure(old.mean)}, std {_figure(old.std)}; "
+            + ("alike" if own.overlap(old) == 1 else f"overlap {min(own.overlap(old), 0.999):.1%}")
         )
     figure: dict[str, Any] = {
         "title": title,
@@ -475,7 +485,7 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
         return figure
     cut = drawn[-1][1]
     beyond = [
-        f"{share:.2%} {where}"
+        f"{_share(share)} {where}"
         for share, where in (
             (cut.below, f"below {_figure(cut.edges[0])}"),
             (cut.above, f"above {_figure(cut.edges[-1])}"),
@@ -488,6 +498,10 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
     bins = charts.svg(charts.logarithmic([(name, s.histogram) for name, s in sides]))
     figure |= {"linear": (_markup(linear[0]), linear[1]), "bins": (_markup(bins[0]), bins[1])}
     return figure
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "less than 0.01 %"
 
 
 def _notable(

@@ -14,10 +14,11 @@ from .parts import COMMIT, RUN_PART
 from .piece import PIECE
 from .plan import PLAN
 from .probe import PROBE
+from .report import REPORT
 from .stats import STATS
 from .verify import VERIFY
 
 #: In the order of ``fastshard --help``.
 VERBS: tuple[Verb, ...] = (
-    INSPECT, MERGE, CONVERT, PLAN, PROBE, RUN_PART, COMMIT, GC, PIECE, VERIFY, STATS, DIFF, MASTERS, MANIFEST, EXPLAIN,
+    INSPECT, MERGE, CONVERT, PLAN, PROBE, RUN_PART, COMMIT, GC, PIECE, VERIFY, STATS, DIFF, REPORT, MASTERS, MANIFEST, EXPLAIN,
 )  # fmt: skip
