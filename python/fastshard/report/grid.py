@@ -62,6 +62,12 @@ Key = tuple[int | None, str]
 _FILE: Key = (None, "\0the file itself")
 _OPTIMIZER: Key = (None, "\0optimizer state")
 _OTHER: Key = (None, "\0other values")
+#: The role of a layer of which nothing is there.
+_WHOLE = "\0all of it"
+#: What the core says of such a layer: its position, and how many tensors it has.
+_LAYER = re.compile(r"^position ([0-9]+) on axis L: none of its ([0-9]+) tensors is there$")
+#: What is said of one tensor of a file, as an example.
+_MORE = re.compile(r"\(and [0-9]+ more tensors?\)$")
 
 
 @dataclass(frozen=True)
@@ -165,14 +171,16 @@ class _Row:
         """Its columns."""
         return self._cells if self._cells is not None else (key for counts in self.held for key in counts)
 
-    def add(self, key: Key, state: int) -> None:
-        """Counts one more."""
-        self.cells.setdefault(key, Counter())[state] += 1
+    def add(self, key: Key, state: int, count: int = 1) -> None:
+        """Counts what is not among what is there."""
+        self.cells.setdefault(key, Counter())[state] += count
 
     def mark(self, key: Key, state: int) -> None:
         """Says of what is there that it is not as it should be: of all of it, as nothing says of how much."""
         counts = self.cells.setdefault(key, Counter())
-        if counts[THERE]:
+        if state == MISSING:
+            counts[state] += not counts[state]
+        elif counts[THERE]:
             counts[state] += counts.pop(THERE)
         elif not any(counts[worse] for worse in range(state + 1)):
             counts[state] += 1
@@ -242,7 +250,7 @@ class _Filling:
         for index, path in enumerate(paths):
             if index in units:
                 continue
-            row = self._row(path, path)
+            row = self._row(_store(path), path)
             if readable[index] is None:
                 continue
             if path in state_files:
@@ -252,6 +260,8 @@ class _Filling:
             else:
                 self._put(row, path, Counter(self._key(_CHUNK.sub("", n)) for n in catalog.names(index)))
         self.ranks = {unit.rank for unit in source.units if unit.rank}
+        #: Ranks without their numbers: what a rank of this checkpoint is called.
+        self.forms = {_form(rank) for rank in self.ranks}
 
     def _row(self, name: str, path: str) -> _Row:
         row = self.rows.setdefault(name, _Row())
@@ -274,74 +284,93 @@ class _Filling:
         return (key[0] + base, key[1]) if base and key[0] is not None else key
 
     def judged(self, findings: list[Finding], echoes: list[Finding]) -> Grid:
-        told = [f for f in findings if f.severity in ("error", "warning")]
+        """The grid, once all that was found is put into the rows."""
+        told = [
+            # What says nothing of a place is of the whole checkpoint.
+            f for f in findings if f.severity in ("error", "warning") and (f.file not in (None, ".") or f.rank or f.tensor)
+        ]  # fmt: skip
         #: Files of a row that are missing or cannot be read, by row: the causes of what the core misses.
         causes: dict[str, list[tuple[str, int]]] = {}
-        for echo in echoes:
-            if echo.code in _ECHOES and echo.rank:
-                self.rows.setdefault(echo.rank, _Row())
-                self.ranks.add(echo.rank)
+        self.forms |= {
+            _form(echo.rank) for echo in echoes if echo.code in _ECHOES and echo.rank and not self.forms
+        }
         for finding in told:
-            if finding.file and not finding.tensor and finding.code != "FS103":
-                state = _state(finding)
-                if state in (MISSING, DAMAGED) and finding.file not in self.held:
-                    causes.setdefault(self._row_for(finding), []).append((finding.file, state))
+            state = _state(finding)
+            unread = state in (MISSING, DAMAGED) and finding.file not in self.held
+            if unread and finding.file and not finding.tensor and finding.code != "FS103":
+                causes.setdefault(self._row_for(finding), []).append((finding.file, state))
         said = {(f.tensor, f.rank) for f in told}
         explained: set[str] = set()
+        #: Layers of which something is said already.
+        layers = {layer_of(f.tensor) for f in told if f.tensor}
+        if any(f.code == "FS103" for f in told):
+            layers |= {int(lost[1]) for echo in echoes if (lost := _LAYER.search(echo.message))}
         for echo in echoes:
             if echo.code in _ECHOES and echo.tensor and (echo.tensor, echo.rank) not in said:
                 said.add((echo.tensor, echo.rank))
-                name, cause, state = self._cause(echo, causes)
-                self.rows.setdefault(name, _Row()).add(self._key(echo.tensor), state)
-                if cause:
-                    explained.add(cause)
+                self._lose(echo, self._key(echo.tensor), 1, causes, explained)
+            elif (lost := _LAYER.search(echo.message)) and int(lost[1]) not in layers:
+                self._lose(echo, (int(lost[1]), _WHOLE), int(lost[2]), causes, explained)
+        single = {(f.code, f.rank, f.file) for f in told if f.tensor}
         for finding in told:
-            self._mark(finding, explained)
+            if finding.code == "FS103":
+                self._lose_layer(finding)
+            # The sum of what is said of each array.
+            elif finding.tensor or (finding.code, finding.rank, finding.file) not in single:
+                self._mark(finding, explained)
         return self._grid()
 
     def _row_for(self, finding: Finding) -> str:
         """The row that a finding is about."""
         if finding.file in self.row_of:
             return self.row_of[finding.file or ""]
-        name = finding.rank if finding.rank in self.rows else None
+        name = finding.rank if finding.rank in self.rows or _form(finding.rank) in self.forms else None
+        if name is None and finding.file and not finding.rank:
+            within = {row for path, row in self.row_of.items() if path.startswith(f"{finding.file}/")}
+            name = within.pop() if len(within) == 1 else None
         if name is None:
             name = finding.rank or finding.file or _NOWHERE
             if finding.rank and finding.file and finding.code != "FS111":
                 name = f"{finding.rank}: {finding.file.rpartition('/')[2]}"
+        elif finding.rank == name:
+            self.ranks.add(name)
         row = self.rows.setdefault(name, _Row())
         if finding.file and finding.file not in row.files:
             row.files.append(finding.file)
         return name
 
-    def _cause(self, echo: Finding, causes: dict[str, list[tuple[str, int]]]) -> tuple[str, str | None, int]:
-        """The row of a tensor that the core misses, the file that is to blame, and the state."""
+    def _lose(
+        self,
+        echo: Finding,
+        key: Key,
+        count: int,
+        causes: dict[str, list[tuple[str, int]]],
+        explained: set[str],
+    ) -> None:
+        """Puts what the core misses where it is missing: the row of its rank, or of the one file that can have held it."""
+        rows = [row for row in causes if row == echo.rank]
+        if not rows and echo.rank not in self.ranks:
+            # The core names as much of the rank as decides: that of a stage is not among it.
+            parts = set((echo.rank or "").split(", ")) - {""}
+            rows = [row for row in causes if parts <= set(row.partition(":")[0].split(", "))]
+        if len(rows) == 1 and (echo.rank or len(causes[rows[0]]) == 1):
+            files = causes[rows[0]]
+            path, state = files[0] if len(files) == 1 else self._likeliest(key, files)
+            self.rows[rows[0]].add(key, state, count)
+            explained.add(path)
+            return
+        name = echo.rank or _NOWHERE
         if echo.rank:
-            files = causes.get(echo.rank, [])
-            if len({state for _, state in files}) > 1:
-                files = [self._likeliest(echo, files)]
-            if files:
-                return (
-                    echo.rank,
-                    files[0][0] if len(files) == 1 else self._likeliest(echo, files)[0],
-                    files[0][1],
-                )
-            return echo.rank, None, MISSING
-        if len(causes) == 1 and len(next(iter(causes.values()))) == 1:
-            ((name, ((path, state),)),) = causes.items()
-            return name, path, state
-        return _NOWHERE, None, MISSING
+            self.ranks.add(name)
+        self.rows.setdefault(name, _Row()).add(key, MISSING, count)
 
-    def _likeliest(self, echo: Finding, files: list[tuple[str, int]]) -> tuple[str, int]:
+    def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
         """Of several files of a rank the one whose name is nearest to that of a file of another rank that has the tensor."""
-        key = self._key(echo.tensor or "")
         like = next((path for path, keys in self.held.items() if key in keys), "")
         return min(files, key=lambda file: _apart(file[0], like))
 
     def _mark(self, finding: Finding, explained: set[str]) -> None:
         state = _state(finding)
-        if finding.code == "FS103":
-            self._lose_layer(finding)
-            return
         if finding.tensor and not finding.file and not finding.rank:
             key = self._key(finding.tensor)
             rows = [row for row in self.rows.values() if key in set(row.named())]
@@ -350,10 +379,8 @@ class _Filling:
             for row in rows:
                 row.mark(key, state)
             return
-        if not finding.file and not finding.rank:
-            return  # Of the whole checkpoint.
         row = self.rows[self._row_for(finding)]
-        if finding.tensor:
+        if finding.tensor and not (_MORE.search(finding.message) and finding.file in self.held):
             row.mark(self._key(finding.tensor), state)
         elif finding.file in self.held:
             for key in self.held[finding.file]:
@@ -364,7 +391,7 @@ class _Filling:
     def _lose_layer(self, finding: Finding) -> None:
         """A layer of which nothing is there: it is missing on each rank, unless ranks have layers of their own."""
         number = re.search(r"\blayer ([0-9]{1,6})\b", finding.message)
-        key = (int(number[1]), "\0all of it") if number else _FILE
+        key = (int(number[1]), _WHOLE) if number else _FILE
         whole = number and self.ranks and not any("pp" in rank for rank in self.ranks)
         names = sorted(self.ranks) if whole else [self._row_for(finding)]
         for name in names:
@@ -409,6 +436,18 @@ def _state(finding: Finding) -> int:
     if state is None or (finding.severity == "warning" and state != UNEXPECTED):
         return DOUBTFUL if finding.severity == "warning" else MISFIT if state is None else state
     return state
+
+
+def _store(path: str) -> str:
+    """The folder of a store of arrays, by the file that stands for it; of other files their own path."""
+    folder, _, name = path.rpartition("/")
+    if name in ("_METADATA", "manifest.ocdbt"):
+        return folder or path
+    return folder.rpartition("/")[0] or folder or path if name in (".zarray", "zarr.json") else path
+
+
+def _form(rank: str | None) -> str:
+    return _DIGITS.sub("#", rank or "")
 
 
 def _apart(a: str, b: str) -> int:
