@@ -252,7 +252,8 @@ def _cells(band: Band, grid: Grid, label: str, *, runs: bool, named: bool) -> st
             hint = ""
             if named and cell.state != THERE:
                 column = grid.columns[i]
-                where = f"{label}, {column.group} {column.label}: {state.name}, {cell.count:,} of {cell.of:,}"
+                called = f"{column.group} {column.label}".strip()
+                where = f"{label}, {called}: {state.name}, {cell.count:,} of {cell.of:,}"
                 hint = f' title="{_escaped(_clipped(where))}"'
             mark = state.mark if cell.state != THERE or not runs else ""
             parts.append(f'<td{span} class="s{cell.state}"{hint}>{mark}')
