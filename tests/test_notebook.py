@@ -78,10 +78,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_hostile_findings_are_text() -> None:
     finding = Finding.of("FS101", NAMES[0], file=NAMES[1], tensor=NAMES[2], help=NAMES[0])
 
-    class Ckpt(dict):  # type: ignore[type-arg]
-        findings = [finding]  # noqa: RUF012
-
-    parsed = Parsed(notebook.checkpoint(Ckpt()))  # type: ignore[arg-type]
+    parsed = Parsed(notebook.table(NAMES[0], NAMES[:2], [NAMES[2:4]], 1, findings=[finding], below=NAMES[1]))
     assert {tag for tag, _ in parsed.elements} <= ELEMENTS
 
 

@@ -309,4 +309,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def _repr_html_(self) -> str:
         from . import notebook
 
-        return notebook.checkpoint(self)
+        total = sum(tensor.nbytes for tensor in self.values()) or 1
+        rows = (
+            (
+                name,
+                tensor.dtype,
+                notebook.shape(tensor.shape),
+                tensor.nbytes,
+                notebook.Bar(tensor.nbytes / total),
+            )
+            for name, tensor in self.items()
+        )
+        head = ("tensor", "dtype", "shape", "bytes", "")
+        return notebook.table(repr(self), head, rows, len(self), findings=self.findings)

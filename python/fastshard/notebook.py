@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .errors import Finding
 from .shown import human, printable
 
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .errors import Finding
-    from .manifests import Manifest
-    from .planning import Plan
-    from .stats import TensorStats
-    from .verify import Difference
+__all__ = ["Bar", "figure", "shape", "table", "text"]
 
 #: Rows of a table; of more it says how many there are.
 _ROWS = 200
@@ -35,92 +30,35 @@ def text(value: object) -> str:
     return escape(printable(str(value)), quote=True)
 
 
-def checkpoint(shown: Checkpoint) -> str:
-    """An opened checkpoint: what is wrong with it, and its tensors."""
-    total = sum(tensor.nbytes for tensor in shown.values()) or 1
-    rows = (
-        (name, tensor.dtype, _shape(tensor.shape), tensor.nbytes, Bar(tensor.nbytes / total))
-        for name, tensor in shown.items()
-    )
-    return _block(repr(shown), shown.findings, ("tensor", "dtype", "shape", "bytes", ""), rows, len(shown))
+def shape(extents: Iterable[int]) -> str:
+    """A shape, as everywhere."""
+    return f"[{', '.join(map(str, extents))}]"
 
 
-def plan(shown: Plan) -> str:
-    """A plan: what was found, and what would be written."""
-    total = sum(size for _, _, _, size, _ in shown.outputs) or 1
-    rows = (
-        (name, dtype, _shape(shape), size, pieces, Bar(size / total))
-        for name, dtype, shape, size, pieces in shown.outputs
-    )
-    head = ("tensor", "dtype", "shape", "bytes", "pieces", "")
-    return _block(repr(shown), shown.findings, head, rows, len(shown.outputs))
+def figure(x: float | None) -> str:
+    """A number of statistics: whole ones whole."""
+    return "" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
 
 
-def manifest(shown: Manifest) -> str:
-    """A manifest: what was accepted, what it does not prove, and the tensors."""
-    entries = shown.document["tensors"]
-    rows = (
-        (t["name"], t.get("dtype", ""), _shape(t.get("shape", ())), t.get("file", ""), t["blake3"][:12])
-        for t in entries
-    )
-    head = ("tensor", "dtype", "shape", "file", "BLAKE3 (begins)")
-    proven = f"not proven: {shown.document.get('not_proven', '')}"
-    return _block(repr(shown), shown.findings, head, rows, len(entries), proven)
-
-
-def differences(shown: Sequence[Difference]) -> str:
-    """What two checkpoints differ in."""
-    many = f"{len(shown)} tensors differ" if shown else "no difference: every tensor has the same bytes"
-    rows = (
-        (
-            d.tensor,
-            d.kind.replace("_", " "),
-            d.a,
-            d.b,
-            f"{d.differing:,}" if d.differing else "",
-            f"{d.largest:.4g}" if d.differing else "",
-            d.distributions,
-        )
-        for d in shown
-    )
-    head = ("tensor", "what", "A", "B", "elements", "max |a-b|", "distributions")
-    return _block(many, (), head, rows, len(shown))
-
-
-def statistics(shown: Mapping[str, TensorStats]) -> str:
-    """Distributions per tensor."""
-
-    def figure(x: float | None) -> str:
-        return "" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
-
-    rows = (
-        (
-            name,
-            s.dtype,
-            _shape(s.shape),
-            *(figure(x) for x in (s.min, s.max, s.mean, s.std)),
-            f"{s.zero_share:.2%}" if s.zeros else "",
-            f"{s.nan:,} / {s.inf:,}" if s.nan or s.inf else "",
-            "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs),
-        )
-        for name, s in shown.items()
-    )
-    head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
-    return _block(f"statistics of {len(shown)} tensors", (), head, rows, len(shown))
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _block(
+def table(
     title: str,
-    findings: Iterable[Finding],
     head: Sequence[str],
     rows: Iterable[tuple[Any, ...]],
     count: int,
+    *,
+    findings: Iterable[Finding] = (),
     below: str = "",
 ) -> str:
+    """HTML of a title, what was found, a table, and a line below it.
+
+    Args:
+        title: what it is.
+        head: what the columns are called.
+        rows: their cells: texts, whole numbers, and bars; they are asked for as far as they are shown.
+        count: how many rows there are in all.
+        findings: what was found of it.
+        below: the line.
+    """
     lines = [f"<p style='margin:.4em 0'><b>{text(title)}</b></p>", _findings(list(findings))]
     if count:
         cells = "".join(f"<th style='{_CELL}'>{text(word)}</th>" for word in head)

@@ -123,7 +123,13 @@ class Plan:
     def _repr_html_(self) -> str:
         from . import notebook
 
-        return notebook.plan(self)
+        total = sum(size for _, _, _, size, _ in self.outputs) or 1
+        rows = (
+            (name, dtype, notebook.shape(shape), size, pieces, notebook.Bar(size / total))
+            for name, dtype, shape, size, pieces in self.outputs
+        )
+        head = ("tensor", "dtype", "shape", "bytes", "pieces", "")
+        return notebook.table(repr(self), head, rows, len(self.outputs), findings=self.findings)
 
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:

@@ -146,7 +146,20 @@ class Stats(dict[str, TensorStats]):
     def _repr_html_(self) -> str:
         from . import notebook
 
-        return notebook.statistics(self)
+        rows = (
+            (
+                name,
+                s.dtype,
+                notebook.shape(s.shape),
+                *(notebook.figure(x) for x in (s.min, s.max, s.mean, s.std)),
+                f"{s.zero_share:.2%}" if s.zeros else "",
+                f"{s.nan:,} / {s.inf:,}" if s.nan or s.inf else "",
+                "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs),
+            )
+            for name, s in self.items()
+        )
+        head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
+        return notebook.table(f"statistics of {len(self)} tensors", head, rows, len(self))
 
 
 @budget.kept

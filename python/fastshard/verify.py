@@ -275,7 +275,21 @@ class Differences(list[Difference]):
     def _repr_html_(self) -> str:
         from . import notebook
 
-        return notebook.differences(self)
+        many = f"{len(self)} tensors differ" if self else "no difference: every tensor has the same bytes"
+        rows = (
+            (
+                d.tensor,
+                d.kind.replace("_", " "),
+                d.a,
+                d.b,
+                f"{d.differing:,}" if d.differing else "",
+                notebook.figure(d.largest) if d.differing else "",
+                d.distributions,
+            )
+            for d in self
+        )
+        head = ("tensor", "what", "A", "B", "elements", "max |a-b|", "distributions")
+        return notebook.table(many, head, rows, len(self))
 
 
 def _figure(x: float | None) -> str:
