@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fastshard
 import pytest
+import torch
 from damage import CASES, made
 from fastshard.errors import Finding
 from fastshard.report import about
@@ -182,3 +184,26 @@ def test_findings_without_a_place_mark_no_cell() -> None:
     ckpt = fastshard.open(TP4)
     found = grid(ckpt, [Finding.of("FS110", "ranks disagree"), Finding.of("FS104", "no marker", file=".")])
     assert told(found) == []
+
+
+def test_so_much_is_missing_that_not_all_of_it_is_named(tmp_path: Path) -> None:
+    """The core names a thousand tensors; the grid must not say of the others that nothing belongs there."""
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    names = [f"model.layers.{i}.{r}.weight" for i in range(40) for r in "abc"]
+    for rank in range(40):
+        if rank not in range(5, 25):
+            save_file(
+                {n: torch.full((2, 4), float(rank)) for n in names}, root / f"tp_rank_{rank:02d}.safetensors"
+            )
+    (root / "layout.json").write_text(json.dumps({"tp": 40, "tp_dim": dict.fromkeys(names, 0)}))
+    found = about(root).grid
+    assert found is not None and found.inferred
+    assert told(found) == [("tp 5 … tp 24", "missing", 20 * 120)]
+    assert [b.label for b in found.bands] == ["tp 0 … tp 4", "tp 5 … tp 24", "tp 25 … tp 39"]
+    (root / "tp_rank_24.safetensors").write_bytes((root / "tp_rank_25.safetensors").read_bytes()[:-1])
+    worse = about(root).grid
+    assert worse is not None and told(worse) == [
+        ("tp 5 … tp 23", "missing", 19 * 120),
+        ("tp 24", "damaged", 120),
+    ]

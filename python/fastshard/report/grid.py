@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint
 from ..errors import Finding
 from ..roles import layer_of, role_of
 
-__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "State", "grid"]
+__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ _OTHER: Key = (None, "\0other values")
 _WHOLE = "\0all of it"
 #: What the core says of such a layer: its position, and how many tensors it has.
 _LAYER = re.compile(r"^position ([0-9]+) on axis L: none of its ([0-9]+) tensors is there$")
+#: What it says of those that it does not name.
+_CUT = re.compile(r"^and [0-9]+ more ")
+#: The part of a rank in which ranks differ that hold the same tensors.
+_TENSOR_RANK = re.compile(r"\b(?:tp|mp) [0-9]+")
 #: What is said of one tensor of a file, as an example.
 _MORE = re.compile(r"\(and [0-9]+ more tensors?\)$")
 
@@ -116,6 +120,8 @@ class Problem:
     """A line of the list of all that is not there as it should be."""
 
     where: str
+    #: How many rows that is.
+    rows: int
     state: int
     count: int
     columns: tuple[str, ...]
@@ -135,6 +141,8 @@ class Grid:
     #: How many of them are ranks; the others are files that are of no rank.
     ranks: int
     problems: tuple[Problem, ...]
+    #: True if so much is missing that the core does not name all of it: the rest is told by ranks that are alike.
+    inferred: bool = False
 
     @property
     def states(self) -> list[int]:
@@ -262,6 +270,7 @@ class _Filling:
         self.ranks = {unit.rank for unit in source.units if unit.rank}
         #: Ranks without their numbers: what a rank of this checkpoint is called.
         self.forms = {_form(rank) for rank in self.ranks}
+        self.inferred = False
 
     def _row(self, name: str, path: str) -> _Row:
         row = self.rows.setdefault(name, _Row())
@@ -311,6 +320,11 @@ class _Filling:
                 self._lose(echo, self._key(echo.tensor), 1, causes, explained)
             elif (lost := _LAYER.search(echo.message)) and int(lost[1]) not in layers:
                 self._lose(echo, (int(lost[1]), _WHOLE), int(lost[2]), causes, explained)
+        self.inferred = any(
+            echo.code == "FS102" and not echo.tensor and _CUT.search(echo.message) for echo in echoes
+        )
+        if self.inferred:
+            self._infer(causes)
         single = {(f.code, f.rank, f.file) for f in told if f.tensor}
         for finding in told:
             if finding.code == "FS103":
@@ -363,6 +377,26 @@ class _Filling:
         if echo.rank:
             self.ranks.add(name)
         self.rows.setdefault(name, _Row()).add(key, MISSING, count)
+
+    def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
+        """What ranks lack that the core does not name one by one: what those hold that differ in their tensor parallel rank
+        alone."""
+        alike: dict[str, Counter[Key]] = {}
+        for name in self.ranks:
+            for counts in self.rows[name].held:
+                of = alike.setdefault(_TENSOR_RANK.sub("", name), Counter())
+                if of is not counts:
+                    of |= counts
+        for name in sorted(self.ranks):
+            row = self.rows[name]
+            have = set(row.named())
+            if row.like is not None and have:
+                continue  # Nothing is missed of it.
+            states = {state for _, state in causes.get(name, ())} or {min(c) for c in row.cells.values()}
+            state = min(states, default=MISSING)
+            for key, count in alike.get(_TENSOR_RANK.sub("", name), {}).items():
+                if key not in have:
+                    row.add(key, state, count)
 
     def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
         """Of several files of a rank the one whose name is nearest to that of a file of another rank that has the tensor."""
@@ -424,6 +458,7 @@ class _Filling:
             len(names),
             len(self.ranks & self.rows.keys()),
             problems,
+            self.inferred,
         )
 
 
@@ -556,7 +591,7 @@ def _problems(bands: Iterable[Band], columns: Sequence[Column]) -> Iterable[Prob
                 names = tuple(_called(columns[i]) for i in hit)
                 count = band.rows * sum(cell.count for cell in (band.cells[i] for i in hit) if cell)
                 whole = len(hit) == sum(cell is not None for cell in band.cells) > 1
-                found.append(Problem(band.label, state, count, names, band.files, whole))
+                found.append(Problem(band.label, band.rows, state, count, names, band.files, whole))
     return sorted(found, key=lambda p: p.state)
 
 

@@ -192,7 +192,7 @@
     });
     body.replaceChildren(...lines);
     const first = found.length > SHOWN ? `, the first ${SHOWN} shown` : "";
-    $("found").textContent = `${found.length.toLocaleString("en")} tensors${first}. Enter shows the distribution of one; columns sort.`;
+    $("found").textContent = `${found.length.toLocaleString("en")} ${found.length === 1 ? "tensor" : "tensors"}${first}. Enter shows the distribution of one; columns sort.`;
   };
   $("search").addEventListener("input", show);
   $("search").addEventListener("keydown", (event) => {

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from ..stats import TensorStats
 from . import charts
 from .data import Report, Tensor, by_layer
 from .densities import density, joined
-from .grid import STATES, THERE, Band, Cell, Grid
+from .grid import STATES, THERE, Band, Cell, Grid, Problem
 
 __all__ = ["LIMIT", "MARK", "library", "rendered"]
 
@@ -226,7 +226,19 @@ def _grid(grid: Grid, limits: Limits) -> dict[str, Any]:
         "hidden": len(grid.bands) - len(bands),
         "size": size,
         "alike": all(band.alike for band in bands),
+        "problems": _together(grid.problems),
     }
+
+
+def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]]]:
+    """Problems, those of several rows that are alike as one: what is wrong on each, of how many rows, and their labels."""
+    groups: dict[tuple[Any, ...], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.state, problem.columns, problem.count // problem.rows), []).append(problem)
+    return [
+        (replace(of[0], count=of[0].count // of[0].rows), sum(p.rows for p in of), [p.where for p in of])
+        for of in groups.values()
+    ]
 
 
 def _short(labels: Sequence[str]) -> dict[str, str]:
