@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from ..options import StrPath
 from ..planning import Plan, make_plan
 from ..progress import Progress
 from ..request import Request
-from ..roles import layer_of, role_of
+from ..roles import layer_of, parts_of, role_of
 from ..shown import human
 from ..stats import TensorStats
 from .grid import Grid, grid
@@ -301,30 +300,36 @@ def _lacking(plan: Plan, findings: Iterable[Finding]) -> list[Tensor]:
     return [Tensor(name, lacks=why) for name, why in lacks.items()]
 
 
-_NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,9}(?![A-Za-z0-9])")
-
-
 def _families(plan: Plan) -> tuple[Family, ...]:
     """All tensors, a line for those that are alike: tens of thousands are a few dozen."""
-    found: dict[tuple[str, str, tuple[int, ...]], list[Any]] = {}
+    found: dict[tuple[tuple[str | None, ...], str, tuple[int, ...]], list[Any]] = {}
     for name, dtype, shape, size, _ in plan.outputs:
-        counted = [int(n) for n in _NUMBER.findall(name)]
-        key = (_NUMBER.sub("\0", name), dtype, tuple(shape))
-        entry = found.get(key)
-        if entry is None:
-            found[key] = [1, size, counted, counted]
-        else:
-            entry[0] += 1
-            entry[1] += size
-            entry[2] = [min(a, b) for a, b in zip(entry[2], counted, strict=True)]
-            entry[3] = [max(a, b) for a, b in zip(entry[3], counted, strict=True)]
+        # Of a path the parts could not be put together again.
+        parts, numbers = parts_of(name) if "/" not in name else ((name,), [])
+        entry = found.setdefault((parts, dtype, tuple(shape)), [0, 0, numbers, numbers, name])
+        entry[0] += 1
+        entry[1] += size
+        entry[2] = list(map(min, entry[2], numbers))
+        entry[3] = list(map(max, entry[3], numbers))
     families = []
-    for (pattern, dtype, extents), (count, size, low, high) in found.items():
-        parts = pattern.split("\0")
+    for (_, dtype, extents), (count, size, low, high, name) in found.items():
         ranges = [str(a) if a == b else f"{{{a}-{b}}}" for a, b in zip(low, high, strict=True)]
-        text = "".join(part + number for part, number in zip(parts, [*ranges, ""], strict=True))
-        families.append(Family(text, dtype, extents, count, size))
+        families.append(Family(_spread(name, ranges), dtype, extents, count, size))
     return tuple(families)
+
+
+def _spread(name: str, ranges: list[str]) -> str:
+    """A name with ranges in the places of its numbers."""
+    left = iter(ranges)
+    if not ranges:
+        return name
+    words = [
+        next(left) if part.isdecimal() and len(part) < 10
+        else f"{part.rpartition('_')[0]}_{next(left)}" if None in parts_of(part)[0]
+        else part
+        for part in name.split(".")
+    ]  # fmt: skip
+    return ".".join(words)
 
 
 def _sizes(plan: Plan) -> dict[str, dict[str, tuple[int, int]]]:

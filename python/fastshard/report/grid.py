@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..checkpoint import Checkpoint
 from ..errors import Finding
-from ..roles import layer_of, role_of
+from ..roles import layer_of, place_of
 
 __all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid"]
 
@@ -214,7 +214,6 @@ class _Filling:
         self.row_of: dict[str, str] = {}
         #: Files that hold tensors of the model, by path: their columns, and how many tensors each.
         self.held: dict[str, Counter[Key]] = {}
-        self._keys: dict[str, Key] = {}
         source, catalog = checkpoint.opened.source, checkpoint.opened.catalog
         readable = checkpoint._files
         paths = [file.path for file in checkpoint.opened.files]
@@ -287,9 +286,7 @@ class _Filling:
         row.held.append(counts)
 
     def _key(self, name: str, base: int = 0) -> Key:
-        key = self._keys.get(name)
-        if key is None:
-            key = self._keys[name] = (layer_of(name), role_of(name))
+        key = place_of(name)
         return (key[0] + base, key[1]) if base and key[0] is not None else key
 
     def judged(self, findings: list[Finding], echoes: list[Finding]) -> Grid:
