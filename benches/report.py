@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,24 @@ def told(name: str, source: Path, rounds: int, errors: int) -> bool:
     return fine
 
 
+def experts(folder: Path, layers: int = 61, count: int = 384) -> int:
+    """A mixture of experts with a tensor for each projection of each expert, a file for each layer."""
+    folder.mkdir()
+    names = ("gate_proj", "up_proj", "down_proj")
+    for layer in range(layers):
+        header, end = {}, 0
+        for expert in range(count):
+            for name in names:
+                where = {"dtype": "BF16", "shape": [4, 8], "data_offsets": [end, end + 64]}
+                header[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = where
+                end += 64
+        text = json.dumps(header).encode()
+        with (folder / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    return layers * count * len(names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -68,6 +87,8 @@ def main() -> int:
             with file.open("r+b") as opened:
                 opened.truncate(file.stat().st_size - 1)
         fine &= told("50 files missing, 10 cut short", source, args.rounds, 10)
+        single = folder / "experts"
+        fine &= told(f"{experts(single):,} tensors of one model", single, args.rounds, 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if fine else 1

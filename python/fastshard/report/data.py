@@ -57,6 +57,7 @@ class Family:
 
     #: The name, with each number as the range of it.
     pattern: str
+    role: str
     dtype: str
     shape: tuple[int, ...]
     count: int
@@ -187,6 +188,7 @@ def gathered(
     provable = plan.source.provable
     missing = absent(findings, checkpoint.roots)
     read = "headers and all data" if stats else "headers alone: no value of a tensor was read"
+    families = _families(plan)
     broken = any(f.severity == "error" for f in findings)
     return Report(
         paths=tuple(checkpoint.listing.given()),
@@ -199,8 +201,8 @@ def gathered(
         grid=grid(checkpoint, findings, echoes),
         elsewhere=missing.told() if missing else "",
         tensors=(*_tensors(plan), *_lacking(plan, [*findings, *echoes])),
-        families=_families(plan),
-        sizes=_sizes(plan),
+        families=families,
+        sizes=_sizes(families),
         numbers=numbers,
         comparison=comparison,
         provenance=_provenance(document),
@@ -314,7 +316,7 @@ def _families(plan: Plan) -> tuple[Family, ...]:
     families = []
     for (_, dtype, extents), (count, size, low, high, name) in found.items():
         ranges = [str(a) if a == b else f"{{{a}-{b}}}" for a, b in zip(low, high, strict=True)]
-        families.append(Family(_spread(name, ranges), dtype, extents, count, size))
+        families.append(Family(_spread(name, ranges), role_of(name), dtype, extents, count, size))
     return tuple(families)
 
 
@@ -332,12 +334,12 @@ def _spread(name: str, ranges: list[str]) -> str:
     return ".".join(words)
 
 
-def _sizes(plan: Plan) -> dict[str, dict[str, tuple[int, int]]]:
+def _sizes(families: Iterable[Family]) -> dict[str, dict[str, tuple[int, int]]]:
     sizes: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, dtype, _, size, _ in plan.outputs:
-        of_role = sizes.setdefault(role_of(name), {})
-        count, total = of_role.get(dtype, (0, 0))
-        of_role[dtype] = (count + 1, total + size)
+    for family in families:
+        of_role = sizes.setdefault(family.role, {})
+        count, total = of_role.get(family.dtype, (0, 0))
+        of_role[family.dtype] = (count + family.count, total + family.nbytes)
     return dict(sorted(sizes.items(), key=lambda item: -sum(b for _, b in item[1].values())))
 
 

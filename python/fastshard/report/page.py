@@ -340,16 +340,14 @@ def _data(report: Report, limit: int) -> tuple[str, int]:
 
     for tensor in sorted(report.tensors, key=weight):
         form = (tensor.dtype, str(list(tensor.shape)) if tensor.dtype else "", tensor.nbytes)
-        row: list[Any] = [
-            _clipped(tensor.name),
-            forms.setdefault(form, len(forms)),
-            tensor.pieces,
-            _clipped(tensor.lacks),
-        ]
+        if form not in forms:
+            forms[form] = len(forms)
+            left -= len(json.dumps(form)) + 1
+        row: list[Any] = [_clipped(tensor.name), forms[form], tensor.pieces, _clipped(tensor.lacks)]
         if s := stats.get(tensor.name):
             row.append(_numbers(s))
         text = json.dumps(row, separators=(",", ":"))
-        left -= len(text) + 1 + (40 if forms[form] == len(forms) - 1 else 0)
+        left -= len(_inert(text)) + 1
         if left < 0:
             break
         rows.append(text)
