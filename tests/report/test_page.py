@@ -115,6 +115,12 @@ def test_statistics_of_a_manifest_are_shown_and_not_read(tmp_path: Path) -> None
                   "values were not compared", "40 tensors are in both", "made by", "headers alone"):  # fmt: skip
         assert words in text, words
     assert len([s for s in parsed.all("svg") if s.get("class") == "lin"]) >= 9
+    # All data of both: a conversion changes no distribution, and no rounding may say that it does.
+    text = unescaped(safe(fastshard.report(tmp_path / "out", against=NEOX, stats=True, memory=MEMORY)))
+    assert "40 of them have the same bytes; 0 differences" in text
+    assert (
+        text.count("; alike") >= 9 and "overlap" not in text.split("Distributions")[2].split("Provenance")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,24 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
     with pytest.raises(FastshardError) as error:
         fastshard.report(TP4, against=tmp_path / "absent")
     assert error.value.code == "FS501"
+
+
+def test_tensors_that_are_alike_are_one_line(tmp_path: Path) -> None:
+    names = [f"params.decoder.layers_{i}.mlp.wi_{j}.kernel" for i in range(3) for j in range(2)]
+    names += [f"model.layers.{i}.experts.{e}.w" for i in (2, 5, 9) for e in range(4)] + [
+        "lm_head",
+        "a/b/7/c",
+        "x.00012345678901.y",
+    ]
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
+    report = about(tmp_path)
+    found = {f.pattern: f.count for f in report.families}
+    assert found == {
+        "params.decoder.layers_{0-2}.mlp.wi_0.kernel": 3, "params.decoder.layers_{0-2}.mlp.wi_1.kernel": 3,
+        "model.layers.{2-9}.experts.{0-3}.w": 12, "lm_head": 1, "a/b/7/c": 1, "x.00012345678901.y": 1,
+    }  # fmt: skip
+    assert sum(n for of in report.sizes.values() for n, _ in of.values()) == len(names)
+    assert report.sizes["experts.*.w"] == {"F32": (12, 96)}
 
 
 # --- names of strangers

@@ -482,7 +482,7 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
         old = sides[0][1]
         told.append(
             f"before: mean {_figure(old.mean)}, std {_figure(old.std)}; "
-            + ("alike" if own.overlap(old) == 1 else f"overlap {min(own.overlap(old), 0.999):.1%}")
+            + ("alike" if _alike(own, old) else f"overlap {min(own.overlap(old), 0.999):.1%}")
         )
     figure: dict[str, Any] = {
         "title": title,
@@ -511,6 +511,11 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
     return figure
 
 
+def _alike(one: TensorStats, other: TensorStats) -> bool:
+    """True for the same counts in all bins: sums of shares do not come to one exactly."""
+    return all(getattr(one, k) == getattr(other, k) for k in ("histogram", "zeros", "nan", "inf"))
+
+
 def _share(share: float) -> str:
     return f"{share:.2%}" if share >= 0.0001 else "less than 0.01 %"
 
@@ -531,7 +536,7 @@ def _notable(
             if s.zero_slabs:
                 slab = s.zero_slabs[0].text(len(s.shape))
                 reasons.append((500.0, f"zero throughout: {slab}"))
-            if s.zero_share > 0.05:
+            if s.zero_share > 0.05 and s.zeros >= 100:
                 reasons.append((100 * s.zero_share, f"{s.zero_share:.1%} zeros"))
             if usual and s.std and not 1 / 3 < s.std / usual < 3:
                 ratio = s.std / usual
