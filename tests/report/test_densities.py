@@ -91,6 +91,17 @@ def test_there_is_nothing_to_draw_of_one_value(values: torch.Tensor, tmp_path: P
     assert density(s.histogram, s.min, s.max) is None
 
 
+@pytest.mark.parametrize("one, other", [(1.0, 0.3), (-1.0, -0.3), (0.5, 3.0)])
+def test_nearly_all_of_one_value_at_the_edge_of_a_bin(one: float, other: float, tmp_path: Path) -> None:
+    values = torch.full((10_000,), one)
+    values[0] = other
+    s = stats_of(tmp_path, values)
+    drawn = density(s.histogram, s.min, s.max)
+    assert drawn is not None and drawn.edges[0] < drawn.edges[-1]
+    areas = [h * (b - a) for a, b, h in zip(drawn.edges, drawn.edges[1:], drawn.heights, strict=False)]
+    assert sum(areas) + drawn.below + drawn.above == pytest.approx(1)
+
+
 def test_joined_is_what_one_tensor_would_be(tmp_path: Path) -> None:
     torch.manual_seed(0)
     parts = [torch.randn(100), torch.randn(300) * 5 + 2, torch.zeros(10)]
