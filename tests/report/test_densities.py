@@ -85,7 +85,9 @@ def test_tails_are_cut_and_told(tmp_path: Path) -> None:
     assert whole is not None and whole.edges[-1] == 50 and whole.above == 0
 
 
-@pytest.mark.parametrize("values", [torch.ones(64), torch.zeros(64), torch.full((4,), math.nan)])
+@pytest.mark.parametrize(
+    "values", [torch.ones(64), torch.zeros(64), torch.full((4,), math.nan), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([True, False])]
+)  # fmt: skip
 def test_there_is_nothing_to_draw_of_one_value(values: torch.Tensor, tmp_path: Path) -> None:
     s = stats_of(tmp_path, values)
     assert density(s.histogram, s.min, s.max) is None

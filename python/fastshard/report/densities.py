@@ -56,8 +56,8 @@ def density(
     bounds = [-math.inf, *HISTOGRAM_EDGES, math.inf]
     edges = [min(max(bound, low), high) for bound in bounds[first : last + 2]]
     if edges[0] == edges[-1]:
-        # All but the tails are of one value, at the edge of a bin.
-        return density(histogram, low, high, tail=-1)
+        # All but the tails are of one value, at the edge of a bin; or all but zeros, which are an extreme too.
+        return density(histogram, low, high, tail=-1) if tail >= 0 else None
     counts = list(histogram[first : last + 1])
     _merge(edges, counts, (edges[-1] - edges[0]) * NARROWEST)
     heights = tuple(n / total / (b - a) for a, b, n in zip(edges, edges[1:], counts, strict=False))

@@ -147,7 +147,7 @@
     if (row[3]) box.append(make("p", row[3]));
     if (stat(row, 7)) box.append(make("p", `zero throughout: ${stat(row, 7)}`));
     if (stat(row, 8)) box.append(...density(row));
-    else box.append(make("p", row[4] ? "no density: all of one value, or no finite number that is not zero" : row[3] ? "" : "no statistics: fastshard report --stats", "more"));
+    else box.append(make("p", row[4] ? "no density: all that is not zero is of one value, or nothing is finite" : row[3] ? "" : "no statistics: fastshard report --stats", "more"));
     return box;
   };
   const toggle = (line, row) => {

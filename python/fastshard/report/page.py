@@ -492,7 +492,7 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
         "two": len(drawn) == 2,
     }
     if not drawn or drawn[-1][0] != sides[-1][0]:
-        figure["cut"] = "no density: all of one value, or no finite number that is not zero"
+        figure["cut"] = "no density: all that is not zero is of one value, or nothing is finite"
         return figure
     cut = drawn[-1][1]
     beyond = [
