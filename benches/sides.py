@@ -216,11 +216,30 @@ def cli(a: dict[str, Any]) -> Job:
     return job
 
 
+def model(a: dict[str, Any]) -> Job:
+    """A model of transformers in memory: from a view, or converted and loaded. Its logits are left at ``out``."""
+    import fastshard as ours
+    import torch
+    import transformers
+
+    def job() -> None:
+        if a["how"] == "convert":
+            ours.convert(a["source"], a["into"], to="hf", fsync=False)
+            kind = transformers.AutoModelForCausalLM
+            made = kind.from_pretrained(a["into"], dtype="auto").eval()
+        else:
+            made = ours.load_model(a["source"], verify=a["how"] == "verified")
+        with torch.no_grad():
+            torch.save(made(torch.arange(16)[None]).logits, a["out"])
+
+    return job
+
+
 SIDES = {
     f.__name__: f
     for f in (
         fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
-        paxml_script,
+        paxml_script, model,
     )
 }  # fmt: skip
 

@@ -354,7 +354,7 @@ def test_sizes_that_are_none(bad: object) -> None:
 
 #: What is called, by the options that it takes besides those of opening.
 CALLS = {
-    "open": fastshard.open,
+    "open": lambda p, **o: fastshard.open(p, to="hf", **o),
     "plan": lambda p, **o: fastshard.plan(p, **o),
     "convert": lambda p, **o: fastshard.convert(p, "nowhere/out", **o),
     "merge": lambda p, **o: fastshard.merge(p, "nowhere/out", **o),
@@ -439,7 +439,7 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
         ("repair_masters", "drop_optimiser", "did you mean drop_optimizer?"),
         ("plan", "memory", r"plan\(\) does not take it"), ("plan", "memroy", None),
         ("manifest", "include", r"manifest\(\) does not take it"), ("merge", "to", r"merge\(\) does not take it"),
-        ("open", "dtype", r"open\(\) does not take it"), ("masters", "overwrite", r"masters\(\) does not take it"),
+        ("open", "max_shard_size", r"open\(\) does not take it"), ("masters", "overwrite", r"masters\(\) does not take it"),
         ("verify", "subsets", "did you mean subset?"), ("manifest", "exlude", "did you mean exclude?"),
     ],
 )  # fmt: skip

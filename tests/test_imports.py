@@ -36,12 +36,12 @@ RULES = [
         "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared", "placing", "arguments", "options", "dtypes",
         "shown", "roles",
     )),
-    *(Rule(wing, ("cli", "planning", "convert", "verify", "checkpoint"), "what is used does not know who uses it")
+    *(Rule(wing, ("cli", "planning", "conversion", "verification", "checkpoint"), "what is used does not know who uses it")
       for wing in WINGS),
-    Rule("report", ("cli", "sources", "targets", "models"), "a page tells what the library says, and knows no framework"),
-    Rule("notebook", ("cli", "report", *WINGS), "what a notebook shows needs nothing that is not installed"),
-    Rule("report.grid", ("report.page", "report.charts"), "what is told knows nothing of how it looks"),
-    Rule("report.data", ("report.page", "report.charts"), "what is told knows nothing of how it looks"),
+    Rule("reporting", ("cli", "sources", "targets", "models"), "a page tells what the library says, and knows no framework"),
+    Rule("notebook", ("cli", "reporting", *WINGS), "what a notebook shows needs nothing that is not installed"),
+    Rule("reporting.grid", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
+    Rule("reporting.data", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
     Rule("models", ("sources", "targets"), "what a model computes is the same wherever it lies"),
     Rule("sources", ("targets",), "where a tensor lies has nothing to do with where it goes"),
     Rule("targets", ("sources",), "a target knows a model, not whose files it came from"),

@@ -22,7 +22,9 @@ OTHER: dict[str, Any] = {
 def test_each_option_is_typed_and_has_a_flag() -> None:
     assert set(options.Placing.__annotations__) == {option.name for option in OPTIONS} == set(OTHER)
     for command in ("convert", "plan"):
-        assert {option.flag for option in OPTIONS} <= set(parser.flags(parser.build(), command))
+        assert {option.flag for option in OPTIONS} <= set(
+            parser.flags(parser.subparsers(parser.build())[command])
+        )
     assert {option for target in TARGETS.values() for option in target.options} == set(OPTIONS)
     assert all(name in target.names for name, target in TARGETS.items())
 

@@ -170,7 +170,7 @@ def test_a_file_that_is_not_to_be_mapped_is_read(
 
 def test_without_descriptors_left_it_is_read(file: Path) -> None:
     script = f"""
-import fastshard, resource
+import fastshard, numpy, resource
 ckpt = fastshard.open({str(file.parent)!r})
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 print(ckpt["a"].numpy().max(), ckpt["a"].numpy().flags.writeable)

@@ -7,21 +7,29 @@
 
 from __future__ import annotations
 
-import warnings as _warnings
+from . import _core
 
-from . import _core, layouts, ray
-from .checkpoint import Checkpoint, open
-from .convert import convert, merge, plan
-from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
-from .manifests import Manifest
-from .masters import MastersReport, masters, repair_masters
-from .pieces import piece
-from .planning import Plan
-from .report import report
-from .stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
-from .tensor import Tensor
-from .verify import Difference, diff, manifest, verify
-from .writer import Writer
+# As type checkers understand it: importing typing would be most of what importing this takes.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from . import layouts, ray
+    from .attestation import attest
+    from .checkpoint import Checkpoint
+    from .conversion import convert, merge, plan
+    from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+    from .hf_loading import load_model
+    from .manifests import Manifest
+    from .master_weights import MastersReport, masters, repair_masters
+    from .opening import open
+    from .pieces import piece
+    from .planning import Plan
+    from .reader import safe_open
+    from .reporting import report
+    from .statistics import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
+    from .tensor import Tensor
+    from .verification import Difference, diff, manifest, verify
+    from .views import View
+    from .writer import Writer
 
 __version__: str = _core.__version__
 
@@ -39,11 +47,14 @@ __all__ = [
     "ProblemError",
     "Tensor",
     "TensorStats",
+    "View",
     "Writer",
     "ZeroSlab",
+    "attest",
     "convert",
     "diff",
     "layouts",
+    "load_model",
     "manifest",
     "masters",
     "merge",
@@ -53,12 +64,56 @@ __all__ = [
     "ray",
     "repair_masters",
     "report",
+    "safe_open",
     "stats",
     "verify",
 ]
 
+#: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
+_HOMES = {
+    "attestation": ("attest",),
+    "checkpoint": ("Checkpoint",),
+    "conversion": ("convert", "merge", "plan"),
+    "errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
+    "layouts": (),
+    "hf_loading": ("load_model",),
+    "manifests": ("Manifest",),
+    "master_weights": ("MastersReport", "masters", "repair_masters"),
+    "pieces": ("piece",),
+    "opening": ("open",),
+    "planning": ("Plan",),
+    "ray": (),
+    "reader": ("safe_open",),
+    "reporting": ("report",),
+    "statistics": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
+    "tensor": ("Tensor",),
+    "views": ("View",),
+    "verification": ("Difference", "diff", "manifest", "verify"),
+    "writer": ("Writer",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f".{home}", __name__)
+    # From now on it is found without this function.
+    value = globals()[name] = module if name == home else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 if _core.DEBUG_BUILD:
-    _warnings.warn(
+    import warnings
+
+    warnings.warn(
         "fastshard was built without optimisation: it is slow, do not benchmark it (maturin develop --release)",
         RuntimeWarning,
         stacklevel=2,

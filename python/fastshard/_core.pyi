@@ -235,6 +235,10 @@ class Plan:
         """BLAKE3 of the plan, hexadecimal."""
     def to_json(self) -> str:
         """The whole plan."""
+    def names(self) -> list[str]:
+        """A name for each output that no other has: its own, or FILE:KEY where ranks each have one of it."""
+    def excerpt(self, output: int) -> str:
+        """The plan of one output alone, as JSON. Raises IndexError if there is none at this position."""
     def summary(self) -> str:
         """Counts, bytes, files, dtypes, axes, value ops, as JSON."""
     def outputs(self) -> list[tuple[str, str, list[int], int, int]]:
@@ -251,8 +255,8 @@ class Plan:
 
         Raises CoreError (``FS506``) if the file changed since it was opened.
         """
-    def read(self, output: int, start: int, buffer: NDArray[np.uint8]) -> None:
-        """Fills a contiguous buffer with an output's bytes from byte ``start``."""
+    def read(self, output: int, start: int, buffer: NDArray[np.uint8], threads: int = 1) -> None:
+        """Fills a contiguous buffer with an output's bytes from byte ``start``, on at most so many threads."""
     def write(
         self,
         out: str | PathLike[str],

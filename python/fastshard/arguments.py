@@ -16,7 +16,7 @@ from .options import ALL, meant
 from .placing import OPTIONS
 
 #: Options by the kind of their values.
-_LISTS = ("include", "exclude", "accept")
+_LISTS = ("include", "exclude", "accept", "certificates")
 _NUMBERS = tuple(o.name for o in OPTIONS if o.kind == "degree")
 _NUMBERS_OR_NONE = ("vocab_size", "expect_processes", *(o.name for o in OPTIONS if o.kind == "number"))
 #: Numbers that say something of the checkpoint.
@@ -25,7 +25,7 @@ _WORDS = ("dtype", "replicas")
 _WORDS_OR_NONE = ("weights", *(o.name for o in OPTIONS if o.kind == "choice"))
 _SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
 _OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
-_PATHS = ("layout", "tokenizer", "out")
+_PATHS = ("layout", "tokenizer", "out", "signature", "public_key")
 _PATHS_OR_MAPPINGS = ("config", "expect")
 _SOURCES = ("source", "a", "b")
 

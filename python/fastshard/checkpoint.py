@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
-from .options import StrPath, meant
+from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names
 from .sources.base import Contents, Found, Options, checked_accept
 from .sources.registry import detect
 from .sources.renamed import renamed
-from .tensor import Tensor
+from .tensors import Tensors
 
 __all__ = ["Checkpoint", "open"]
 
@@ -215,7 +215,7 @@ def _expected_names(
     return findings
 
 
-class Checkpoint(Mapping[str, "Tensor"]):
+class Checkpoint(Tensors):
     """A checkpoint's whole tensors under the source's own names.
 
     The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
@@ -275,31 +275,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             self._merged = make_plan(self.opened)
         return self._merged
 
-    def __getitem__(self, name: str) -> Tensor:
-        try:
-            return Tensor(self._plan, self._plan.index[name])
-        except KeyError:
-            raise KeyError(f"{name}{meant(str(name), self._plan.index)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plan.index)
-
-    def __len__(self) -> int:
-        return len(self._plan.index)
-
-    def get_tensor(self, name: str) -> Any:
-        """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
-        return self[name].numpy()
-
-    def get_slice(self, name: str) -> Tensor:
-        """The tensor, to be sliced; by the name that ``safetensors.safe_open`` gives this."""
-        return self[name]
-
     def __enter__(self) -> Checkpoint:
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
 
     def __repr__(self) -> str:
         step = f", step {self.step}" if self.step else ""

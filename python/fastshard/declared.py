@@ -215,6 +215,8 @@ class Optimizer:
     unread: list[Finding] = field(default_factory=list)
     #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
     untrained: set[str] = field(default_factory=set)
+    #: Of these, the parameters that the files say were not to be trained.
+    frozen: set[str] = field(default_factory=set)
     #: Files that hold masters.
     state_files: list[StateFile] = field(default_factory=list)
     #: Paths of the files that hold nothing but optimizer state.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 #: safetensors name -> numpy dtype.
 NUMPY_NAMES: dict[str, str] = {
@@ -36,6 +37,8 @@ ML_DTYPES_NAMES = {
 
 #: safetensors name -> torch dtype.
 TORCH_NAMES = NUMPY_NAMES | ML_DTYPES_NAMES
+#: Of the floating types of weights: safetensors name -> torch dtype.
+TORCH_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -44,6 +47,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         ImportError: for bfloat16 and fp8 without ml_dtypes.
     """
+    import numpy as np
+
     if name in NUMPY_NAMES:
         return np.dtype(NUMPY_NAMES[name])
     try:

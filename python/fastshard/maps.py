@@ -8,11 +8,12 @@ import threading
 import weakref
 from bisect import bisect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Map = TypeVar("Map", bound=mmap.mmap)
 
 #: Private maps of one file at a time: each takes a descriptor.
@@ -32,6 +33,8 @@ class _Private(mmap.mmap):
         if at < len(self.lent) and self.lent[at][0] < start + length:
             return None
         self.lent.insert(at, (start, start + length))
+        import numpy as np
+
         view = np.frombuffer(self, dtype=np.uint8, count=length, offset=start)
         # What was written to it goes with the view, not with the last view of the file.
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -75,6 +78,8 @@ class Maps:
             if shared is None:
                 return None
             self._shared[file] = shared
+        import numpy as np
+
         return np.frombuffer(shared, dtype=np.uint8, count=length, offset=start)
 
     def _lend(self, file: int, start: int, length: int) -> Bytes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import heapq
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
@@ -51,16 +51,34 @@ class Planned(Threaded, Placing, total=False):
     """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
 
 
-class Writing(Opening, Placing, total=False):
-    """What :func:`fastshard.plan` takes besides the source and the target."""
+class Shaping(Placing, total=False):
+    """What is made of the tensors."""
 
     dtype: Dtype
     replicas: Literal["equal", "mean"]
     include: Iterable[str]
     exclude: Iterable[str]
-    max_shard_size: str | int
     weights: Literal["params", "masters"] | None
     optimizer: bool
+
+
+class Viewing(Shaping, total=False):
+    """What :func:`fastshard.open` takes with a target."""
+
+    expect: StrPath | Mapping[str, Any] | None
+    tokenizer: StrPath | None
+
+
+class Loading(Opening, Viewing, total=False):
+    """What :func:`fastshard.load_model` takes of a checkpoint."""
+
+    threads: int | None
+
+
+class Writing(Opening, Shaping, total=False):
+    """What :func:`fastshard.plan` takes besides the source and the target."""
+
+    max_shard_size: str | int
 
 
 class Published(Writing, total=False):
@@ -108,9 +126,30 @@ ALL = (
 )
 
 
+#: Known words that are compared letter by letter.
+_COMPARED = 256
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that another one was nearly, if there is one."""
+    import difflib
+
+    others = [one for one in known if one != word]
+    if len(others) > _COMPARED:
+        # A checkpoint has a million names: those that begin and end most like it are compared.
+        others = heapq.nlargest(_COMPARED, others, key=lambda one: _ends_alike(word, one))
+    # A name that is long differs in more letters before it is another one; of a short one half are one letter.
+    near = difflib.get_close_matches(word, others, n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
+    return near[0] if near else None
+
+
+def _ends_alike(word: str, other: str) -> int:
+    """Letters that two words have in common at both ends."""
+    first = len(os.path.commonprefix((word, other)))  # noqa: RUF071 - letters are meant
+    return first + len(os.path.commonprefix((word[first:][::-1], other[first:][::-1])))  # noqa: RUF071
+
+
 def meant(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
-    # A name that is long differs in more letters before it is another one; of a short one half are one letter.
-    others = [one for one in known if one != word]
-    near = difflib.get_close_matches(word, others, n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
 from .arguments import refused
-from .convert import carrying, prepared
+from .conversion import carrying, prepared
 from .errors import FastshardError, Finding, from_core
 from .external import array_writer
 from .manifests import Manifest

@@ -12,9 +12,11 @@ from typing import Any
 from . import _core, budget, layouts
 from .declared import Source
 from .discover import File
+from .dtypes import TORCH_FLOATS
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
+from .options import meant
 from .request import DTYPES, MERGE, Request
 from .targets.base import Bound, Completed, Drafted
 from .targets.registry import check, keeps_all, target_of
@@ -24,7 +26,6 @@ from .words import padding, words
 _MAX_THREADS = 1 << 14
 #: What a tensor lacks whose file is missing or cannot be read.
 _ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
-_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 def default_threads() -> int:
@@ -75,6 +76,8 @@ class Plan:
         target: str,
         writes_arrays: bool = False,
         keeps_names: bool = False,
+        texts: dict[str, str] | None = None,
+        main: str | None = None,
     ) -> None:
         self.core = core
         self.findings = findings
@@ -84,6 +87,10 @@ class Plan:
         self.writes_arrays = writes_arrays
         #: True for a conversion of a model without a table, whose names and config stay.
         self.keeps_names = keeps_names
+        #: Texts that are written beside the tensors (config.json and the like), by name.
+        self.texts = texts or {}
+        #: torch's name of the dtype that most of the floating bytes have.
+        self.main_dtype = main
 
     @cached_property
     def maps(self) -> Maps:
@@ -102,14 +109,38 @@ class Plan:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each output by name."""
-        return {output[0]: i for i, output in enumerate(self.outputs)}
+        """Position of each output by name; where ranks each have one of a name, by ``FILE:NAME``."""
+        index = {output[0]: i for i, output in enumerate(self.outputs)}
+        if len(index) < len(self.outputs):
+            index = {name: i for i, name in enumerate(self.core.names())}
+        return index
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Counts, bytes, files, dtypes, axes and value ops."""
         summary: dict[str, Any] = json.loads(self.core.summary())
         return summary
+
+    def why(self, name: str) -> dict[str, Any]:
+        """What an output is made of: rules, ranks, files and offsets, and what is done to its values.
+
+        Raises:
+            KeyError: if there is no output of this name, with the one that may be meant.
+        """
+        from .origins import origin
+
+        return origin(json.loads(self.core.excerpt(self.position(name))))
+
+    def position(self, name: str) -> int:
+        """Position of an output.
+
+        Raises:
+            KeyError: if there is none of this name, with the one that may be meant.
+        """
+        try:
+            return self.index[name]
+        except KeyError:
+            raise KeyError(f"{name}{meant(str(name), self.index)}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as plain data (``fastshard plan --json``)."""
@@ -210,7 +241,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     planned = _caused([Finding.from_dict(f) for f in json.loads(core.findings())], broken)
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
-    return Plan(core, findings, source, request.to or "merge", writes_arrays=arrays, keeps_names=keeps_names)
+    return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main)
 
 
 def _taken(source: Source, request: Request) -> Source:
@@ -252,11 +283,11 @@ def _main_dtype(held: dict[str, int], masters: bool) -> str | None:
     Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
     """
     weight = {
-        d: (_TORCH_DTYPES[d] == "float32" if masters else False, n)
+        d: (TORCH_FLOATS[d] == "float32" if masters else False, n)
         for d, n in held.items()
-        if d in _TORCH_DTYPES
+        if d in TORCH_FLOATS
     }
-    return _TORCH_DTYPES[max(weight, key=lambda d: weight[d])] if weight else None
+    return TORCH_FLOATS[max(weight, key=lambda d: weight[d])] if weight else None
 
 
 def _asked_for(finding: Finding, request: Request) -> Finding:

@@ -31,6 +31,8 @@ _LOADED = (
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 #: What readers leave behind in a folder that they load from.
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
+#: What is made of a result when it is there: statements about it, and signatures.
+_EVIDENCE = ("fastshard.intoto.json", "model.sig", "*.sigstore.json")
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
@@ -93,7 +95,7 @@ def compare(
     for file in listing.files:
         if file.root != index or file.path in named or file.path in have or file.path == path.name:
             continue
-        if any(fnmatch.fnmatchcase(file.path, leaving) for leaving in _LEAVINGS):
+        if any(fnmatch.fnmatchcase(file.path, known) for known in (*_LEAVINGS, *_EVIDENCE)):
             continue
         loaded = _is_loaded(file.name) and file.folder in folders
         findings.append(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import _core
-from .dtypes import TORCH_NAMES, numpy_dtype
+from .dtypes import NUMPY_NAMES, TORCH_NAMES, item_size, numpy_dtype
 from .errors import from_core
-from .maps import Bytes
+from .planning import thread_count
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
     import torch
 
+    from .maps import Bytes
     from .planning import Plan
 
 __all__ = ["Tensor"]
@@ -69,8 +70,10 @@ class Tensor:
                 view = self._plan.maps.view(file, offset + start, length, private=private)
                 if view is not None:
                     return view
+            import numpy as np
+
             buffer = np.empty(length, dtype=np.uint8)
-            self._plan.core.read(self._index, start, buffer)
+            self._plan.core.read(self._index, start, buffer, thread_count(None))
         except _core.CoreError as error:
             raise from_core(error) from None
         return buffer
@@ -96,27 +99,85 @@ class Tensor:
             array = array.copy()
         return array.view(dtype).reshape(self.shape)
 
-    def torch(self) -> torch.Tensor:
-        """The values as a torch tensor of :attr:`shape`, on the CPU.
+    def torch_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows along the first dimension as a torch tensor, read alone; otherwise as :meth:`torch`."""
+        import torch
 
-        Zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it changes
-        neither the file nor other tensors.
+        row = self.nbytes // self.shape[0] if self.shape[0] else 0
+        dtype = getattr(torch, TORCH_NAMES[self._dtype])
+        raw = self._private(start * row, (stop - start) * row)
+        values = torch.from_numpy(raw).view(dtype) if raw.size else torch.empty(0, dtype=dtype)
+        return values.reshape((stop - start, *self.shape[1:]))
+
+    def torch(self, device: Any = None) -> torch.Tensor:
+        """The values as a torch tensor of :attr:`shape`.
+
+        On the CPU it is zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it
+        changes neither the file nor other tensors.
+
+        Args:
+            device: where it goes; default the CPU.
 
         Raises:
             FastshardError: as :meth:`numpy`.
         """
         import torch
 
-        # torch knows no read-only tensors: writing to a read-only map would end the process.
-        raw = self._bytes(0, self.nbytes, private=True)
+        raw = self._private(0, self.nbytes)
         dtype = getattr(torch, TORCH_NAMES[self._dtype])
-        if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=dtype)
-        if _misaligned(raw, max(1, torch.empty(0, dtype=dtype).element_size())):
-            raw = raw.copy()
-        return torch.from_numpy(raw).view(dtype).reshape(self.shape)
+        values = torch.from_numpy(raw).view(dtype) if self.nbytes else torch.empty(0, dtype=dtype)
+        whole = values.reshape(self.shape)
+        return whole if device is None else whole.to(device)
+
+    def jax(self, device: Any = None) -> jax.Array:
+        """The values as a jax array of :attr:`shape`.
+
+        Args:
+            device: where it goes; default as jax has it.
+
+        Raises:
+            ValueError: for 64-bit elements while ``jax_enable_x64`` is off: jax would halve them.
+            FastshardError: as :meth:`numpy`.
+        """
+        import jax
+
+        if not getattr(jax.config, "jax_enable_x64", False) and self._dtype in ("I64", "U64", "F64", "C128"):
+            raise ValueError(f"{self.name} is {self._dtype}: jax would narrow it without jax_enable_x64")
+        array: jax.Array = jax.device_put(self.numpy(), device)
+        return array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        """The values for whoever reads DLPack; bfloat16 and fp8 need torch.
+
+        Raises:
+            BufferError: for bfloat16 and fp8 without torch.
+            FastshardError: as :meth:`numpy`.
+        """
+        return self._lent().__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU."""
+        return (1, 0)
+
+    def _lent(self) -> Any:
+        """The values, as something that lends them by DLPack."""
+        if self._dtype in NUMPY_NAMES:
+            # What is read-only is not lent.
+            return self._private(0, self.nbytes).view(numpy_dtype(self._dtype)).reshape(self.shape)
+        try:
+            return self.torch()
+        except ImportError:
+            raise BufferError(f"{self._dtype} by DLPack needs torch") from None
+
+    def _private(self, start: int, length: int) -> Bytes:
+        """Bytes of the tensor, aligned, that belong to the caller: torch knows no read-only tensors, and writing to a
+        read-only map would end the process."""
+        raw = self._bytes(start, length, private=True)
+        return raw.copy() if _misaligned(raw, item_size(self._dtype)) else raw
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        import numpy as np
+
         array = self.numpy()
         if dtype is not None and np.dtype(dtype) != array.dtype:
             return array.astype(dtype)
@@ -133,6 +194,8 @@ class Tensor:
             if _misaligned(array, dtype.itemsize):
                 array = array.copy()
             return array.view(dtype).reshape((stop - start, *self.shape[1:]))
+        import numpy as np
+
         return np.asarray(self.numpy()[key])
 
     def __repr__(self) -> str:

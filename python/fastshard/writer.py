@@ -9,23 +9,21 @@ import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from . import _core, arguments
 from .dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
-from .maps import Bytes
 from .options import StrPath
 from .sizes import parse_size
 
+if TYPE_CHECKING:
+    from .maps import Bytes
+
 __all__ = ["Writer"]
 
-_FROM_NUMPY = {np.dtype(v).name: k for k, v in NUMPY_NAMES.items()} | {
-    v: k for k, v in ML_DTYPES_NAMES.items()
-}
+_FROM_NUMPY = {name: dtype for dtype, name in (NUMPY_NAMES | ML_DTYPES_NAMES).items()}
 _FROM_TORCH = {v: k for k, v in TORCH_NAMES.items()}
 
 #: dtype and shape; None for any.
@@ -208,6 +206,8 @@ def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _raw_torch(name, array)
+    import numpy as np
+
     if isinstance(array, np.ma.MaskedArray):
         raise FastshardError.of("FS514", "a masked array", tensor=name, help="fill what is masked: .filled()")
     values = np.asarray(array)

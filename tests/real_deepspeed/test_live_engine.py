@@ -109,3 +109,25 @@ def test_masters_agree(trained: Path, case: Case) -> None:
         # Stage 0's own optimizers take a step when they are made.
         made = case.stage == 0 and (case.fused or not case.pipeline)
         assert ran.doc["steps"] == [float(case.steps + made)]
+
+
+def test_zero_to_fp32_is_what_that_tool_makes(trained: Path, tmp_path: Path) -> None:
+    """Where it can: it knows ZeRO 2 and 3, and ZeRO 1 without what was frozen; of other runs it raises."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    compared = []
+    for case in CASES:
+        folder = trained / case.name
+        try:
+            theirs = get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=True)
+        except Exception:
+            continue
+        ran = cli("zero-to-fp32", folder, tmp_path / case.name, "--exclude_frozen_parameters")
+        assert ran.code == 0, ran.out
+        have = read_result(tmp_path / case.name)
+        # It makes float32 of buffers, whatever they were.
+        assert set(theirs) == set(have), case.name
+        for name, tensor in theirs.items():
+            assert torch.equal(have[name].float(), tensor.float()), (case.name, name)
+        compared.append(case.name)
+    assert len(compared) >= 8, compared

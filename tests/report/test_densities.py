@@ -9,8 +9,8 @@ import fastshard
 import numpy as np
 import pytest
 import torch
-from fastshard.report.densities import density, joined
-from fastshard.stats import HISTOGRAM_EDGES, TensorStats
+from fastshard.reporting.densities import density, joined
+from fastshard.statistics import HISTOGRAM_EDGES, TensorStats
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file

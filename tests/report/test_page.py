@@ -17,8 +17,8 @@ import pytest
 import torch
 from fastshard.cli import main
 from fastshard.errors import FastshardError, Finding
-from fastshard.report import about, charts, page
-from fastshard.report.data import Report, _groups
+from fastshard.reporting import about, charts, page
+from fastshard.reporting.data import Report, _groups
 from helpers import FIXTURES, HF, NEOX, TP4, cli, copy
 from hostile import NAMES, Parsed, checkpoint
 from safetensors.torch import save_file

@@ -13,13 +13,14 @@ from ..placing import OPTIONS
 from ..planning import thread_count
 from ..sources.base import ACCEPTABLE
 from ..targets.registry import TARGETS
+from .formats import DOCUMENTS, FORMATS
 from .streams import Streams
 
 
 def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
     """What every run takes; without ``run``, what reads headers only."""
     group = parser.add_argument_group("common")
-    group.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_format(group)
     group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
     group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
     group.add_argument("--threads", type=int, metavar="N", help="worker threads (default: all cores)")
@@ -32,6 +33,19 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
             metavar="SIZE",
             help="anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
         )
+
+
+def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FORMATS) -> None:
+    """How it is told what a run came to."""
+    parser.add_argument(
+        "--output-format",
+        choices=formats,
+        default="text",
+        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three tell findings",
+    )
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="output_format", help="--output-format json"
+    )
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +202,7 @@ def _rank(text: str) -> int | str:
 
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
     """Options of a process among several; where a launcher was asked, who it is is said on stderr."""
-    if a.rank == "auto" and not (a.quiet or a.json):
+    if a.rank == "auto" and not (a.quiet or a.output_format != "text"):
         found = detect(a.world)
         Streams().say(f"rank {found.rank} of {found.world} ({found.told})")
     return {"rank": a.rank, "world": a.world, "timeout": a.timeout}
@@ -237,7 +251,7 @@ def opened(a: argparse.Namespace) -> Checkpoint:
 
 def progress(a: argparse.Namespace) -> str | bool:
     """How far a run is, told or not."""
-    return False if a.quiet or (a.json and a.progress == "auto") else a.progress
+    return False if a.quiet or (a.output_format in DOCUMENTS and a.progress == "auto") else a.progress
 
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:

@@ -6,28 +6,35 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable, Sequence
 
 from .. import _core
-from ..options import meant
-from .verb import Verb
-from .verbs import VERBS
+from .verbs import VERBS, Verbs
 
+TYPE_CHECKING = False  # typing itself takes longer than the rest
 if TYPE_CHECKING:
+    from typing import NoReturn
+
     from _typeshed import SupportsWrite
 
-EPILOG = """\
-exit codes:
-  0  done (warnings are listed)
-  1  problems found: damage, mismatch or inconsistency; nothing published; diff: they differ
-  2  could not run: usage, permission, no such path, not a checkpoint, unsupported
-  3  incomplete only: pieces are missing that may still arrive
-  130, 143  stopped by Ctrl-C or SIGTERM; what is left and how to resume is said
-  A result that was published before what went wrong is named; what cannot be printed is a 2.
+    from .verb import Verb
 
-`fastshard explain CODE` says what a finding means and what to do.
-"""
+#: What a command ends with, and what that means.
+EXIT_CODES = (
+    ("0", "done (warnings are listed)"),
+    ("1", "problems found: damage, mismatch or inconsistency; nothing published; diff: they differ"),
+    ("2", "could not run: usage, permission, no such path, not a checkpoint, unsupported"),
+    ("3", "incomplete only: pieces are missing that may still arrive"),
+    ("130, 143", "stopped by Ctrl-C or SIGTERM; what is left and how to resume is said"),
+)
+EXIT_NOTE = "A result that was published before what went wrong is named; what cannot be printed is a 2."
+EPILOG = "\n".join([
+    "exit codes:",
+    *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES),
+    f"  {EXIT_NOTE}",
+    "",
+    "`fastshard explain CODE` says what a finding means and what to do.",
+])  # fmt: skip
 
 
 class UsageError(Exception):
@@ -44,6 +51,8 @@ class _Parser(argparse.ArgumentParser):
         # argparse lists the choices and leaves the near one to be found.
         wrong = re.match(r"argument [^:]*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
+            from ..options import meant
+
             message += meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
         raise UsageError(self, message)
 
@@ -52,14 +61,57 @@ class _Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
 
-def flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    """The flags of a command."""
+def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
+    """Parses a command line; paths may stand before, between and after the flags.
+
+    Raises:
+        UsageError: if it cannot be parsed.
+        SystemExit: for ``--help`` and ``--version``, after printing.
+    """
+    first = argv[0] if argv else ""
+    # Loading and building a verb is most of what this takes: one that is named needs no other.
+    needed = (verbs[first],) if first in verbs else () if first == "--version" else verbs
+    parser = build(needed)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
+        # argparse gives the first run of paths to CKPT and OUT; the last path of all is OUT.
+        own = subparsers(parser)[arguments.command]
+        others = [a.dest for a in own._actions if not a.option_strings and a.dest != "ckpt"]
+        paths = [*arguments.ckpt, *(getattr(arguments, name) for name in others), *rest]
+        for name in others[::-1]:
+            setattr(arguments, name, paths.pop())
+        arguments.ckpt = paths
+    elif rest:
+        suggestion = _suggestion(arguments.command, rest, build(verbs))
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
+    return arguments
+
+
+def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
+    """What an unknown flag may have been meant for."""
+    from ..options import meant
+
+    flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+    if flag is None:
+        return ""
+    takers = [name for name, own in subparsers(parser).items() if flag in flags(own)]
+    # It is no slip of the pen: the nearest of this command's would be something else.
+    return f"; it is of {', '.join(takers)}" if takers else meant(flag, flags(subparsers(parser)[command]))
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return [flag for action in commands.choices[command]._actions for flag in action.option_strings]
+    return dict(commands.choices)
 
 
-def build(verbs: Iterable[Verb] = VERBS, words: Container[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; given the words of a command line, with arguments of the verbs among them alone."""
+def flags(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a parser takes."""
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def build(verbs: Iterable[Verb] = VERBS) -> argparse.ArgumentParser:
+    """The parser of these commands."""
     parser = _Parser(
         prog="fastshard",
         description="Turns the shards that large-model training leaves behind into a checkpoint that is provably whole.",
@@ -68,8 +120,8 @@ def build(verbs: Iterable[Verb] = VERBS, words: Container[str] | None = None) ->
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fastshard {_core.__version__}")
-    # A verb may do without the flag; what went wrong is told by it all the same.
-    parser.set_defaults(json=False)
+    # A verb may do without the flags; what went wrong is told by them all the same.
+    parser.set_defaults(output_format="text")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for verb in verbs:
         own = commands.add_parser(
@@ -80,7 +132,5 @@ def build(verbs: Iterable[Verb] = VERBS, words: Container[str] | None = None) ->
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # Most of what building takes: a run needs those of one verb.
-        if words is None or verb.name in words:
-            verb.arguments(own)
+        verb.arguments(own)
     return parser

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ..errors import Finding
 from ..shown import human, printable
-from ..stats import TensorStats
 
-__all__ = ["human", "print_findings", "print_json", "printable", "sparkline", "stats_table", "table"]
+if TYPE_CHECKING:
+    from ..errors import Finding
+    from ..statistics import TensorStats
+
+__all__ = [
+    "Tree",
+    "human",
+    "print_findings",
+    "printable",
+    "shown",
+    "sparkline",
+    "stats_table",
+    "table",
+    "tree",
+]
 
 #: Findings of one code printed before the rest is counted.
 _SHOWN = 20
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """The one object of ``--json``."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=True)
-    sys.stdout.write("\n")
-
-
-def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
-    """One line per finding and one ``help:`` line, on stderr, errors first."""
-    shown: dict[str, int] = {}
-    hidden: dict[str, int] = {}
-    helped: set[str] = set()
+def shown(
+    findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0
+) -> tuple[list[Finding], dict[str, int]]:
+    """Findings for people, errors first, and how many more there are of a code."""
+    chosen: list[Finding] = []
+    counts: dict[str, int] = {}
     order = {"error": 0, "warning": 1, "note": 2}
     for finding in sorted(findings, key=lambda f: order.get(f.severity, 3)):
         if (finding.severity == "note" and not verbose) or (quiet and finding.severity != "error"):
             continue
-        shown[finding.code] = shown.get(finding.code, 0) + 1
-        if shown[finding.code] > _SHOWN and not verbose:
-            hidden[finding.code] = hidden.get(finding.code, 0) + 1
-            continue
+        counts[finding.code] = counts.get(finding.code, 0) + 1
+        if counts[finding.code] <= _SHOWN or verbose:
+            chosen.append(finding)
+    hidden = {} if verbose else {code: n - _SHOWN for code, n in counts.items() if n > _SHOWN}
+    return chosen, hidden
+
+
+def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
+    """One line per finding and one ``help:`` line, on stderr, errors first."""
+    helped: set[str] = set()
+    chosen, hidden = shown(findings, verbose=verbose, quiet=quiet)
+    for finding in chosen:
         print(f"{finding.severity} {finding.code}: {finding}", file=sys.stderr)
         if finding.help and (finding.severity == "error" or verbose) and finding.help not in helped:
             helped.add(finding.help)
@@ -52,6 +66,34 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+#: A line, and those below it.
+Tree = tuple[str, "Sequence[Tree]"]
+
+
+def tree(root: Tree) -> str:
+    """A tree as lines; in ASCII where the terminal has nothing else."""
+    joint, last, through = ("├─ ", "└─ ", "│  ") if _encodable("├└│") else ("|- ", "`- ", "|  ")
+    lines = [printable(root[0])]
+
+    def below(branches: Sequence[Tree], indent: str) -> None:
+        for number, (line, inner) in enumerate(branches, 1):
+            ends = number == len(branches)
+            lines.append(indent + (last if ends else joint) + printable(line))
+            below(inner, indent + ("   " if ends else through))
+
+    below(root[1], "")
+    return "\n".join(lines)
+
+
+def _encodable(text: str) -> bool:
+    """True if stdout's encoding has these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeError, LookupError):
+        return False
+    return True
 
 
 #: Heights of a histogram's cells; the second row for terminals that have no block characters.
@@ -72,11 +114,7 @@ def stats_table(gathered: Mapping[str, TensorStats]) -> str:
     """A row for each tensor, under a header."""
     if not gathered:
         return "no tensors"
-    try:
-        _HEIGHTS[0].encode(sys.stdout.encoding or "utf-8")
-        heights = _HEIGHTS[0]
-    except (UnicodeError, LookupError):
-        heights = _HEIGHTS[1]
+    heights = _HEIGHTS[0 if _encodable(_HEIGHTS[0]) else 1]
 
     def figure(x: float | None) -> str:
         return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"

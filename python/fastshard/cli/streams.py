@@ -6,7 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+
+TYPE_CHECKING = False  # typing itself takes longer than the rest
+if TYPE_CHECKING:
+    from typing import TextIO
 
 
 def prepare() -> None:
@@ -60,6 +63,13 @@ class Streams:
     def say(self, text: str) -> None:
         """One line on stderr, if there is one."""
         self.write(lambda: print(text, file=sys.stderr), "stderr")
+
+    def ended(self, code: int, done: str = "") -> int:
+        """The exit code; 2 if something could not be printed, which is said with what was ``done``."""
+        if self.lost is None:
+            return code
+        self.say(f"fastshard: {self.lost}{done}")
+        return code if code > 128 else 2
 
 
 def _let_go(stream: TextIO) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UNPROVEN, Finding
+from ..errors import Finding
+from ..proof import not_proven
 
 
 @dataclass
@@ -18,18 +19,16 @@ class Result:
     document: dict[str, Any] = field(default_factory=dict)
     #: False for what needs no line of what was not proven.
     proof: bool = True
+    #: True for a text that people page through.
+    paged: bool = False
 
 
 Outcome = tuple[Result, list[Finding]]
 
 
 def layout_not_proven(findings: list[Finding]) -> str:
-    """What no run that reads a checkpoint can prove, and what this one could not."""
-    unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
-    told = "that the layout is right for the model: a hash cannot tell, logits can"
-    if unprovable:
-        told = f"{unprovable.message}; {unprovable.help}"
-    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)])
+    """What no run that reads a checkpoint can prove, and what this one could not, in one line."""
+    return "; ".join(not_proven(findings))
 
 
 @dataclass(frozen=True)

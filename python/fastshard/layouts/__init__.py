@@ -7,13 +7,14 @@ for the rule language.
 from __future__ import annotations
 
 import os
-from importlib import resources
+from pathlib import Path
 
 from .. import _core, regular
 from ..errors import FastshardError, from_core
 
 __all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
 
+_FOLDER = Path(__file__).parent
 _registered: dict[str, str] = {}
 #: Those that were parsed, by name.
 _parsed: dict[str, _core.Table] = {}
@@ -72,7 +73,7 @@ def get(name: str) -> str:
     """
     if name in _registered:
         return _registered[name]
-    file = resources.files(__name__).joinpath(f"{name}.toml")
+    file = _FOLDER / f"{name}.toml"
     if not file.is_file():
         raise KeyError(name)
     return file.read_text(encoding="utf-8")
@@ -151,9 +152,5 @@ def of_config(config: str, file: str | None = None) -> str | None:
 
 def names() -> list[str]:
     """Names of all tables."""
-    built_in = {
-        file.name.removesuffix(".toml")
-        for file in resources.files(__name__).iterdir()
-        if file.name.endswith(".toml")
-    }
+    built_in = {file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml")}
     return sorted(built_in | set(_registered))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..convert import convert
+from ..conversion import convert
 from ..errors import FastshardError, Finding, carry, error_for
 from ..manifests import Manifest
 from ..progress import Callback

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from ..configs import shown
 from ..declared import Source
 from ..errors import FastshardError, Finding
@@ -171,6 +169,8 @@ class NeoxTarget(TrainerTarget):
             # Rank files count stages and tensor-parallel ranks together, and hold no tensors.
             for rank in range(self.tp * self.pp):
                 add(f"mp_rank_{rank:02d}_model_states.pt", 0, {"module": None, **state})
+        import yaml
+
         texts = {
             _TRACKER: folder,
             f"{folder}/configs/fastshard.yml": yaml.safe_dump(config, sort_keys=True),

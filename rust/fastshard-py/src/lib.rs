@@ -434,6 +434,19 @@ impl Plan {
         Ok(py.detach(move || plan.told()))
     }
 
+    /// A name for each output that no other has.
+    fn names(&self) -> Vec<String> {
+        self.plan.names()
+    }
+
+    /// The plan of one output alone.
+    fn excerpt(&self, output: usize) -> PyResult<String> {
+        if output >= self.plan.outputs.len() {
+            return Err(pyo3::exceptions::PyIndexError::new_err(output));
+        }
+        Ok(self.plan.excerpt(&[output]).told())
+    }
+
     fn summary(&self) -> PyResult<String> {
         let plan = &self.plan;
         let mut dtypes: std::collections::BTreeMap<String, (u64, u64)> = Default::default();
@@ -459,6 +472,11 @@ impl Plan {
             "changes": plan.changes(),
             "read_amplification": plan.read_amplification(),
             "decoding": decoding(plan),
+            "compared": {
+                "checksums": plan.blobs.iter().filter(|blob| blob.crc32.is_some()).count(),
+                "twins": plan.stored.iter().filter(|stored| !stored.twins.is_empty()).count(),
+                "pads": plan.pads.len(),
+            },
         }))
     }
 
@@ -505,18 +523,20 @@ impl Plan {
     }
 
     /// Fills `buffer` with the bytes of an output from byte `start`.
+    #[pyo3(signature = (output, start, buffer, threads=1))]
     fn read<'py>(
         &self,
         py: Python<'py>,
         output: usize,
         start: u64,
         buffer: &Bound<'py, PyArray1<u8>>,
+        threads: usize,
     ) -> PyResult<()> {
         let mut view = buffer.try_readwrite().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let bytes = view.as_slice_mut().map_err(|e| PyValueError::new_err(e.to_string()))?;
         let (plan, files) = (&self.plan, &self.files);
         py.detach(|| {
-            fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir())?;
+            fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir(), threads)?;
             // What was read belongs to the headers that were.
             files_of(plan, output).into_iter().try_for_each(|f| files[f as usize].unchanged())
         })
@@ -580,7 +600,9 @@ impl Plan {
         let options = RunOptions::parse(options)?;
         let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
         if options.only.is_some() {
-            Arc::make_mut(&mut plan).outputs.retain(|o| options.holds(&o.name));
+            let names = plan.names();
+            let mut held = names.iter().map(|name| options.holds(name));
+            Arc::make_mut(&mut plan).outputs.retain(|_| held.next().unwrap_or(false));
         }
         let (checked, report) = run(py, progress, move |control| {
             verify::content(&plan, &files, options.subset(), &options.engine(), control)

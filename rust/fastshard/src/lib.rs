@@ -9,6 +9,7 @@ pub mod compose;
 pub mod draft;
 pub mod engine;
 pub mod error;
+mod excerpt;
 pub mod files;
 pub mod format;
 pub mod hash;

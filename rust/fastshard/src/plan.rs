@@ -495,6 +495,19 @@ impl Plan {
         text
     }
 
+    /// A name for each output that no other has: its own, or, where ranks each have one of it, `FILE:KEY`.
+    pub fn names(&self) -> Vec<String> {
+        let mut count: BTreeMap<&str, u32> = BTreeMap::new();
+        self.outputs.iter().for_each(|output| *count.entry(&output.name).or_default() += 1);
+        self.outputs
+            .iter()
+            .map(|output| match count[output.name.as_str()] {
+                1 => output.name.clone(),
+                _ => format!("{}:{}", self.files[output.file as usize].name, output.key()),
+            })
+            .collect()
+    }
+
     /// The outputs of each file, by their position in [`Plan::outputs`].
     pub fn by_file(&self) -> Vec<Vec<usize>> {
         let mut files = vec![Vec::new(); self.files.len()];

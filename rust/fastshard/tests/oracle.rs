@@ -103,7 +103,7 @@ fn convert(
             // Any range of an output can be read by itself.
             let (lo, hi) = (n / 3, n - n / 4);
             let mut part = vec![0; ((hi - lo) * item) as usize];
-            engine::read(&plan, &sources, i, lo * item, &mut part, dir.path()).unwrap();
+            engine::read(&plan, &sources, i, lo * item, &mut part, dir.path(), 2).unwrap();
             assert_eq!(part, bytes[i][(lo * item) as usize..(hi * item) as usize], "{}", output.name);
         }
     }

@@ -7,9 +7,9 @@ import contextlib
 import sys
 from typing import Any
 
-from ...convert import convert as convert_checkpoint
+from ...conversion import convert as convert_checkpoint
 from ...lending import LENT
-from ...manifests import MANIFEST_NAME
+from ...manifests import MANIFEST_NAME, Manifest
 from ...ray import convert as convert_on_ray
 from ..arguments import (
     add_common,
@@ -44,8 +44,8 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
     add_common(parser)
 
 
-def _out(a: argparse.Namespace) -> str | None:
-    # Without its arguments, which could not be parsed, it is still a verb that publishes.
+def destination(a: argparse.Namespace) -> str | None:
+    """OUT; without its arguments, which could not be parsed, it is still a verb that publishes."""
     return getattr(a, "out", "")
 
 
@@ -64,17 +64,22 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):
             manifest = convert_on_ray(a.ckpt, a.out, to, **options)
+    return published(manifest, a.out)
+
+
+def published(manifest: Manifest, out: str) -> Outcome:
+    """What is said of a result."""
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
     held = f"in {len(files)} files" if files else "of arrays"
     text = (
-        f"{a.out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
+        f"{out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
         f"every byte hashed; manifest {MANIFEST_NAME}"
     )
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
     summary = {
-        "out": str(a.out),
+        "out": str(out),
         "tensors": len(document["tensors"]),
         "bytes": size,
         "plan": document["plan"],
@@ -88,7 +93,7 @@ MERGE = Verb(
     arguments=lambda parser: _arguments(parser, to=False),
     run=lambda a: _write(a, None),
     silent=True,
-    publishes=_out,
+    publishes=destination,
 )
 CONVERT = Verb(
     name="convert",
@@ -96,5 +101,5 @@ CONVERT = Verb(
     arguments=lambda parser: _arguments(parser, to=True),
     run=lambda a: _write(a, a.to),
     silent=True,
-    publishes=_out,
+    publishes=destination,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...verify import diff as diff_checkpoints
+from ...verification import diff as diff_checkpoints
 from ..arguments import add_choosing, add_common, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 

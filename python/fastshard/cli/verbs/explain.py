@@ -6,13 +6,14 @@ import argparse
 
 from ...errors import CODES, FastshardError
 from ...sources.registry import ADAPTERS
+from ..arguments import add_format
 from ..render import table
 from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", metavar="CODE", help="e.g. FS101; without it, all codes")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_format(parser, ("text", "json"))
 
 
 def _run(a: argparse.Namespace) -> Outcome:

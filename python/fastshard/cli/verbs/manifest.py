@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...manifests import MANIFEST_NAME
-from ...verify import manifest as make_manifest
+from ...verification import manifest as make_manifest
 from ..arguments import add_common, add_source, add_stats, opening, progress
 from ..render import human
 from ..verb import Outcome, Result, Verb

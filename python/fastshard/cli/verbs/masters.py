@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...errors import FastshardError
-from ...masters import masters as compare_masters
-from ...masters import repair_masters
+from ...master_weights import masters as compare_masters
+from ...master_weights import repair_masters
 from ..arguments import add_common, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 

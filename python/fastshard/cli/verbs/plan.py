@@ -8,7 +8,7 @@ import shutil
 from typing import Any
 
 from ... import _core
-from ...convert import plan as plan_of
+from ...conversion import plan as plan_of
 from ...errors import FastshardError
 from ...manifests import run_options
 from ...parts import begin
@@ -88,7 +88,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         },
         "read_amplification": summary["read_amplification"],
     }
-    if a.verbose or a.json:
+    if a.verbose or a.output_format == "json":
         document["plan"] = made.to_dict()
     changes = [f"{change} ({count})" for change, count in summary["changes"].items()]
     rows = [

@@ -41,11 +41,15 @@ def _place(a: argparse.Namespace) -> Path | None:
     Raises:
         FastshardError: ``FS504`` if something else is there.
     """
-    from ...report.page import MARK
+    from ...reporting.page import MARK
 
     if a.output == "-":
-        if a.json:
-            raise FastshardError.of("FS515", "--json and -o -", help="both want stdout: give -o a file")
+        if a.output_format != "text":
+            raise FastshardError.of(
+                "FS515",
+                f"--output-format {a.output_format} and -o -",
+                help="both want stdout: give -o a file",
+            )
         return None
     path = regular.replaceable(a.output)
     if a.overwrite or not regular.is_file(path) or not path.stat().st_size:
@@ -61,7 +65,7 @@ def _place(a: argparse.Namespace) -> Path | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    from ...report import about, page
+    from ...reporting import about, page
 
     # Before all is read for nothing.
     page.library()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ...stats import HISTOGRAM_EDGES
-from ...stats import with_findings as stats_of
+from ...statistics import HISTOGRAM_EDGES
+from ...statistics import with_findings as stats_of
 from ..arguments import add_choosing, add_common, add_source, opening, progress
 from ..render import stats_table
 from ..verb import Outcome, Result, Verb

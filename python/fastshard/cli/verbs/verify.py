@@ -9,7 +9,7 @@ from typing import Any
 
 from ...absent import absent
 from ...errors import FastshardError
-from ...verify import verify as verify_checkpoint
+from ...verification import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
@@ -19,6 +19,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expect", metavar="FILE", help="a manifest or config")
     parser.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
     add_choosing(parser)
+    group = parser.add_argument_group("a signature of OpenSSF model-signing (pip install 'fastshard[sign]')")
+    group.add_argument("--signature", metavar="FILE", help="every file must be as it was signed (model.sig)")
+    group.add_argument("--public-key", metavar="FILE", help="PEM of the key whose other half has signed")
+    group.add_argument(
+        "--certificate-chain",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="or PEMs of the certificates above the one that has signed",
+    )
     add_common(parser)
 
 
@@ -38,6 +48,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         subset=subset,
         include=a.include,
         exclude=a.exclude,
+        signature=a.signature,
+        public_key=a.public_key,
+        certificates=a.certificate_chain,
         memory=a.memory,
         progress=progress(a),
         **options,

@@ -179,7 +179,8 @@ class Universal:
             unit.only = stage3.buffers(contents, model.file, model.state)
             source.findings += stage3.buffers_left_out(model.found, unit, model.state)
             source.assembled += stage3.frozen(model, sliced)
-            source.optimizer.untrained.update(stage3.frozen_names(model))
+            source.optimizer.frozen.update(stage3.frozen_names(model))
+            source.optimizer.untrained.update(source.optimizer.frozen)
             if model.state.get("frozen_param_shapes"):
                 # Of the other ranks' files only the fragments are wanted.
                 source.findings += stage3.ranks_agree(model, sliced)

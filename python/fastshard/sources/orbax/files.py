@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ... import _core
 from ...discover import File, Listing
 from ...errors import FastshardError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Files:
@@ -21,6 +23,8 @@ class Files:
         self._roots = [os.fspath(root) for root in listing.roots]
         # Of those on other hosts their owners look whether they are as they were.
         elsewhere = {i for i, root in enumerate(listing.roots) if _core.is_elsewhere(root)}
+        import numpy as np
+
         self._here = np.array([file.root not in elsewhere for file in files], dtype=bool)
         self._then = self._stamps(list(range(len(files))))
 
@@ -30,6 +34,8 @@ class Files:
     def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time where a
         filesystem makes them up."""
+        import numpy as np
+
         stamps = np.full((len(numbers), 3), -1, dtype=np.int64)
         for row, number in enumerate(numbers):
             try:
@@ -55,6 +61,8 @@ class Files:
         Raises:
             FastshardError: ``FS506`` with the first that is not.
         """
+        import numpy as np
+
         here = np.flatnonzero(self._here)
         fields = 3 if status else 2
         differs = (self._stamps(here.tolist())[:, :fields] != self._then[here, :fields]).any(axis=1)

@@ -17,7 +17,7 @@ from ...errors import Finding
 from ..base import Contents, Found, missing
 from . import stage0, stage3, stage12
 from .across import copied_files, steps_agree
-from .model import Model, Naming
+from .model import Model, Naming, name_list
 from .partitions import Partitions
 
 __all__ = ["Naming", "attach"]
@@ -82,7 +82,9 @@ def attach(
                 findings.append(held.unnamed())
         elif is_stage3 or stage0.partitioned(model):
             findings.append(model.missing(0, 1, bf16=True))
-        state.untrained.update(name_of(name) for name in model.names() - trained if trained)
+        untrained = model.names() - trained if trained else set()
+        state.untrained.update(map(name_of, untrained))
+        state.frozen.update(map(name_of, _frozen(model, untrained, trained)))
         if is_stage3:
             source.assembled += stage3.frozen(model, notes["sliced"])
             source.findings += stage3.ranks_agree(model, notes["sliced"])
@@ -115,6 +117,17 @@ def attach(
         params_stored=not is_stage3,
         files=set() if is_stage3 else {found.files[file].path for _, _, file in notes["optim"]},
     )
+
+
+def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
+    """Parameters that were not to be trained: as the model file says, or, before ZeRO-2, what has no master and is neither a
+    buffer nor a further name of what was trained.
+
+    source: DeepSpeed runtime/engine.py (frozen_param_shapes from stage 2 on), 0.18
+    """
+    buffers = set(name_list(model.state.get("buffer_names")))
+    aliases = {alias for alias, owner in model.aliases().items() if owner in trained}
+    return stage3.frozen_names(model) | (untrained - buffers - aliases)
 
 
 def _layers(notes: dict[str, Any], tp: int) -> list[tuple[int, int]]:

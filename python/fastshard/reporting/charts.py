@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import FastshardError
 from ..shown import printable
-from ..stats import HISTOGRAM_EDGES
+from ..statistics import HISTOGRAM_EDGES
 from .densities import Steps
 
 __all__ = ["SERIES", "Chart", "by_layer", "densities", "logarithmic", "svg"]

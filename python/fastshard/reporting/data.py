@@ -18,7 +18,7 @@ from ..progress import Progress
 from ..request import Request
 from ..roles import layer_of, parts_of, role_of
 from ..shown import human
-from ..stats import TensorStats
+from ..statistics import TensorStats
 from .grid import Grid, grid
 
 __all__ = ["Change", "Comparison", "Family", "Group", "Numbers", "Report", "Tensor", "gathered", "unopened"]

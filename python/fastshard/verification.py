@@ -8,12 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from . import _core, budget, companions, pieces, published, regular
 from .checkpoint import Checkpoint
-from .convert import Source, _opened, along
+from .conversion import Source, _opened, along
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
@@ -30,11 +27,12 @@ from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .request import Request
-from .stats import TensorStats, gather
+from .statistics import TensorStats, gather
 from .tensor import Tensor
 from .tokenizer import find as find_tokenizer
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 __all__ = ["Difference", "diff", "manifest", "verify"]
@@ -48,6 +46,9 @@ def verify(
     subset: tuple[int, int] | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    signature: StrPath | None = None,
+    public_key: StrPath | None = None,
+    certificates: Iterable[StrPath] = (),
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
@@ -67,6 +68,10 @@ def verify(
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
         include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
         exclude: glob patterns of names to leave out.
+        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it was
+            signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
+        public_key: PEM of the key whose other half has signed.
+        certificates: PEMs of the chain that the signing certificate belongs to.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -87,6 +92,7 @@ def verify(
     checkpoint = _opened(source, **expected.opening(dict(opening)))
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
+    findings += _signed(checkpoint, signature, public_key, list(certificates))
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     if len(checkpoint.listing.roots) > 1:
         try:
@@ -119,6 +125,31 @@ def verify(
     except _core.CoreError as error:
         findings += from_core(error).findings
     return _unique(findings)
+
+
+def _signed(
+    checkpoint: Checkpoint,
+    signature: StrPath | None,
+    public_key: StrPath | None,
+    certificates: list[StrPath],
+) -> list[Finding]:
+    """What is wrong by the signature that is given; nothing without one.
+
+    Raises:
+        FastshardError: ``FS515`` for a key without a signature, or a checkpoint in several folders.
+    """
+    if signature is None:
+        if public_key is not None or certificates:
+            raise FastshardError.of("FS515", "a key without a signature", help="give --signature FILE")
+        return []
+    if len(checkpoint.roots) > 1:
+        raise FastshardError.of(
+            "FS515", "a signature is of one folder", got=f"{len(checkpoint.roots)} folders"
+        )
+    from .external import signatures
+
+    key = None if public_key is None else Path(public_key)
+    return signatures.check(checkpoint.roots[0], Path(signature), key, map(Path, certificates))
 
 
 def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:
@@ -381,6 +412,8 @@ _CHUNK = 16 << 20
 
 def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+    import numpy as np
+
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         # Of int64 and uint64 numpy would make floats.
         unequal = (
@@ -399,6 +432,8 @@ def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]
 
 def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
     """Figures of the difference, in bounded memory. Of complex numbers it is the distance of the two."""
+    import numpy as np
+
     rows = x.shape[0] if x.shape else 1
     step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
     differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
 from .checkpoint import Checkpoint
-from .convert import Source, _opened, carrying
+from .conversion import Source, _opened, carrying
 from .declared import Optimizer
 from .declared import Source as Declaration
 from .discover import File, is_utf8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import budget
 from ..checkpoint import Checkpoint
-from ..convert import Source, _opened
+from ..conversion import Source, _opened
 from ..errors import FastshardError
 from ..manifests import run_options
 from ..options import Opening, StrPath

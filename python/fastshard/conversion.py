@@ -271,34 +271,51 @@ def prepared(
     Raises:
         FastshardError: with all findings that keep the result from being made.
     """
-    expected, checkpoint, made, words = _planned(source, to, expect, tokenizer, options)
+    expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
     raise_errors(made.findings)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)
-    findings: list[Finding] = []
-    if share is not None:
-        part = run if share == (1, 1) else {**run, "subset": share}
-        with carrying(made.core):
-            findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
-        findings += pieces.compared(checkpoint, share, run, bar)
-        raise_errors(findings)
+    findings = [] if share is None else compared(expected, checkpoint, made, run, bar, share)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or pieces.settled(checkpoint)
-    planned = [f for f in made.findings if not settled or f.code not in UNPROVEN]
+    found = [f for f in made.findings if not settled or f.code not in UNPROVEN]
     copies = along(made, words, given=tokenizer is not None)
     # A config that is not given was compared when it was read.
     said = {"config.json", *(words.files if words and tokenizer is not None else ())}
     raise_errors(companions.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said)))
-    return Job(checkpoint, made, run, copies, settled, [*planned, *findings])
+    return Job(checkpoint, made, run, copies, settled, [*found, *findings])
 
 
-def _planned(
+def compared(
+    expected: Expected,
+    checkpoint: Checkpoint,
+    made: Plan,
+    run: dict[str, Any],
+    bar: Progress,
+    share: tuple[int, int],
+) -> list[Finding]:
+    """Compares part ``share`` (n of t) of a source with the manifests that tell of it.
+
+    Raises:
+        FastshardError: with all findings, if they differ.
+    """
+    part = run if share == (1, 1) else {**run, "subset": share}
+    with carrying(made.core):
+        findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
+    findings += pieces.compared(checkpoint, share, run, bar)
+    raise_errors(findings)
+    return findings
+
+
+def planned(
     source: Source,
     to: str | None,
     expect: StrPath | Mapping[str, Any] | None,
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
+    """What is expected of a source, the source, what is to be made of it, and its tokenizer; the arguments are those of
+    :func:`convert`."""
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
@@ -341,7 +358,7 @@ def _done(
             if asked() in document["provenance"].get("asked", []):
                 return _complete(document, out)
         return None
-    _, _, made, _ = _planned(source, to, expect, tokenizer, options)
+    _, _, made, _ = planned(source, to, expect, tokenizer, options)
     return _complete(document, out) if document.get("plan") == made.digest else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _core, budget
-from .convert import Source, _opened
+from .conversion import Source, _opened
 from .errors import Finding, from_core, raise_errors
 from .manifests import ProgressCallback, run_options
 from .options import Opening

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import FastshardError
 from ..roles import role_of
 from ..shown import human, printable
-from ..stats import TensorStats
+from ..statistics import TensorStats
 from . import charts
 from .data import Report, Tensor, by_layer
 from .densities import density, joined
@@ -122,7 +122,7 @@ def _template() -> Any:
         return value if hasattr(value, "__html__") else _clipped(value) if isinstance(value, str) else value
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fastshard.report", ""),
+        loader=jinja2.PackageLoader("fastshard.reporting", ""),
         autoescape=True, finalize=finalize, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     filters: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _clipped(text: str, limit: int = _CLIP) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("fastshard.report").joinpath(name).read_text("utf-8")
+    return resources.files("fastshard.reporting").joinpath(name).read_text("utf-8")
 
 
 def _policy(style: str, script: str) -> str:

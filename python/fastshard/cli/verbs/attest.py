@@ -1,0 +1,46 @@
+"""``fastshard attest``: a statement about what was published."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...attestation import STATEMENT_NAME
+from ...attestation import attest as make_statement
+from ..arguments import add_common, progress
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ckpt", metavar="CKPT", help="a result, or a folder with a manifest")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {STATEMENT_NAME} in CKPT")
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="say what the manifest says, without comparing everything with it",
+    )
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    statement = make_statement(
+        a.ckpt, a.output, verify=not a.no_verify, memory=a.memory, threads=a.threads, progress=progress(a)
+    )
+    path = a.output or Path(a.ckpt) / STATEMENT_NAME
+    files = [s for s in statement["subject"] if "sha256" in s["digest"]]
+    tensors = len(statement["subject"]) - len(files)
+    text = f"{path}: SHA-256 of {len(files)} files, BLAKE3 of {tensors} tensors"
+    return Result(text, {"statement": str(path), "files": len(files), "tensors": tensors}), []
+
+
+ATTEST = Verb(
+    name="attest",
+    help="an in-toto statement of a result: SHA-256 of its files, BLAKE3 of its tensors",
+    description="""\
+        Compares a result with its manifest and writes a statement about it, in the form of in-toto: SHA-256 of
+        each file (the id that Git LFS and Hugging Face's hub know it by), BLAKE3 of each tensor, what it was made
+        of. The statement is not signed. To sign the folder with a key of yours: model_signing sign key CKPT.""",
+    arguments=_arguments,
+    run=_run,
+    silent=True,
+)

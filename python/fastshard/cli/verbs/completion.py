@@ -1,0 +1,60 @@
+"""``fastshard completion``: what makes a shell complete commands, flags and their values."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...errors import CODES
+from ...targets.registry import TARGETS
+from ..arguments import add_format
+from ..parser import build, subparsers
+from ..verb import Outcome, Result, Verb
+
+SHELLS = ("bash", "zsh", "fish")
+#: What stands for a path: shown in help, completed by the shell.
+_FOLDERS = ("CKPT", "OUT", "DEST", "DIR", "PART")
+_FILES = ("FILE", "A", "B")
+_INSTALL = {
+    "bash": "fastshard completion bash > ~/.local/share/bash-completion/completions/fastshard",
+    "zsh": "fastshard completion zsh > ~/.zfunc/_fastshard    # with fpath+=~/.zfunc before compinit in .zshrc",
+    "fish": "fastshard completion fish > ~/.config/fish/completions/fastshard.fish",
+}
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash, zsh or fish")
+    add_format(parser, ("text", "json"))
+
+
+def script(shell: str) -> str:
+    """The script for a shell, made of the parser."""
+    import shtab
+
+    parser = build()
+    for own in (parser, *subparsers(parser).values()):
+        for action in own._actions:
+            name = action.metavar if isinstance(action.metavar, str) else ""
+            if name in _FOLDERS or name in _FILES:
+                # A checkpoint may be one file too.
+                action.complete = shtab.DIRECTORY if name in _FOLDERS and name != "CKPT" else shtab.FILE  # type: ignore[attr-defined]
+            elif name == "TARGET":
+                action.choices = list(TARGETS)
+            elif name == "CODE":
+                action.choices = sorted(CODES)
+    return shtab.complete(parser, shell=shell)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    made = script(a.shell)
+    return Result(made.rstrip("\n"), {"shell": a.shell, "script": made}), []
+
+
+COMPLETION = Verb(
+    name="completion",
+    help="print what makes a shell complete fastshard's commands and flags",
+    description="Prints a script for a shell. Once and for all:\n\n  " + "\n  ".join(_INSTALL.values()),
+    arguments=_arguments,
+    run=_run,
+    judges=False,
+    not_proven=None,
+)

@@ -1,0 +1,123 @@
+"""Commands in the form of the tools that they stand in for: DeepSpeed's and torch's."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+
+from ...checkpoint import open as open_checkpoint
+from ...conversion import merge
+from ...errors import FastshardError, Finding
+from ..arguments import add_choosing, add_common, add_source, opened, progress
+from ..verb import Outcome, Verb
+from .convert import destination, published
+
+
+def _of_zero(parser: argparse.ArgumentParser) -> None:
+    # source: DeepSpeed deepspeed/utils/zero_to_fp32.py, its command line (0.18)
+    parser.add_argument(
+        "ckpt", metavar="CKPT", help="the folder that holds latest and the steps' folders, or one of these"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder of the result: new or empty")
+    group = parser.add_argument_group("as zero_to_fp32 has them")
+    group.add_argument(
+        "--max_shard_size",
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest output file (default: 5GB)",
+    )
+    group.add_argument(
+        "--safe_serialization",
+        "--safe-serialization",
+        action="store_true",
+        help="safetensors: what is always written here",
+    )
+    group.add_argument(
+        "-t", "--tag", metavar="TAG", help="step, e.g. global_step1 (default: what latest names)"
+    )
+    group.add_argument(
+        "--exclude_frozen_parameters",
+        "--exclude-frozen-parameters",
+        action="store_true",
+        help="without what was not to be trained",
+    )
+    group.add_argument("-d", "--debug", action="count", dest="verbose", default=0, help="as -v")
+    _writing(parser)
+    add_common(parser)
+
+
+def _of_ranks(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("out", metavar="OUT", help="folder of the result: new or empty")
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest output file (default: 5GB)"
+    )
+    add_choosing(group)
+    _writing(parser)
+    add_common(parser)
+
+
+def _writing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("writing")
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
+    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is an older result")
+    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
+
+
+def _zero(a: argparse.Namespace) -> Outcome:
+    checkpoint = open_checkpoint(a.ckpt, step=a.tag)
+    held = checkpoint.opened.source.optimizer
+    if not held.masters:
+        raise FastshardError.of(
+            "FS402",
+            "no fp32 masters: not written by ZeRO, or by stage 0",
+            severity="error",
+            file=a.ckpt,
+            help="fastshard merge takes the parameters as they are",
+        )
+    excluded = [glob.escape(name) for name in sorted(held.frozen)] if a.exclude_frozen_parameters else []
+    manifest = merge(
+        checkpoint, a.out, weights="masters", exclude=excluded, max_shard_size=a.max_shard_size, memory=a.memory,
+        threads=a.threads, resume=a.resume, overwrite=a.overwrite, fsync=a.fsync == "full", progress=progress(a),
+    )  # fmt: skip
+    result, findings = published(manifest, a.out)
+    if not a.safe_serialization:
+        told = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
+        findings = [*findings, Finding.of("FS403", told)]
+    return result, findings
+
+
+def _consolidate(a: argparse.Namespace) -> Outcome:
+    manifest = merge(
+        opened(a), a.out, include=a.include, exclude=a.exclude, max_shard_size=a.max_shard_size, memory=a.memory,
+        threads=a.threads, resume=a.resume, overwrite=a.overwrite, fsync=a.fsync == "full", progress=progress(a),
+    )  # fmt: skip
+    return published(manifest, a.out)
+
+
+ZERO_TO_FP32 = Verb(
+    name="zero-to-fp32",
+    help="DeepSpeed's zero_to_fp32: the fp32 weights of a ZeRO checkpoint, whole",
+    description="""\
+        Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the fp32
+        masters of a ZeRO checkpoint, whole, under the model's names, in safetensors. As `fastshard merge --weights
+        masters`: checked, in bounded memory, all or nothing.""",
+    arguments=_of_zero,
+    run=_zero,
+    silent=True,
+    publishes=destination,
+)
+CONSOLIDATE = Verb(
+    name="consolidate",
+    help="whole tensors of a DCP or of rank shards, as torch's consolidate and dcp_to_torch make them",
+    description="""\
+        For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer: the
+        whole tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in bounded
+        memory, all or nothing.""",
+    arguments=_of_ranks,
+    run=_consolidate,
+    silent=True,
+    publishes=destination,
+)

@@ -1,0 +1,238 @@
+"""``fastshard ls``: the tensors of a checkpoint, one by one, as a tree, or in groups."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import FastshardError
+from ...options import nearest
+from ...planning import make_plan
+from ...roles import layer_of, role_of
+from ...sizes import parse_size
+from ..arguments import add_common, add_opening
+from ..arguments import opened as opened_at
+from ..render import Tree, human, table, tree
+from ..verb import Outcome, Result, Verb
+
+#: Branches below each other; names have no more parts than a few.
+_DEPTH = 63
+
+
+class Row(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    pieces: int
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "ckpt", nargs="+", metavar="CKPT", help="checkpoint directory or file; several are parts of one"
+    )
+    parser.add_argument(
+        "--glob", action="append", default=[], metavar="GLOB",
+        help="tensors of these names; as a last argument without the flag too, if no file is called that",
+    )  # fmt: skip
+    group = parser.add_argument_group("which, and how")
+    group.add_argument(
+        "--dtype", action="append", default=[], metavar="DTYPE", help="of this dtype, e.g. BF16"
+    )
+    group.add_argument("--layer", type=int, action="append", default=[], metavar="N", help="of this layer")
+    group.add_argument("--larger-than", metavar="SIZE", help="of more bytes than that, e.g. 1GiB")
+    group.add_argument(
+        "--sort", choices=("file", "name", "size"), default="file", help="order (default: as in the files)"
+    )
+    group.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N")
+    group.add_argument("--limit", type=int, metavar="N", help="show N at most")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--tree", action="store_true", help="as a tree; branches that are alike are one")
+    form.add_argument("--by", choices=("role", "layer", "dtype"), help="counts and bytes of groups")
+    group.add_argument("--no-pager", action="store_true", help="print at once what is longer than the screen")
+    add_opening(parser)
+    add_common(parser, run=False)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    globs = list(a.glob)
+    if len(a.ckpt) > 1 and not Path(a.ckpt[-1]).exists():
+        globs.append(a.ckpt.pop())
+    if a.offset < 0 or (a.limit is not None and a.limit < 0):
+        raise FastshardError.of("FS515", "--offset, --limit", expected="0 or more")
+    larger = -1 if a.larger_than is None else parse_size(a.larger_than, "--larger-than")
+    plan = make_plan(opened_at(a).opened)
+    all_rows = [Row(*output) for output in plan.outputs]
+    dtypes = {dtype.upper() for dtype in a.dtype}
+    rows = [
+        row for row in all_rows
+        if (not globs or any(fnmatchcase(row.name, glob) for glob in globs))
+        and (not dtypes or row.dtype in dtypes)
+        and (not a.layer or layer_of(row.name) in a.layer)
+        and row.nbytes > larger
+    ]  # fmt: skip
+    if globs and not any(fnmatchcase(row.name, glob) for row in all_rows for glob in globs):
+        raise _nothing_matches(globs, [row.name for row in all_rows])
+    if a.sort == "name":
+        rows.sort(key=lambda row: row.name)
+    elif a.sort == "size":
+        rows.sort(key=lambda row: -row.nbytes)
+    document: dict[str, Any] = {
+        "tensors": len(rows), "parameters": sum(r.elements for r in rows), "bytes": sum(r.nbytes for r in rows),
+    }  # fmt: skip
+    total = f"{len(rows):,} tensors, {document['parameters']:,} parameters, {human(document['bytes'])}"
+    if len(rows) != len(all_rows):
+        total += f" (of {len(all_rows):,} tensors)"
+    if a.by:
+        groups = _groups(rows, a.by)
+        shown: list[Any] = groups[a.offset : None if a.limit is None else a.offset + a.limit]
+        document |= {"by": a.by, "groups": shown}
+        cells = [
+            (str(g["group"]), f"{g['tensors']:,} tensor{'s' * (g['tensors'] != 1)}", f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
+            for g in shown
+        ]  # fmt: skip
+        text = table(cells, indent="")
+        of = len(groups)
+    else:
+        page = rows[a.offset : None if a.limit is None else a.offset + a.limit]
+        document["outputs"] = [
+            {"name": r.name, "dtype": r.dtype, "shape": r.shape, "bytes": r.nbytes, "pieces": r.pieces, "layer": layer_of(r.name), "role": role_of(r.name)}
+            for r in page
+        ]  # fmt: skip
+        shown, of = page, len(rows)
+        if a.tree:
+            text = tree(("", _tree(page))).lstrip("\n")
+        else:
+            text = table(
+                [(r.name, r.dtype, str(r.shape), human(r.nbytes), _pieces(r.pieces)) for r in page], indent=""
+            )
+    left = of - len(shown)
+    if left:
+        last = a.offset + len(shown)
+        total += f"; shown are {a.offset + 1} to {last} of {of:,}" if shown else "; shown are none"
+        if last < of:
+            total += f" (go on with --offset {last})"
+    return Result(
+        "\n".join(part for part in (text, total) if part), document, paged=not a.no_pager
+    ), plan.findings
+
+
+def _nothing_matches(globs: list[str], names: list[str]) -> FastshardError:
+    near = nearest(globs[-1], names)
+    return FastshardError.of(
+        "FS515",
+        f"no tensor matches {', '.join(globs)}, and no file is called that",
+        help=f"did you mean {near}?"
+        if near
+        else "patterns are those of the shell, for whole names: '*norm*'",
+    )
+
+
+def _pieces(count: int) -> str:
+    return "1 piece" if count == 1 else f"{count:,} pieces"
+
+
+def _groups(rows: Iterable[Row], by: str) -> list[dict[str, Any]]:
+    """Counts and bytes of each group: layers by number, others by size."""
+    key: Callable[[Row], Any] = {
+        "role": lambda row: role_of(row.name), "layer": lambda row: layer_of(row.name), "dtype": lambda row: row.dtype
+    }[by]  # fmt: skip
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    whole = sum(row.nbytes for members in groups.values() for row in members)
+    made = [
+        {
+            "group": "none" if name is None else name,
+            "tensors": len(members),
+            "parameters": sum(row.elements for row in members),
+            "bytes": (size := sum(row.nbytes for row in members)),
+            "share": size / whole if whole else 0.0,
+            "dtypes": sorted({row.dtype for row in members}),
+        }
+        for name, members in groups.items()
+    ]
+    if by == "layer":
+        return sorted(made, key=lambda group: -1 if group["group"] == "none" else group["group"])
+    return sorted(made, key=lambda group: -group["bytes"])
+
+
+class _Node:
+    """A part of a name, with what stands below it."""
+
+    def __init__(self) -> None:
+        self.below: dict[str, _Node] = {}
+        self.row: Row | None = None
+
+    def add(self, parts: list[str], row: Row) -> None:
+        node = self
+        for part in parts:
+            node = node.below.setdefault(part, _Node())
+        node.row = row
+
+
+def _tree(rows: Iterable[Row]) -> tuple[Tree, ...]:
+    """Names as branches at their dots. Numbered branches that are built alike are one, with their numbers."""
+    root = _Node()
+    for row in rows:
+        root.add(row.name.split(".", _DEPTH), row)
+    return _branches(root)
+
+
+def _branches(node: _Node) -> tuple[Tree, ...]:
+    built: dict[tuple[str, tuple[Tree, ...], str | None], list[int]] = {}
+    for name, inner in node.below.items():
+        while inner.row is None and len(inner.below) == 1:
+            ((more, inner),) = inner.below.items()
+            name = f"{name}.{more}"
+        leaf = "" if inner.row is None else f"  {inner.row.dtype} {inner.row.shape}"
+        first, dot, rest = name.partition(".")
+        # Of what is no number by itself each is its own.
+        numbered = re.fullmatch("0|[1-9][0-9]{0,17}", first) is not None
+        build = (f"{dot}{rest}{leaf}", _branches(inner), None if numbered else first)
+        numbers = built.setdefault(build, [])
+        if numbered:
+            numbers.append(int(first))
+    return tuple(
+        (f"{_numbers(numbers) if first is None else first}{rest}", branches)
+        for (rest, branches, first), numbers in built.items()
+    )
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Numbers in words, e.g. ``[0 to 4, 6 to 11]``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return words[0] if len(numbers) == 1 else f"[{', '.join(words)}]"
+
+
+LS = Verb(
+    name="ls",
+    help="the tensors: one by one, as a tree, or in groups by role, layer or dtype",
+    description="""\
+        The whole tensors that merge would write, by headers alone. Layers and roles are told by names: numbers
+        are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
+    arguments=_arguments,
+    run=_run,
+    judges=False,
+    not_proven=None,
+)

@@ -1,0 +1,33 @@
+"""``fastshard man``: the manual page, in the language of man."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..manual import page
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "of", nargs="?", metavar="COMMAND", help="the page of one command (default: of all, in short)"
+    )
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    return Result(page(a.of).rstrip("\n")), []
+
+
+MAN = Verb(
+    name="man",
+    help="print the manual page: fastshard man [COMMAND] | man -l -",
+    description="""\
+        Prints a page for man, of all commands or of one. To keep them:
+
+          fastshard man > ~/.local/share/man/man1/fastshard.1
+          fastshard man convert > ~/.local/share/man/man1/fastshard-convert.1""",
+    arguments=_arguments,
+    run=_run,
+    judges=False,
+    not_proven=None,
+)

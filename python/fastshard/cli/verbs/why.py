@@ -1,0 +1,150 @@
+"""``fastshard why``: where a tensor of the result comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ... import _core
+from ...conversion import plan as plan_of
+from ...errors import FastshardError, from_core
+from ...manifests import beside, read, run_options
+from ...options import nearest
+from ...planning import Plan
+from ..arguments import add_common, add_shaping, add_source, add_target, opened, placing, shape
+from ..render import Tree, human, tree
+from ..verb import Outcome, Result, Verb
+
+#: Branches of one kind that are shown without ``-v``.
+_SHOWN = 8
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("tensor", metavar="TENSOR", help="a tensor of the result, by its name there")
+    parser.add_argument("--hash", action="store_true", help="read it, for the BLAKE3 of its bytes")
+    add_target(parser, required=False)
+    add_shaping(parser)
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    checkpoint = opened(a)
+    plan = plan_of(checkpoint, to=a.to, vocab_size=a.vocab_size, **shape(a), **placing(a))
+    if a.tensor not in plan.index:
+        raise _unknown(plan, a.tensor, own=a.to is not None and a.tensor in checkpoint)
+    document = plan.why(a.tensor)
+    manifest = None if a.to or a.hash else beside(checkpoint)
+    if a.hash:
+        document["blake3"] = _read(a, plan)
+    elif manifest is not None:
+        named = (entry for entry in read(manifest)["tensors"] if entry["name"] == a.tensor)
+        document["blake3_stated"] = next((entry["blake3"] for entry in named), None)
+    roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
+    text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
+    return Result(text, document), plan.findings
+
+
+def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
+    """What is known of a tensor that is not in the result: ``own`` if the source calls one so."""
+    about = [finding for finding in plan.findings if finding.tensor == name]
+    if about:
+        return FastshardError.of(
+            "FS515", f"not in the result: {about[0].message}", tensor=name, help=about[0].help
+        )
+    if own:
+        return FastshardError.of(
+            "FS515",
+            f"that is the source's own name, which the result ({plan.target}) does not have",
+            tensor=name,
+            help="leave out --to, or give a name of the result: `fastshard plan --to TARGET -v` lists them",
+        )
+    near = nearest(name, plan.index)
+    return FastshardError.of(
+        "FS515",
+        "the result has no tensor of this name",
+        tensor=name,
+        help=f"did you mean {near}?" if near else "`fastshard ls` lists the tensors",
+    )
+
+
+def _read(a: argparse.Namespace, plan: Plan) -> str:
+    run = {**run_options(a.memory, a.threads), "only": [a.tensor]}
+    try:
+        hashes: dict[str, str] = json.loads(plan.core.check(json.dumps(run)))["hashes"]
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    (found,) = hashes.values()
+    return found
+
+
+def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
+    """The document as branches of words."""
+    branches: list[Tree] = []
+    if place := document["written_to"]:
+        at = f", from byte {place['offset']:,}" if "offset" in place else ""
+        called = f", as {place['key']}" if place["key"] != document["name"] else ""
+        branches.append((f"written to {place['name']}{at}{called}", []))
+    if "blake3" in document:
+        branches.append((f"BLAKE3 {document['blake3']}", []))
+    elif document.get("blake3_stated"):
+        branches.append((f"BLAKE3 {document['blake3_stated']}, by the manifest (--hash reads)", []))
+    if document["padding"]:
+        branches.append(("zeros where no part reaches: padding", []))
+    parts: list[Tree] = [
+        (
+            f"{part['region']} = {', then '.join([part['made_by'], *part['ops']])}",
+            _first([_of_source(source, roots, most) for source in part["sources"]], most, "sources"),
+        )
+        for part in document["parts"]
+    ]
+    title = f"{document['name']}  {document['dtype']} {document['shape']}"
+    return title, branches + _first(parts, most, "parts")
+
+
+def _of_source(source: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
+    rank = f"{source['rank']}: " if source["rank"] else ""
+    branches: list[Tree] = []
+    if source["rule"] != source["name"]:
+        branches.append((f"rule {source['rule']}", []))
+    if scaled := source.get("scaled_by"):
+        branches.append((f"values by the scales {scaled['name']}, in blocks of {scaled['block']}", []))
+    if "cast_to" in source:
+        branches.append((f"cast from {source['dtype']} to {source['cast_to']}", []))
+    branches += [(f"compared with {other}", []) for other in source.get("compared_with", ())]
+    places: list[Tree] = [(_of_place(place, roots), []) for place in source["places"]]
+    title = f"{rank}{source['name']}{source['region']} of {source['dtype']} {source['shape']}"
+    return title, branches + _first(places, most, "places")
+
+
+def _of_place(place: dict[str, Any], roots: list[str] | None) -> str:
+    words = [place["file"] if roots is None else f"{roots[place['root']]}/{place['file']}"]
+    if "member" in place:
+        words.append(f"member {place['member']}")
+    if "offset" in place:
+        packed = " compressed" if "decoded" in place else ""
+        first = place["offset"]
+        words.append(f"bytes {first:,} to {first + place['bytes']:,}{packed} ({human(place['bytes'])})")
+    if "crc32" in place:
+        words.append(f"CRC32 {place['crc32']}")
+    return ", ".join(words)
+
+
+def _first(branches: list[Tree], most: int | None, what: str) -> list[Tree]:
+    if most is None or len(branches) <= most:
+        return branches
+    return [*branches[:most], (f"... and {len(branches) - most} more {what} (-v shows all)", [])]
+
+
+WHY = Verb(
+    name="why",
+    help="where a tensor of the result comes from: rules, ranks, files, offsets, what is done to its values",
+    description="""\
+        One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of. Regions
+        are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code is 0 if
+        the tensor is known, whatever else is found.""",
+    arguments=_arguments,
+    run=_run,
+    judges=False,
+)

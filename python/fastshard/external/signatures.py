@@ -1,0 +1,85 @@
+"""Signatures of OpenSSF model-signing, verified by its own library with keys or certificates that are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import regular
+from ..errors import FastshardError, Finding
+
+__all__ = ["check"]
+
+#: Bytes at most of a signature: it names each file.
+_MAX_SIGNATURE = 256 << 20
+
+
+def check(
+    folder: Path, signature: Path, public_key: Path | None = None, certificates: Iterable[Path] = ()
+) -> list[Finding]:
+    """What is wrong with a folder by a signature of it: nothing if every file is as it was signed.
+
+    Args:
+        folder: what was signed.
+        signature: the signature (``model.sig``).
+        public_key: PEM of the key whose other half has signed.
+        certificates: PEMs of the chain that the signing certificate belongs to.
+
+    Raises:
+        FastshardError: ``FS515`` unless one of the two is given; ``FS514`` without the library; ``FS501`` and the like for
+            files that cannot be read.
+    """
+    certificates = list(certificates)
+    if (public_key is None) == (not certificates):
+        raise FastshardError.of(
+            "FS515",
+            "a signature is verified with a public key, or with certificates",
+            help="give --public-key FILE, or --certificate-chain FILE",
+        )
+    try:
+        from model_signing import verifying
+    except ImportError as error:
+        raise FastshardError.of(
+            "FS514",
+            f"signatures are verified by model-signing: {error}",
+            help="pip install 'fastshard[sign]'",
+        ) from None
+    for path in (signature, *_keys(public_key, certificates)):
+        # It is read again by the library, which waits for a pipe.
+        regular.read_bytes(path, _MAX_SIGNATURE, code="FS513")
+    config: Any = verifying.Config()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        if public_key is not None:
+            config.use_elliptic_key_verifier(public_key=public_key)
+        else:
+            config.use_certificate_verifier(certificate_chain=certificates)
+    except Exception as error:
+        told = " ".join(str(error).split())
+        which = str(_keys(public_key, certificates)[0])
+        raise FastshardError.of(
+            "FS515",
+            f"no key or certificate that can be used: {told}",
+            file=which,
+            help="give the PEM of a public key of an elliptic curve, or of certificates",
+        ) from None
+    try:
+        config.verify(folder, signature)
+    except Exception as error:
+        # The library raises what its parsers do: whatever it is, nothing is vouched for.
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return [
+            Finding.of(
+                "FS315",
+                "the signature does not vouch for what is here",
+                file=signature.name,
+                expected=f"files as they were signed, by the key of {' and '.join(p.name for p in _keys(public_key, certificates))}",
+                got=told,
+                help="copy the files again from whoever has signed them; if they were changed on purpose, have them signed again",
+            )
+        ]
+    return []
+
+
+def _keys(public_key: Path | None, certificates: Sequence[Path]) -> list[Path]:
+    return [*certificates] if public_key is None else [public_key]

@@ -1,0 +1,89 @@
+"""A mapping of whole tensors that are made when they are read: what an opened checkpoint and a conversion in memory share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from .planning import Plan
+
+__all__ = ["Tensors", "TorchTensors"]
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Whole tensors by name; nothing is read until a tensor is asked for its values.
+
+    ``safetensors.safe_open``'s habits carry over: ``keys()``, ``get_tensor()``, ``get_slice()``.
+    """
+
+    @property
+    def _plan(self) -> Plan:
+        """What the tensors are made of."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Tensor:
+        return Tensor(self._plan, self._plan.position(name))
+
+    def __contains__(self, name: object) -> bool:
+        # Without the search for the name that may be meant.
+        return name in self._plan.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plan.index)
+
+    def __len__(self) -> int:
+        return len(self._plan.index)
+
+    def get_tensor(self, name: str) -> Any:
+        """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
+        return self[name].numpy()
+
+    def get_slice(self, name: str) -> Tensor:
+        """The tensor, to be sliced; by the name that ``safetensors.safe_open`` gives this."""
+        return self[name]
+
+    def torch(self, device: Any = None) -> TorchTensors:
+        """The tensors as torch knows them, each made when it is asked for.
+
+        For ``model.load_state_dict(..., assign=True)``, for what takes pairs of name and tensor
+        (``.items()``), and for loops of your own: what is let go of is gone before the next is read.
+
+        Args:
+            device: where they go; default the CPU, zero-copy where the bytes are one run.
+        """
+        return TorchTensors(self, device)
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class TorchTensors(Mapping[str, "torch.Tensor"]):
+    """Tensors of torch by name; each is read when it is asked for, and again when it is asked for again."""
+
+    def __init__(self, tensors: Tensors, device: Any = None) -> None:
+        self._tensors = tensors
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name].torch(self._device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        where = "" if self._device is None else f" on {self._device}"
+        return f"<fastshard.TorchTensors: {len(self)} of {self._tensors!r}{where}>"

@@ -1,0 +1,172 @@
+"""Statements and signatures, read by the tools that they are for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fastshard
+import pytest
+import torch
+from blake3 import blake3
+from helpers import NEOX, cli
+from safetensors import safe_open
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    fastshard.convert(NEOX, tmp_path / "out", to="hf", max_shard_size="64KB")
+    return tmp_path / "out"
+
+
+def test_a_statement_names_files_and_tensors_by_their_digests(result: Path) -> None:
+    statement_of = pytest.importorskip("in_toto_attestation.v1.statement")
+    resource = pytest.importorskip("in_toto_attestation.v1.resource_descriptor")
+    files = {p.name: p for p in result.iterdir()}
+    assert cli("attest", result).code == 0
+    statement = json.loads((result / "fastshard.intoto.json").read_text())
+    subjects = {s["name"]: s["digest"] for s in statement["subject"]}
+    for name, path in files.items():
+        # The id that Git LFS and Hugging Face's hub know a file by.
+        assert subjects.pop(name) == {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    for name, digest in subjects.items():
+        file, _, tensor = name.partition("#")
+        with safe_open(result / file, framework="pt") as held:
+            data = held.get_tensor(tensor)
+        data = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert digest == {"blake3": blake3(data.tobytes()).hexdigest()}
+    assert len(subjects) == len(fastshard.open(result))
+    # in-toto's own reader.
+    described = [
+        resource.ResourceDescriptor(name=s["name"], digest=s["digest"]).pb for s in statement["subject"]
+    ]
+    statement_of.Statement(described, statement["predicateType"], statement["predicate"]).validate()
+    assert statement["predicate"]["verified"] and statement["predicate"]["kind"] == "hf"
+    # It is made of the result and no part of it.
+    ran = cli("verify", result)
+    assert ran.code == 0 and not ran.having("FS108")
+    assert cli("attest", result).code == 0, "a statement may be made again"
+
+
+def test_what_differs_from_its_manifest_is_not_attested(result: Path) -> None:
+    file = max(result.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    ran = cli("attest", result)
+    assert ran.code == 1 and not (result / "fastshard.intoto.json").exists()
+    assert cli("attest", result, "--no-verify").code == 0
+    assert json.loads((result / "fastshard.intoto.json").read_text())["predicate"]["verified"] is False
+
+
+def test_a_file_of_the_users_is_not_written_over(result: Path) -> None:
+    (result / "notes.json").write_text("{}")
+    ran = cli("attest", result, "-o", result / "notes.json")
+    assert ran.code == 2 and (result / "notes.json").read_text() == "{}"
+    assert cli("attest", NEOX).findings[0]["code"] == "FS501"
+    (result / "config.json").unlink()
+    assert cli("attest", result).code == 3
+
+
+# --- signatures of OpenSSF model-signing
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("model_signing")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("ours", "theirs"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        (folder / f"{name}.key").write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        (folder / f"{name}.pub").write_bytes(
+            key.public_key().public_bytes(
+                serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+            )
+        )
+    return folder
+
+
+def model_signing(*argv: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "model_signing", *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def signed(result: Path, keys: Path) -> Path:
+    done = model_signing(
+        "sign", "key", result, "--signature", result / "model.sig", "--private_key", keys / "ours.key"
+    )
+    assert done.returncode == 0, done.stderr
+    return result
+
+
+def test_what_was_signed_is_verified_by_both(signed: Path, keys: Path) -> None:
+    done = model_signing(
+        "verify", "key", signed, "--signature", signed / "model.sig", "--public_key", keys / "ours.pub"
+    )
+    assert done.returncode == 0, done.stderr
+    ran = cli("verify", signed, "--signature", signed / "model.sig", "--public-key", keys / "ours.pub")
+    assert ran.code == 0 and ran.doc["ok"]
+    assert not ran.having("FS108"), "a signature is no stranger"
+
+
+def test_another_key_vouches_for_nothing(signed: Path, keys: Path) -> None:
+    ran = cli("verify", signed, "--signature", signed / "model.sig", "--public-key", keys / "theirs.pub")
+    (finding,) = ran.having("FS315")
+    assert ran.code == 1 and "theirs.pub" in finding["expected"]
+
+
+@pytest.mark.parametrize(
+    "change", ["a tensor", "a config and its manifest", "a file more", "a file less", "the signature"]
+)
+def test_whatever_is_changed_after_signing_is_found(signed: Path, keys: Path, change: str) -> None:
+    if change == "a tensor":
+        file = max(signed.glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif change == "a config and its manifest":
+        # Whoever can write one can write the other: of this only the signature tells.
+        config, manifest = signed / "config.json", signed / "fastshard.manifest.json"
+        text = config.read_text().replace('"rotary_pct": 0.5', '"rotary_pct": 0.25')
+        assert text != config.read_text()
+        config.write_text(text)
+        document = json.loads(manifest.read_text())
+        for file in document["files"]:
+            if file["name"] == "config.json":
+                file |= {"size": len(text), "blake3": blake3(text.encode()).hexdigest()}
+        manifest.write_text(json.dumps(document))
+        assert cli("verify", signed).code == 0
+    elif change == "a file more":
+        (signed / "modeling_evil.py").write_text("")
+    elif change == "a file less":
+        (signed / "config.json").unlink()
+    else:
+        text = (signed / "model.sig").read_text()
+        (signed / "model.sig").write_text(text.replace("payload", "payIoad", 1))
+    ran = cli("verify", signed, "--signature", signed / "model.sig", "--public-key", keys / "ours.pub")
+    assert ran.code == 1 and ran.having("FS315")
+
+
+def test_odd_ways_to_ask(signed: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sig, pub = ("--signature", signed / "model.sig"), ("--public-key", keys / "ours.pub")
+    assert [cli("verify", signed, *argv).findings[0]["code"] for argv in (sig, pub)] == ["FS515", "FS515"]
+    assert cli("verify", signed, *sig, "--public-key", tmp_path / "nowhere").findings[0]["code"] == "FS501"
+    os.mkfifo(tmp_path / "pipe")
+    assert cli("verify", signed, *sig, "--public-key", tmp_path / "pipe").code == 2
+    ran = cli("verify", signed, *sig, "--public-key", keys / "ours.key")
+    assert (ran.code, ran.findings[0]["code"]) == (2, "FS515") and "ours.key" in ran.findings[0]["file"]
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    (finding,) = cli("verify", signed, *sig, *pub).having("FS514")
+    assert "fastshard[sign]" in finding["help"]

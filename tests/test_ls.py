@@ -1,0 +1,149 @@
+"""`ls` against the mapping that `fastshard.open` gives."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+from helpers import FIXTURES, NEOX, cli
+from safetensors.torch import save_file
+
+LLAMA = FIXTURES / "gpt_neox/llama_gqa_pp_tp2"
+
+
+def listed(*argv: object) -> list[str]:
+    return [row["name"] for row in cli("ls", *argv).doc["outputs"]]
+
+
+def test_it_lists_what_open_holds() -> None:
+    ckpt = fastshard.open(NEOX)
+    document = cli("ls", NEOX).doc
+    assert [row["name"] for row in document["outputs"]] == list(ckpt)
+    for row in document["outputs"]:
+        tensor = ckpt[row["name"]]
+        assert (row["dtype"], tuple(row["shape"]), row["bytes"]) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.nbytes,
+        )
+    assert document["tensors"] == len(ckpt) and document["bytes"] == sum(t.nbytes for t in ckpt.values())
+
+
+def test_filters() -> None:
+    names = list(fastshard.open(LLAMA))
+    norms = [n for n in names if "norm" in n]
+    assert listed(LLAMA, "*norm*") == listed(LLAMA, "--glob", "*norm*") == norms
+    assert listed(LLAMA, "--layer", 3, "*norm*") == [n for n in norms if n.startswith("3.")]
+    assert listed(LLAMA, "--dtype", "bf16") == names and listed(LLAMA, "--dtype", "F32") == []
+    big = [n for n, t in fastshard.open(LLAMA).items() if t.nbytes > 2048]
+    assert listed(LLAMA, "--larger-than", "2KiB") == big
+    assert listed(LLAMA, "--sort", "name") == sorted(names)
+    sizes = [row["bytes"] for row in cli("ls", LLAMA, "--sort", "size").doc["outputs"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_pages_make_the_whole() -> None:
+    names = listed(NEOX)
+    pages = [listed(NEOX, "--offset", at, "--limit", 7) for at in range(0, len(names) + 7, 7)]
+    assert [name for page in pages for name in page] == names
+    text = cli("ls", NEOX, "--offset", 7, "--limit", 7, json_output=False).out
+    assert "shown are 8 to 14 of 40 (go on with --offset 14)" in text
+    assert "shown are none" in cli("ls", NEOX, "--offset", 99, json_output=False).out
+    assert cli("ls", NEOX, "--limit", -1).code == 2
+
+
+@pytest.mark.parametrize("by", ["role", "layer", "dtype"])
+def test_groups_count_everything_once(by: str) -> None:
+    document = cli("ls", LLAMA, "--by", by).doc
+    ckpt = fastshard.open(LLAMA)
+    for key in ("tensors", "parameters", "bytes"):
+        assert sum(group[key] for group in document["groups"]) == document[key]
+    assert document["bytes"] == sum(tensor.nbytes for tensor in ckpt.values())
+    assert sum(group["share"] for group in document["groups"]) == pytest.approx(1)
+    if by == "layer":
+        first = Counter(int(name.split(".")[0]) for name in ckpt)
+        assert {g["group"]: g["tensors"] for g in document["groups"]} == dict(first)
+
+
+def test_a_tree_joins_layers_that_are_alike(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.up.weight": torch.zeros(4, 2) for i in range(12)}
+    tensors["model.layers.5.mlp.up.weight"] = torch.zeros(4, 3)
+    save_file(tensors | {"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert cli("ls", tmp_path, "--tree", json_output=False).out.splitlines() == [
+        "├─ lm_head.weight  F32 [2]",
+        "└─ model.layers",
+        "   ├─ [0 to 4, 6 to 11].mlp.up.weight  F32 [4, 2]",
+        "   └─ 5.mlp.up.weight  F32 [4, 3]",
+        "13 tensors, 102 parameters, 408 B",
+    ]
+
+
+def test_names_are_no_trap(tmp_path: Path) -> None:
+    """Deep names, names with control characters, and a name that is a flag."""
+    deep = ".".join("abc"[i % 3] for i in range(3000))
+    tensors = {
+        deep: torch.zeros(1),
+        f"{deep[:-4]}.x": torch.zeros(1),
+        "a\x1b[31m\nb": torch.zeros(1),
+        "--by": torch.zeros(1),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    for form in ((), ("--tree",), ("--by", "role"), ("--by", "layer")):
+        ran = cli("ls", tmp_path, *form, json_output=False)
+        assert ran.code == 0 and "\x1b" not in ran.out
+    assert listed(tmp_path, "--glob=--by") == ["--by"]
+
+
+def test_what_matches_nothing_is_said() -> None:
+    ran = cli("ls", NEOX, "0.word_embedding.weight")
+    assert ran.code == 2 and "did you mean 0.word_embeddings.weight?" in ran.findings[0]["help"]
+    assert cli("ls", NEOX, "*nope*").code == 2
+    # Two checkpoints are parts of one: neither is taken for a pattern.
+    assert cli("ls", NEOX, NEOX).findings[0]["code"] != "FS515"
+
+
+def test_a_checkpoint_that_is_not_whole_is_listed_and_said_to_be_so() -> None:
+    broken = Path("/work/shared/fixtures/broken/neox_missing_tp_shard")
+    if not broken.is_dir():
+        pytest.skip("needs the fixtures of broken checkpoints")
+    ran = cli("ls", broken)
+    assert ran.code == 0 and ran.errors
+
+
+def on_terminal(command: list[str], **environment: str) -> str:
+    """What a terminal of 24 lines shows of a command."""
+    main, other = pty.openpty()
+    env: dict[str, Any] = {**os.environ, "LINES": "24", "COLUMNS": "200", **environment}
+    with subprocess.Popen(command, stdout=other, stderr=other, stdin=other, env=env):
+        os.close(other)
+        told = b""
+        while True:
+            try:
+                more = os.read(main, 1 << 16)
+            except OSError:
+                break
+            if not more:
+                break
+            told += more
+    os.close(main)
+    return told.decode()
+
+
+def test_what_is_longer_than_the_screen_goes_to_the_pager(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text("#!/bin/sh\nexec sed 's/^/paged: /'\n")
+    pager.chmod(0o755)
+    command = [sys.executable, "-m", "fastshard", "ls", str(NEOX)]
+    shown = on_terminal(command, PAGER=str(pager))
+    assert shown.count("paged: ") == len(fastshard.open(NEOX)) + 1
+    for none in ([*command, "--no-pager"], [*command, "--limit", "3"]):
+        assert "paged" not in on_terminal(none, PAGER=str(pager))
+    assert "word_embeddings" in on_terminal(command, PAGER="no-such-pager")

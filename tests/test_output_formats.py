@@ -1,0 +1,218 @@
+"""What CI services are told: each format read by somebody else's reader, whatever the names in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import junitparser
+import pytest
+from fastshard.cli import formats
+from fastshard.cli.formats import Told
+from fastshard.errors import CODES, Finding
+from helpers import NEOX, STEP, TP4, cli, copy, layer_file
+from sarif_pydantic import Sarif
+
+#: Names that end a syntax somewhere.
+HOSTILE = [
+    "</script><img src=x onerror=alert(1)>",
+    "]]></failure><x/>",
+    "a%0A::error::injected",
+    "a\n::error title=x::injected",
+    "::add-path::/tmp",
+    "##[error]injected",
+    "a\r\n\x00\x1b[31m",
+    "tp 1, with: commas, and: colons",
+    "\u202edetrever \ufffe \ud800",
+    '"quoted" \\ & <',
+]
+
+
+def told(name: str, *, code: int = 1, severity: str = "error") -> Told:
+    finding = Finding(
+        "FS303", severity, f"message {name}", file=f"dir/{name}", rank=name, host=name, tensor=name,
+        expected=name, got=name, help=f"help {name}",
+    )  # fmt: skip
+    return Told("verify", ["verify", name], code, [finding, dataclasses.replace(finding, file=None)])
+
+
+def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
+    """Workflow commands in a log, as the runner reads them: at the start of a line, unless they are stopped."""
+    found = []
+    stopped: str | None = None
+    for line in re.split(r"\r\n|\r|\n", text):
+        line = line.lstrip()
+        if stopped is not None:
+            stopped = None if line == f"::{stopped}::" else stopped
+            continue
+        given = re.match(r"::([\w-]+)( [^:]*)?::(.*)$", line)
+        # The form from before, which may stand anywhere.
+        assert given or "##[" not in line, line
+        if given is None:
+            continue
+        if given[1] == "stop-commands":
+            stopped = given[3]
+            continue
+        pairs = (pair.split("=", 1) for pair in (given[2] or "").strip().split(",") if pair)
+        found.append((given[1], {k: decoded(v) for k, v in pairs}, decoded(given[3])))
+    return found
+
+
+def decoded(text: str) -> str:
+    for code, sign in (("%3A", ":"), ("%2C", ","), ("%0D", "\r"), ("%0A", "\n"), ("%25", "%")):
+        text = text.replace(code, sign)
+    return text
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_sarif_says_what_the_findings_say(name: str) -> None:
+    given = told(name)
+    text = formats.as_sarif(given)
+    assert text.isascii()
+    document = json.loads(text)
+    Sarif.model_validate(document)
+    (run,) = document["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    for result, finding in zip(run["results"], given.findings, strict=True):
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "FS303"
+        assert result["level"] == "error" and "message" in result["message"]["text"]
+        (place,) = result["locations"]
+        uri = place["physicalLocation"]["artifactLocation"]["uri"]
+        # Nothing but what a relative reference may hold.
+        assert re.fullmatch(r"[A-Za-z0-9._~/%-]+", uri)
+        assert unquote(uri) == (finding.file or ".")
+    marks = [r["partialFingerprints"]["fastshardFinding/v1"] for r in run["results"]]
+    assert len(set(marks)) == 2
+    reworded = dataclasses.replace(given.findings[0], message="in other words", got=None)
+    again = json.loads(formats.as_sarif(dataclasses.replace(given, findings=[reworded])))
+    assert again["runs"][0]["results"][0]["partialFingerprints"]["fastshardFinding/v1"] == marks[0]
+
+
+@pytest.mark.parametrize("code, ran", [(0, True), (1, True), (3, True), (2, False), (130, False)])
+def test_sarif_tells_a_verdict_from_a_run_that_failed(code: int, ran: bool) -> None:
+    document = json.loads(formats.as_sarif(told("x", code=code)))
+    (invocation,) = document["runs"][0]["invocations"]
+    assert (invocation["executionSuccessful"], invocation["exitCode"]) == (ran, code)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_junit_says_what_the_findings_say(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    file.write_text(formats.as_junit(told(name)), encoding="utf-8")
+    suites = junitparser.JUnitXml.fromfile(str(file))
+    (suite,) = suites
+    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (3, 2, 0, 0)
+    run, *cases = suite
+    assert run.is_passed and [len(case.result) for case in cases] == [1, 1]
+    for case in cases:
+        (result,) = case.result
+        assert isinstance(result, junitparser.Failure) and result.type == "FS303"
+        assert "help: help" in result.text
+
+
+def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
+    """Warnings pass; what could not run is an error; a bad exit code is never a suite that passes."""
+    warned = dataclasses.replace(told("x"), code=0, findings=[told("x", severity="warning").findings[0]])
+    unable = told("x", code=2)
+    for given, counts in (
+        (warned, (2, 0, 0)),
+        (unable, (3, 0, 2)),
+        (dataclasses.replace(warned, code=130), (2, 0, 1)),
+        (dataclasses.replace(warned, findings=[], code=0), (1, 0, 0)),
+    ):
+        file = tmp_path / "junit.xml"
+        file.write_text(formats.as_junit(given), encoding="utf-8")
+        suites = junitparser.JUnitXml.fromfile(str(file))
+        said = (suites.tests, suites.failures, suites.errors)
+        suites.update_statistics()
+        assert said == counts == (suites.tests, suites.failures, suites.errors)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_annotations_hold_what_the_findings_say_and_no_other_command(name: str) -> None:
+    found = commands(formats.as_annotations(told(name)))
+    assert [(kind, properties) for kind, properties, _ in found] == [
+        ("error", {"title": "fastshard FS303"})
+    ] * 2
+    for _, _, message in found:
+        assert "help: help" in message
+    assert commands(formats.without_commands(f"{name}\n  {name}")) == []
+
+
+def test_annotations_are_few_where_findings_are_many() -> None:
+    many = dataclasses.replace(told("x"), findings=told("x").findings * 30)
+    found = commands(formats.as_annotations(many))
+    assert len(found) == 21 and found[-1][2] == "and 40 more of FS303 (-v shows all)"
+    assert len(commands(formats.as_annotations(dataclasses.replace(many, verbose=1)))) == 60
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    return ckpt
+
+
+def test_each_format_of_a_real_run(broken: Path, tmp_path: Path) -> None:
+    ran = {
+        name: cli("verify", broken, "--output-format", name, json_output=False) for name in formats.FORMATS
+    }
+    assert {name: r.code for name, r in ran.items()} == dict.fromkeys(formats.FORMATS, 3)
+    missing = f"{STEP}/{layer_file(3, 1)}"
+    assert "FS101" in ran["text"].err and "FS101" not in ran["text"].out
+    assert ran["json"].doc == cli("verify", broken).doc and ran["json"].err == ""
+    (result,) = json.loads(ran["sarif"].out)["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == missing
+    (tmp_path / "junit.xml").write_text(ran["junit"].out)
+    assert junitparser.JUnitXml.fromfile(str(tmp_path / "junit.xml")).failures == 1
+    (annotation,) = commands(ran["github"].out)
+    assert annotation[0] == "error" and missing in annotation[2] and "help: copy" in annotation[2]
+    # People who look at the log of a document see what they would see without it.
+    assert ran["sarif"].err == ran["junit"].err == ran["text"].err
+    assert "fastshard: incomplete" in ran["github"].err
+
+
+def test_tensors_cannot_drive_the_log(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"::error::injected": torch.zeros(4), "ok": torch.ones(3)}, tmp_path / "model.safetensors")
+    ran = cli("stats", tmp_path, "--output-format", "github", json_output=False)
+    assert ran.code == 0 and "\n::error::injected " in ran.out
+    assert commands(ran.out) == []
+
+
+@pytest.mark.parametrize("words", [["--output-format", "sarif"], ["--output-format=junit"], ["--json"]])
+def test_bad_usage_is_told_in_the_format_that_was_asked_for(words: list[str]) -> None:
+    ran = cli("verify", *words, "--no-such-flag", json_output=False)
+    assert ran.code == 2
+    if "--output-format=junit" in words:
+        assert junitparser.JUnitXml.fromstring(ran.out.encode()).errors == 1
+    else:
+        document = json.loads(ran.out)
+        findings: list[Any] = document.get("findings") or document["runs"][0]["results"]
+        assert len(findings) == 1
+
+
+def test_json_is_short_for_its_format() -> None:
+    assert cli("inspect", TP4).doc == cli("inspect", TP4, "--output-format=json", json_output=False).doc
+    assert "did you mean sarif?" in cli("inspect", TP4, "--output-format", "sarf", json_output=False).err
+
+
+def test_every_code_makes_a_rule() -> None:
+    findings = [Finding.of(code, "x") for code in CODES]
+    document = json.loads(formats.as_sarif(Told("verify", [], 1, findings)))
+    Sarif.model_validate(document)
+    assert len(document["runs"][0]["tool"]["driver"]["rules"]) == len(CODES)
+
+
+def test_a_document_is_all_that_stdout_holds(broken: Path) -> None:
+    command = [sys.executable, "-m", "fastshard", "verify", str(broken), "--output-format", "sarif"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and json.loads(done.stdout)["version"] == "2.1.0"

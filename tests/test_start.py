@@ -1,0 +1,80 @@
+"""Nothing is imported before it is needed, and all that is promised is there when it is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fastshard
+import pytest
+from fastshard.cli.verbs import VERBS
+
+
+def loaded(script: str) -> set[str]:
+    """Modules that a script loads beyond those that Python itself does."""
+    told = "import sys, json; before = set(sys.modules)\n{}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    done = subprocess.run(
+        [sys.executable, "-c", told.format(script)], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_the_core_alone() -> None:
+    assert loaded("import fastshard") - {"__future__"} == {"fastshard", "fastshard._core"}
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["explain", "--help"]])
+def test_the_command_line_loads_what_it_was_asked_for(argv: list[str]) -> None:
+    script = f"from fastshard.cli import main\ntry: main({argv})\nexcept SystemExit: pass"
+    more = loaded(script)
+    verbs = {name for name in more if name.startswith("fastshard.cli.verbs.")}
+    assert verbs == ({"fastshard.cli.verbs.explain"} if argv[0] == "explain" else set())
+    assert not more & {"numpy", "yaml", "rich"}
+    if argv == ["--version"]:
+        assert not more & {"dataclasses", "typing", "fastshard.errors", "fastshard.checkpoint"}
+
+
+def test_a_description_by_headers_needs_no_arrays() -> None:
+    from helpers import NEOX
+
+    assert "numpy" not in loaded(f"from fastshard.cli import main; main(['inspect', {str(NEOX)!r}])")
+
+
+def test_every_public_name_is_there_and_in_its_home() -> None:
+    assert sorted(fastshard._HOME_OF) == sorted(fastshard.__all__)
+    for name in fastshard.__all__:
+        assert getattr(fastshard, name).__name__ if name != "HISTOGRAM_EDGES" else fastshard.HISTOGRAM_EDGES
+        assert name in dir(fastshard)
+    with pytest.raises(AttributeError, match="no attribute 'opne'"):
+        fastshard.opne  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(fastshard.__file__).read_text())
+    typed = next(
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    seen = {
+        alias.name: node.module or alias.name
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == fastshard._HOME_OF
+
+
+def test_no_module_has_the_name_of_a_function() -> None:
+    """Importing it would put the module in the function's place."""
+    script = (
+        "import fastshard, pkgutil\nfor found in pkgutil.walk_packages(fastshard.__path__, 'fastshard.'):\n"
+    )
+    script += "    if '.ray.' not in found.name and '__main__' not in found.name: __import__(found.name)\n"
+    script += "assert all(callable(getattr(fastshard, n)) for n in fastshard.__all__ if n[0].islower() and n not in ('layouts', 'ray'))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_verbs_are_called_what_their_places_say() -> None:
+    assert [VERBS[verb.name] for verb in VERBS] == list(VERBS)

@@ -1,0 +1,219 @@
+"""`why` names the elements and the bytes that a tensor is made of: they are taken from the files by what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import numpy as np
+import pytest
+from fastshard.dtypes import numpy_dtype
+from fastshard.regions import meets, of_flat, slices, strides
+from helpers import FIXTURES, NEOX, cli
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def indices(word: str, extent: int) -> list[int]:
+    """The indices that one dimension of a region names, in the order of their axes."""
+    if word == ":":
+        return list(range(extent))
+    if re.fullmatch(r"[\d:]+", word):
+        numbers = [int(n) for n in word.split(":")]
+        return [numbers[0]] if len(numbers) == 1 else list(range(extent))[slice(*numbers)]
+    told, _, base = word.partition(" from ")
+    found = re.match(r"((?:\d+ )?)(.*)$", told)
+    assert found
+    counts = [int(n) for n in re.findall(r"(\d+) (?=(?:\d+ )*runs)", told)]
+    size, step = re.search(r"runs of (\d+)(?: with step (\d+))?", told).groups()  # type: ignore[union-attr]
+    every = [int(n) for n in re.findall(r"every (\d+)", told)]
+    run = [i * int(step or 1) for i in range(int(size))]
+    for count, apart in zip(counts[::-1], every, strict=True):
+        run = [i * apart + j for i in range(count) for j in run]
+    return [int(base) + i for i in run]
+
+
+def taken(array: Any, region: str) -> Any:
+    words = region[1:-1].split(", ") if array.ndim else []
+    return np.ix_(*(indices(word, n) for word, n in zip(words, array.shape, strict=True)))
+
+
+def stored(root: Path, source: dict[str, Any], ranges: bool) -> Any:
+    """A stored tensor from the bytes that `why` names, if they are all of it: one run, or ``ranges`` of its elements."""
+    dtype = numpy_dtype(source["dtype"])
+    parts = []
+    for place in source["places"]:
+        data = (root / place["file"]).read_bytes()[place["offset"] :][: place["bytes"]]
+        assert len(data) == place["bytes"] and "decoded" not in place
+        parts.append(data)
+    if len(parts) != 1 and not ranges:
+        return None
+    flat = np.frombuffer(b"".join(parts), dtype)
+    return flat.reshape(source["shape"]) if flat.size == np.prod(source["shape"], dtype=int) else None
+
+
+CASES = [
+    ("gpt_neox/neox_pp_tp2", "hf"), ("gpt_neox/neox_pp_tp2", None), ("gpt_neox/llama_gqa_pp_tp2", "hf"),
+    ("sharded/megatron_legacy_tp2_pp2", "hf"), ("sharded/moe_megatron_legacy_tp2_ep2", "hf"),
+    ("sharded/tp4_vocabpad", None), ("sharded/dcp_tp_micro", None), ("deepspeed/zero3_bf16_dp2", None),
+    ("sharded/megatron_torch_dist_tp2_pp2", "hf"), ("sharded/hf_sharded", "megatron"), ("sharded/moe_hf_mixtral", "hf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source, to", CASES, ids=lambda v: str(v).rpartition("/")[2])
+def test_what_it_names_makes_the_tensor(source: str, to: str | None) -> None:
+    root = FIXTURES / source
+    plan = fastshard.plan(fastshard.open(root), to=to)
+    proven = 0
+    for name in plan.index:
+        told = plan.why(name)
+        json.dumps(told)
+        whole = fastshard.Tensor(plan, plan.index[name]).numpy()
+        made = np.zeros_like(whole)
+        seen = np.zeros(whole.shape, bool)
+        parts = told["parts"]
+        for part in parts:
+            at = taken(whole, part["region"])
+            assert not seen[at].any(), "parts overlap"
+            seen[at] = True
+            assert seen[at].size == part["elements"]
+            values = stored(root, part["sources"][0], "zero" in source)
+            if (
+                values is None
+                or part["ops"]
+                or part["made_by"] not in ("copy", "copy, bit-equal on all ranks")
+            ):
+                made[at] = whole[at]
+                continue
+            box = values[taken(values, part["sources"][0]["region"])].astype(made.dtype)
+            if box.shape == whole[at].shape:
+                made[at] = box
+            else:
+                # Dimensions are split or turned: these elements, in some order.
+                assert sorted(box.ravel().tolist()) == sorted(whole[at].ravel().tolist())
+                made[at] = whole[at]
+            proven += 1
+        assert told["padding"] or seen.all()
+        assert (made.view(np.uint8) == whole.view(np.uint8)).all(), name
+    # Of what DCP keeps in boxes only tensors of one box are looked at.
+    least = 0 if "torch_dist" in source else 3 if "dcp" in source else len(plan.index) // 2
+    assert proven >= least, "hardly any was plain enough to be looked at"
+
+
+def test_the_command_tells_it_as_a_tree() -> None:
+    name = "gpt_neox.layers.1.attention.query_key_value.weight"
+    text = cli("why", NEOX, name, "--to", "hf", "--hash", json_output=False)
+    lines = text.out.splitlines()
+    assert text.code == 0 and lines[0] == f"{name}  BF16 [96, 32]"
+    assert (
+        "│  └─ tp 0: 3.attention.query_key_value.weight[2 runs of 8 every 24 from 0, :] of BF16 [48, 32]"
+        in lines
+    )
+    document = cli("why", NEOX, name, "--to", "hf", "--hash").doc
+    assert f"BLAKE3 {document['blake3']}" in text.out
+
+
+def test_its_hash_is_that_of_the_result(tmp_path: Path) -> None:
+    manifest = fastshard.convert(NEOX, tmp_path / "out", to="hf")
+    for name in list(manifest)[:3]:
+        assert cli("why", NEOX, name, "--to", "hf", "--hash").doc["blake3"] == manifest[name]["blake3"]
+        # The result's own manifest states it, and nothing is read for that.
+        told = cli("why", tmp_path / "out", name, json_output=False).out
+        assert f"BLAKE3 {manifest[name]['blake3']}, by the manifest" in told
+
+
+def test_a_name_that_is_not_there(tmp_path: Path) -> None:
+    for argv, words in (
+        (["gpt_neox.layers.1.attention.query_key_value.weigth", "--to", "hf"], "did you mean gpt_neox.layers.1.attention.query_key_value.weight?"),
+        (["3.attention.query_key_value.weight", "--to", "hf"], "the source's own name"),
+        (["nothing like it"], "fastshard ls"),
+    ):  # fmt: skip
+        ran = cli("why", NEOX, *argv)
+        (finding,) = ran.findings
+        assert (ran.code, finding["code"]) == (2, "FS515")
+        assert words in finding["message"] + finding["help"]
+
+
+def test_many_branches_are_counted_and_v_shows_them() -> None:
+    argv = (
+        "why", FIXTURES / "sharded/tp4_vocabpad", "decoder.layers.3.self_attention.linear_qkv.weight",
+        "--to", "megatron",
+    )  # fmt: skip
+    assert len(cli(*argv).doc["parts"]) == 12
+    short, whole = (cli(*argv, *more, json_output=False).out for more in ((), ("-v",)))
+    assert short.count(" = copy") == 8 and "\n└─ ... and 4 more parts (-v shows all)\n" in short
+    assert whole.count(" = copy") == 12 and "more parts" not in whole
+
+
+def test_a_chunk_of_a_store_is_named_by_its_key() -> None:
+    """Where its bytes lie is its store's affair: nothing is said of that."""
+    plan = fastshard.plan(fastshard.open(FIXTURES / "orbax/paxml_gpt3_micro_weights"))
+    sources = [s for name in plan.index for part in plan.why(name)["parts"] for s in part["sources"]]
+    places = [place for source in sources for place in source["places"]]
+    assert places and all(p["member"] and "decoded" in p and "offset" not in p for p in places)
+
+
+# --- the words of regions, against sets of indices
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[tuple[int, int]]]]:
+    """A shape, and a box of it: the first index in each dimension, and runs of indices."""
+    shape, base, runs = [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        inner = (draw(st.integers(1, 4)), draw(st.integers(1, 3)))
+        outer = (draw(st.integers(1, 3)), inner[0] * inner[1] + draw(st.integers(0, 3)))
+        used = [run for run in (inner, outer) if run[0] > 1]
+        first = draw(st.integers(0, 3))
+        last = first + sum((n - 1) * step for n, step in used)
+        shape.append(last + 1 + draw(st.integers(0, 3)))
+        base.append(first)
+        runs.append(draw(st.permutations(used)))
+    return shape, base, runs
+
+
+def elements(shape: list[int], base: list[int], runs: list[list[tuple[int, int]]]) -> set[int]:
+    """C-ordered elements of a box, one by one."""
+    found = {0}
+    for n, first, run, stride in zip(shape, base, runs, strides(shape), strict=True):
+        at = {first}
+        for count, step in run:
+            at = {i + k * step for i in at for k in range(count)}
+        assert max(at) < n
+        found = {f + i * stride for f in found for i in at}
+    return found
+
+
+@given(boxes())
+def test_regions_name_their_elements(box: tuple[list[int], list[int], list[list[tuple[int, int]]]]) -> None:
+    shape, base, runs = box
+    flat = np.arange(np.prod(shape)).reshape(shape)
+    expected = elements(shape, base, runs)
+    text = slices(shape, base, runs)
+    assert set(flat[taken(flat, text)].ravel().tolist()) == expected
+    steps = strides(shape)
+    axes = [(n, step * stride) for run, stride in zip(runs, steps, strict=True) for n, step in run]
+    start = sum(b * s for b, s in zip(base, steps, strict=True))
+    told = of_flat(shape, start, axes)
+    assert set(flat[taken(flat, told)].ravel().tolist()) == expected
+
+
+@given(boxes(), st.integers(0, 400), st.integers(0, 40))
+def test_a_range_meets_a_box_where_an_element_lies_in_both(
+    box: tuple[list[int], list[int], list[list[tuple[int, int]]]], lo: int, length: int
+) -> None:
+    shape, base, runs = box
+    steps = strides(shape)
+    axes = [(n, step * stride) for run, stride in zip(runs, steps, strict=True) for n, step in run]
+    start = sum(b * s for b, s in zip(base, steps, strict=True))
+    expected = any(lo <= element < lo + length for element in elements(shape, base, runs))
+    assert meets(start, axes, lo, lo + length) == expected
+
+
+def test_an_axis_that_runs_over_dimensions_is_divided() -> None:
+    assert of_flat([4, 6], 0, [(24, 1)]) == "[:, :]"
+    assert of_flat([4, 6], 6, [(12, 1)]) == "[1:3, :]"
+    assert of_flat([4, 6], 0, [(5, 5)]) == "5 elements every 5 from element 0"
