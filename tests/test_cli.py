@@ -204,7 +204,7 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
         (("manifest", TP4, "--include", "x"), "it is of merge, convert, consolidate, plan, verify, stats, diff, why"),
         (("verify", TP4, "--tokenizer", "x"), "it is of merge, convert, plan"),
         (("masters", TP4, "--max-shard-size", "1GB"), "it is of merge, convert, zero-to-fp32, consolidate, plan, why"),
-        (("inspect", TP4, "--memory", "1GiB"), "it is of merge, convert, zero-to-fp32, consolidate, plan, run-part, commit, piece, verify, stats, diff, why, masters, manifest"),
+        (("inspect", TP4, "--memory", "1GiB"), "it is of merge, convert, zero-to-fp32, consolidate, plan, run-part, commit, piece, verify, stats, diff, report, why, masters, manifest, attest"),
         (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
     ],

@@ -33,10 +33,15 @@ class Rule(NamedTuple):
 
 RULES = [
     *(Rule(leaf, (*WINGS, "cli"), "a leaf imports no wing") for leaf in (
-        "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared", "placing", "arguments", "options", "dtypes"
+        "layouts", "configs", "discover", "trees", "errors", "sizes", "regular", "budget", "external", "naming", "declared", "placing", "arguments", "options", "dtypes",
+        "shown", "roles",
     )),
     *(Rule(wing, ("cli", "planning", "conversion", "verification", "checkpoint"), "what is used does not know who uses it")
       for wing in WINGS),
+    Rule("reporting", ("cli", "sources", "targets", "models"), "a page tells what the library says, and knows no framework"),
+    Rule("notebook", ("cli", "reporting", *WINGS), "what a notebook shows needs nothing that is not installed"),
+    Rule("reporting.grid", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
+    Rule("reporting.data", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
     Rule("models", ("sources", "targets"), "what a model computes is the same wherever it lies"),
     Rule("sources", ("targets",), "where a tensor lies has nothing to do with where it goes"),
     Rule("targets", ("sources",), "a target knows a model, not whose files it came from"),

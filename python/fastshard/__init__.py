@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .pieces import piece
     from .planning import Plan
     from .reader import safe_open
+    from .reporting import report
     from .statistics import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
     from .tensor import Tensor
     from .verification import Difference, diff, manifest, verify
@@ -64,6 +65,7 @@ __all__ = [
     "plan",
     "ray",
     "repair_masters",
+    "report",
     "safe_open",
     "stats",
     "verify",
@@ -84,6 +86,7 @@ _HOMES = {
     "planning": ("Plan",),
     "ray": (),
     "reader": ("safe_open",),
+    "reporting": ("report",),
     "statistics": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
     "tensor": ("Tensor",),
     "views": ("View",),

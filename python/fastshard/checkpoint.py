@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -285,15 +284,18 @@ class Checkpoint(Tensors):
         return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {len(self)} tensors in {len(self.files)} files>"
 
     def _repr_html_(self) -> str:
-        total = sum(t.nbytes for t in self.values()) or 1
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(name)}</td><td>{tensor.dtype}</td>"
-            f"<td>{html.escape(str(list(tensor.shape)))}</td><td>{tensor.nbytes:,}</td>"
-            f"<td><div style='background:#4a90d9;height:.8em;width:{100 * tensor.nbytes / total:.1f}px'></div></td></tr>"
-            for name, tensor in list(self.items())[:500]
+        from . import notebook
+
+        total = sum(tensor.nbytes for tensor in self.values()) or 1
+        rows = (
+            (
+                name,
+                tensor.dtype,
+                notebook.shape(tensor.shape),
+                tensor.nbytes,
+                notebook.Bar(tensor.nbytes / total),
+            )
+            for name, tensor in self.items()
         )
-        more = f"<p>and {len(self) - 500} more</p>" if len(self) > 500 else ""
-        problems = "".join(f"<li>{html.escape(str(f))}</li>" for f in self.findings if f.severity == "error")
-        listed = f"<ul style='color:#b00'>{problems}</ul>" if problems else ""
-        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>bytes</th><th></th></tr>"
-        return f"<p>{html.escape(repr(self))}</p>{listed}<table>{head}{rows}</table>{more}"
+        head = ("tensor", "dtype", "shape", "bytes", "")
+        return notebook.table(repr(self), head, rows, len(self), findings=self.findings)

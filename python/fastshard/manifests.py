@@ -72,6 +72,23 @@ class Manifest(Mapping[str, Any]):
         d = self.document
         return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
 
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        rows = (
+            (
+                t["name"],
+                t.get("dtype", ""),
+                notebook.shape(t.get("shape", ())),
+                t.get("file", ""),
+                t["blake3"][:12],
+            )
+            for t in self.document["tensors"]
+        )
+        head = ("tensor", "dtype", "shape", "file", "BLAKE3 (begins)")
+        below = f"not proven: {self.document.get('not_proven', '')}"
+        return notebook.table(repr(self), head, rows, len(self), findings=self.findings, below=below)
+
 
 def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Entries of a manifest's files that hold tensors: those with an identity."""

@@ -151,6 +151,17 @@ class Plan:
         s = self.summary
         return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
 
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        total = sum(size for _, _, _, size, _ in self.outputs) or 1
+        rows = (
+            (name, dtype, notebook.shape(shape), size, pieces, notebook.Bar(size / total))
+            for name, dtype, shape, size, pieces in self.outputs
+        )
+        head = ("tensor", "dtype", "shape", "bytes", "pieces", "")
+        return notebook.table(repr(self), head, rows, len(self.outputs), findings=self.findings)
+
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["layer_of", "role_of"]
+__all__ = ["layer_of", "parts_of", "place_of", "role_of"]
 
-#: The number of a layer: after a word for layers, joined by a dot, a slash or an underscore.
-_LAYER = re.compile(r"(?:^|[./_])(?:layers?|blocks?|h)[._/](\d{1,9})(?=[./]|$)")
-#: Else a part of the name that is a number by itself, with more behind it: the place in a pipeline.
-_NUMBER = re.compile(r"(?:^|[./])(\d{1,9})(?=[./])")
-#: Numbers that count something else.
-_COUNTED = re.compile(r"(?:experts?|state|heads?|chunks?|params|param_groups|groups)[._/]$")
+#: Words before the number of a layer.
+_LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "x_layers"))
+#: The two joined, as MaxText and Paxml have them.
+_JOINED = re.compile(r"(layers?|blocks?|h|x_layers)_([0-9]{1,9})")
+#: Words before numbers that count something else.
+_COUNTED = frozenset(
+    ("expert", "experts", "state", "head", "heads", "chunk", "chunks", "params", "param_groups", "groups")
+)
 #: Paxml's word for a stack: the number behind it counts the layers of one step of a loop.
-_STACKED = re.compile(r"(?:^|[./])repeat[./]")
+_STACK = "repeat"
 #: Words that say where a model begins, or that layers do; they tell no role.
 _WRAPPERS = frozenset(
     ("model", "module", "transformer", "language_model", "gpt_neox", "params", "lm", "decoder", "layers", "layer", "blocks",
@@ -25,15 +27,47 @@ _WRAPPERS = frozenset(
 )  # fmt: skip
 
 
-def _place(name: str) -> tuple[int, int, int] | None:
-    """The number of the layer in a name, and where it stands."""
-    found = _LAYER.search(name)
-    if found is None:
-        for number in _NUMBER.finditer(name):
-            if not _COUNTED.search(name, 0, number.start(1)):
-                found = number
-                break
-    return None if found is None else (int(found[1]), found.start(1), found.end(1))
+def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
+    """The parts of a name, with None for each number, and the numbers."""
+    parts: list[str | None] = []
+    numbers: list[int] = []
+    for part in (name.replace("/", ".") if "/" in name else name).split("."):
+        if part.isdecimal() and len(part) < 10:
+            numbers.append(int(part))
+            parts.append(None)
+        elif part[-1:].isdecimal() and (joined := _JOINED.fullmatch(part)):
+            numbers.append(int(joined[2]))
+            parts += (joined[1], None)
+        else:
+            parts.append(part)
+    return tuple(parts), numbers
+
+
+@lru_cache(maxsize=1 << 14)
+def _form(parts: tuple[str | None, ...]) -> tuple[int | None, str]:
+    """Of names that have these parts: which of the numbers is the layer's, and the role.
+
+    Tens of thousands of names have a few dozen forms.
+    """
+    at = [i for i, part in enumerate(parts) if part is None]
+    layer = next((i for i in at if i and parts[i - 1] in _LAYERS), None)
+    if layer is None:
+        # Else one with more behind it: the place in a pipeline.
+        behind = (i for i in at if i + 1 < len(parts) and not (i and parts[i - 1] in _COUNTED))
+        layer = next(behind, None)
+    end = len(parts) if layer is None else layer
+    head = ["*" if part is None else part for part in parts[:end]]
+    kept = [part for part in head if part not in _WRAPPERS]
+    kept += ["*" if part is None else part for part in parts[end + 1 :]]
+    which = None if layer is None or _STACK in parts[:layer] else at.index(layer)
+    return which, ".".join(part for part in kept or head if part)
+
+
+def place_of(name: str) -> tuple[int | None, str]:
+    """:func:`layer_of` and :func:`role_of` of a name, in one go."""
+    parts, numbers = parts_of(name)
+    which, role = _form(parts)
+    return None if which is None else numbers[which], role or name
 
 
 def layer_of(name: str) -> int | None:
@@ -44,11 +78,9 @@ def layer_of(name: str) -> int | None:
     >>> layer_of("model.layers.3.mlp.experts.7.up_proj.weight"), layer_of("lm_head.weight")
     (3, None)
     """
-    place = _place(name)
-    return None if place is None or _STACKED.search(name, 0, place[1]) else place[0]
+    return place_of(name)[0]
 
 
-@lru_cache(maxsize=1 << 17)
 def role_of(name: str) -> str:
     """What a tensor is in its layer: its name without wrappers and layer, other numbers as ``*``. Layers that are built
     alike have the same roles.
@@ -56,9 +88,4 @@ def role_of(name: str) -> str:
     >>> role_of("model.layers.3.mlp.experts.7.up_proj.weight")
     'mlp.experts.*.up_proj.weight'
     """
-    place = _place(name)
-    head, tail = (name, "") if place is None else (name[: place[1]], name[place[2] :])
-    parts = [part for part in re.split(r"[./]", head) if part.rstrip("_")]
-    kept = [part for part in parts if part.rstrip("_") not in _WRAPPERS]
-    kept += [part for part in re.split(r"[./]", tail) if part]
-    return ".".join("*" if part.isdecimal() else part for part in kept or parts) or name
+    return place_of(name)[1]

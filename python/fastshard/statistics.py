@@ -140,6 +140,28 @@ def _without(
     return tuple(left)
 
 
+class Stats(dict[str, TensorStats]):
+    """Statistics by the tensors' names: a dict, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        rows = (
+            (
+                name,
+                s.dtype,
+                notebook.shape(s.shape),
+                *(notebook.figure(x) for x in (s.min, s.max, s.mean, s.std)),
+                f"{s.zero_share:.2%}" if s.zeros else "",
+                f"{s.nan:,} / {s.inf:,}" if s.nan or s.inf else "",
+                "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs),
+            )
+            for name, s in self.items()
+        )
+        head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
+        return notebook.table(f"statistics of {len(self)} tensors", head, rows, len(self))
+
+
 @budget.kept
 def stats(
     source: Source,
@@ -150,7 +172,7 @@ def stats(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> dict[str, TensorStats]:
+) -> Stats:
     """Statistics of every whole tensor of a checkpoint, by name: one pass over the data in bounded memory.
 
     Args:
@@ -180,7 +202,7 @@ def with_findings(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> tuple[dict[str, TensorStats], list[Finding]]:
+) -> tuple[Stats, list[Finding]]:
     """:func:`stats`, and the warnings and notes that came up meanwhile."""
     checkpoint = _opened(source, **opening)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
@@ -195,16 +217,16 @@ def with_findings(
 
 def gather(
     plan: Plan, run: dict[str, Any], progress: ProgressCallback, only: list[str] | None = None
-) -> tuple[dict[str, TensorStats], list[Finding]]:
+) -> tuple[Stats, list[Finding]]:
     """Statistics of a plan's outputs, all or those named, and what was found while they were read."""
     try:
         outcome = json.loads(plan.core.check(json.dumps({**run, "stats": "full", "only": only}), progress))
     except _core.CoreError as error:
         raise from_core(error) from None
     found = outcome["stats"]
-    gathered = {
-        name: TensorStats.from_dict(dtype, shape, found[name])
+    gathered = Stats(
+        (name, TensorStats.from_dict(dtype, shape, found[name]))
         for name, dtype, shape, _, _ in plan.outputs
         if name in found
-    }
+    )
     return gathered, [Finding.from_dict(f) for f in outcome["findings"]]

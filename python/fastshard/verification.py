@@ -303,6 +303,29 @@ class Difference:
         )
 
 
+class Differences(list[Difference]):
+    """Differences by the tensors' names: a list, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        many = f"{len(self)} tensors differ" if self else "no difference: every tensor has the same bytes"
+        rows = (
+            (
+                d.tensor,
+                d.kind.replace("_", " "),
+                d.a,
+                d.b,
+                f"{d.differing:,}" if d.differing else "",
+                notebook.figure(d.largest) if d.differing else "",
+                d.distributions,
+            )
+            for d in self
+        )
+        head = ("tensor", "what", "A", "B", "elements", "max |a-b|", "distributions")
+        return notebook.table(many, head, rows, len(self))
+
+
 def _figure(x: float | None) -> str:
     return "-" if x is None else f"{x:.6g}"
 
@@ -318,7 +341,7 @@ def diff(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> list[Difference]:
+) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
     Names are the sources' own where both have the same; otherwise both are seen through their
@@ -360,7 +383,7 @@ def diff(
             else _compare(name, x, y)
         )
         out.append(replace(found, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
-    return sorted(out, key=lambda d: d.tensor)
+    return Differences(sorted(out, key=lambda d: d.tensor))
 
 
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:

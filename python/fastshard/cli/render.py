@@ -6,21 +6,26 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..shown import human, printable
+
 if TYPE_CHECKING:
     from ..errors import Finding
     from ..statistics import TensorStats
 
+__all__ = [
+    "Tree",
+    "human",
+    "print_findings",
+    "printable",
+    "shown",
+    "sparkline",
+    "stats_table",
+    "table",
+    "tree",
+]
+
 #: Findings of one code printed before the rest is counted.
 _SHOWN = 20
-
-
-def human(n: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def shown(
@@ -51,14 +56,6 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
             print(f"  help: {printable(finding.help)}", file=sys.stderr)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Text that cannot drive a terminal: control and direction characters, and bytes that are no text, escaped."""
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text
-    )
 
 
 def counted(count: int, what: str) -> str:

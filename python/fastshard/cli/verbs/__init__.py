@@ -54,6 +54,7 @@ VERBS = Verbs({
     "verify": "verify",
     "stats": "stats",
     "diff": "diff",
+    "report": "report",
     "ls": "ls",
     "why": "why",
     "masters": "masters",

@@ -1,0 +1,23 @@
+"""Texts from strangers, and figures, as people are shown them: in a terminal, a page, a notebook."""
+
+from __future__ import annotations
+
+
+def human(n: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text that drives nothing it is shown in: control and direction characters, and bytes that are no text, escaped."""
+    # Most text is; a page asks for tens of thousands of names.
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
