@@ -24,7 +24,7 @@ python3 - "$wheel" <<'PYTHON'
 import sys, zipfile
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 print(f"{sys.argv[1].rpartition('/')[2]}: {__import__('os').path.getsize(sys.argv[1]) / 2**20:.2f} MiB")
-for what in ("licenses/LICENSE", ".cyclonedx.json", "layouts/", "schemas/", "py.typed"):
+for what in ("licenses/LICENSE", ".cyclonedx.json", "layouts/", "reporting/page.html", "schemas/", "py.typed"):
     assert any(what in name for name in names), f"the wheel has no {what}"
 assert not any("tests/" in name or ".pyc" in name for name in names)
 PYTHON

@@ -12,6 +12,11 @@ def human(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things, e.g. ``1 tensor``, ``1,156 tensors``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def printable(text: str, keep: str = "") -> str:
     """Text that drives nothing it is shown in: control and direction characters, and bytes that are no text, escaped."""
     # Most text is; a page asks for tens of thousands of names.

@@ -247,7 +247,7 @@ PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "fastshard": fastshard, **{name: launcher(name) for name in LAUNCHERS}, "sbatch": sbatch, "kubectl": kubectl,
     "sh": sh, "bash": sh, "pip": pip, "python": python, "python3": python, "pytest": tests, "just": just, "cargo": cargo,
     "ray": ray, "mkdocs": mkdocs,
-    **dict.fromkeys((".", "maturin", "rsync", "git", "echo", "exit", "set", "[", "true", "cd", "cp", "rm", "sleep"), anything),
+    **dict.fromkeys((".", "maturin", "rsync", "git", "apt-get", "echo", "exit", "set", "[", "true", "cd", "cp", "rm", "sleep"), anything),
 }  # fmt: skip
 
 

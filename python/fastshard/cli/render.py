@@ -58,11 +58,6 @@ def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int 
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
 
 
-def counted(count: int, what: str) -> str:
-    """A number of things, e.g. ``1 tensor``, ``1,156 tensors``."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Columns padded to their widest cell."""
     rows = [tuple(printable(cell) for cell in row) for row in rows]

@@ -70,6 +70,8 @@ class Numbers:
 
     origin: str
     tensors: Mapping[str, TensorStats]
+    #: True if all data was read for them now.
+    read: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def gathered(
     if stats:
         tensors, hashes, found = _read(plan, run, bar, "reading")
         findings += found
-        numbers = Numbers("read for this report", tensors)
+        numbers = Numbers("read for this report", tensors, read=True)
     elif document is not None and (recorded := _recorded(document, plan)):
         numbers = Numbers(f"as {manifests.MANIFEST_NAME} recorded them; not read again", recorded)
     comparison = None

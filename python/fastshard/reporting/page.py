@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import FastshardError
 from ..roles import role_of
-from ..shown import human, printable
+from ..shown import counted, human, printable
 from ..statistics import TensorStats
 from . import charts
 from .data import Report, Tensor, by_layer
@@ -108,7 +108,7 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
             state_names=_json([state.name for state in STATES]),
             grid=_grid(report.grid, limits) if report.grid else None,
             sizes=_sizes(report),
-            verdict=_verdict(report),
+            verdict=verdict(report),
             **figures,
         )
     )
@@ -178,10 +178,12 @@ def _figure(x: float | int | None) -> str:
     return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
 
 
-def _verdict(report: Report) -> dict[str, str]:
-    errors = f"{report.errors:,} error{'s' if report.errors != 1 else ''}"
+def verdict(report: Report) -> dict[str, str]:
+    """What stands at the top: a mark, and a sentence."""
+    everything = report.numbers is not None and report.numbers.read
+    errors = counted(report.errors, "error")
     words = {
-        "ok": ("✓", "Whole, by its headers" if report.numbers is None or "read for" not in report.numbers.origin else "Whole, and all of it was read"),
+        "ok": ("✓", "Whole, and all of it was read" if everything else "Whole, by its headers"),
         "unproven": ("~", "Nothing is missing that headers tell of; completeness is not provable"),
         "broken": ("✕", f"Not in order: {errors}"),
         "unopened": ("✕", "Cannot be opened as a checkpoint"),

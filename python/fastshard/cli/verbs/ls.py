@@ -13,10 +13,11 @@ from ...errors import FastshardError
 from ...options import nearest
 from ...planning import make_plan
 from ...roles import layer_of, role_of
+from ...shown import counted
 from ...sizes import parse_size
 from ..arguments import add_common, add_opening
 from ..arguments import opened as opened_at
-from ..render import Tree, counted, human, table, tree
+from ..render import Tree, human, table, tree
 from ..verb import Outcome, Result, Verb
 
 #: Branches below each other; names have no more parts than a few.

@@ -79,12 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         return Result(text, proof=False), findings
     regular.replace(path, text)
     size = len(text.encode())
-    verdict = {
-        "ok": "nothing missing by headers",
-        "unproven": "nothing missing by headers; not provable",
-        "broken": f"{told.errors} errors",
-        "unopened": "cannot be opened",
-    }[told.verdict]
+    said = page.verdict(told)["text"]
     document = {
         "report": str(a.output),
         "bytes": size,
@@ -92,7 +87,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         "errors": told.errors,
         "warnings": told.warnings,
     }
-    return Result(f"{a.output}: {verdict}; a page of {human(size)}", document), findings
+    return Result(f"{a.output}: {said[0].lower()}{said[1:]}; a page of {human(size)}", document), findings
 
 
 REPORT = Verb(

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...absent import absent
 from ...errors import FastshardError
+from ...shown import counted
 from ...verification import verify as verify_checkpoint
 from ..arguments import add_choosing, add_common, add_source, opening, progress
-from ..render import counted
 from ..verb import Outcome, Result, Verb
 
 
