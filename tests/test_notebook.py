@@ -34,12 +34,13 @@ def shown(value: Any) -> Parsed:
     "make, says",
     [
         (lambda out: fastshard.open(NEOX), "2.attention.dense.weight"),
+        (lambda out: fastshard.open(NEOX, to="hf"), "verify() looks at it"),
         (lambda out: fastshard.plan(NEOX, "hf"), "gpt_neox.layers.0.attention.dense.weight"),
         (lambda out: fastshard.convert(TP4, out, memory=MEMORY), "fastshard.Manifest hf"),
         (lambda out: fastshard.stats(TP4, memory=MEMORY), "statistics of 21 tensors"),
         (lambda out: fastshard.diff(TP4, TP4, memory=MEMORY), "no difference"),
     ],
-    ids=["checkpoint", "plan", "manifest", "stats", "diff"],
+    ids=["checkpoint", "view", "plan", "manifest", "stats", "diff"],
 )
 def test_each_is_a_table(make: Any, says: str, tmp_path: Path) -> None:
     text = "".join(shown(make(tmp_path / "out")).texts)

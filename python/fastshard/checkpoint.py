@@ -282,20 +282,3 @@ class Checkpoint(Tensors):
         step = f", step {self.step}" if self.step else ""
         degrees = "".join(f", {k} {v}" for k, v in self.topology.items())
         return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {len(self)} tensors in {len(self.files)} files>"
-
-    def _repr_html_(self) -> str:
-        from . import notebook
-
-        total = sum(tensor.nbytes for tensor in self.values()) or 1
-        rows = (
-            (
-                name,
-                tensor.dtype,
-                notebook.shape(tensor.shape),
-                tensor.nbytes,
-                notebook.Bar(tensor.nbytes / total),
-            )
-            for name, tensor in self.items()
-        )
-        head = ("tensor", "dtype", "shape", "bytes", "")
-        return notebook.table(repr(self), head, rows, len(self), findings=self.findings)

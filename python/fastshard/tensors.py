@@ -10,6 +10,7 @@ from .tensor import Tensor
 if TYPE_CHECKING:
     import torch
 
+    from .errors import Finding
     from .planning import Plan
 
 __all__ = ["Tensors", "TorchTensors"]
@@ -24,6 +25,11 @@ class Tensors(Mapping[str, Tensor]):
     @property
     def _plan(self) -> Plan:
         """What the tensors are made of."""
+        raise NotImplementedError
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found of them so far."""
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,6 +63,23 @@ class Tensors(Mapping[str, Tensor]):
             device: where they go; default the CPU, zero-copy where the bytes are one run.
         """
         return TorchTensors(self, device)
+
+    def _repr_html_(self) -> str:
+        from . import notebook
+
+        outputs = [(name, *self._plan.outputs[i][1:]) for name, i in self._plan.index.items()]
+        total = sum(size for _, _, _, size, _ in outputs) or 1
+        rows = (
+            (name, dtype, notebook.shape(shape), size, notebook.Bar(size / total))
+            for name, dtype, shape, size, _ in outputs
+        )
+        head = ("tensor", "dtype", "shape", "bytes", "")
+        below = self._below()
+        return notebook.table(repr(self), head, rows, len(outputs), findings=self.findings, below=below)
+
+    def _below(self) -> str:
+        """The line below them in a notebook."""
+        return ""
 
     def __enter__(self) -> Tensors:
         return self

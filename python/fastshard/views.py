@@ -128,6 +128,9 @@ class View(Tensors):
         self._verified = True
         return self.findings
 
+    def _below(self) -> str:
+        return f"not proven: {'; '.join(self.not_proven)}"
+
     def __repr__(self) -> str:
         state = "verified" if self._verified else "not verified"
         return f"<fastshard.View {self.checkpoint.framework} as {self.plan.target}: {len(self)} tensors, {state}>"
