@@ -300,3 +300,15 @@ def test_a_plan_tells_how_often_bytes_are_read() -> None:
     again = sum(t.nbytes for name, t in tensors.items() if "norm" in name)
     whole = sum(t.nbytes for t in tensors.values())
     assert divided.code == 0 and divided.doc["read_amplification"] == pytest.approx((whole + again) / whole)
+
+
+@pytest.mark.parametrize("command", [("merge", "out"), ("stats",), ("convert", "out", "--to", "hf")])
+def test_a_pattern_that_matches_nothing_is_told_what_it_may_be_meant_for(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    verb, *rest = command
+    name = "gpt_neox.embed_in.weight" if "hf" in rest else "0.word_embeddings.weight"
+    argv = [tmp_path / word if word == "out" else word for word in rest]
+    ran = cli(verb, NEOX, *argv, "--include", name.replace("embed", "embbed"))
+    (finding,) = ran.having("FS515")
+    assert ran.code == 2 and finding["help"] == f"did you mean {name}?"

@@ -16,7 +16,7 @@ from .dtypes import TORCH_FLOATS
 from .errors import FastshardError, Finding, from_core
 from .maps import Maps
 from .models import config_json
-from .options import meant
+from .options import meant, nearest
 from .request import DTYPES, MERGE, Request
 from .targets.base import Bound, Completed, Drafted
 from .targets.registry import check, keeps_all, target_of
@@ -239,9 +239,23 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     }
     core = draft.place(json.dumps(placement))
     planned = _caused([Finding.from_dict(f) for f in json.loads(core.findings())], broken)
+    if request.include and any(f.code == "FS515" for f in planned):
+        planned = [_meant_for(f, opened, request) for f in planned]
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
     return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main)
+
+
+def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
+    """That nothing is left, with the name that a pattern may be meant for."""
+    if finding.code != "FS515":
+        return finding
+    names = make_plan(opened, replace(request, include=(), exclude=())).index
+    for pattern in request.include:
+        near = nearest(pattern, names)
+        if near is not None and not any(fnmatchcase(name, pattern) for name in names):
+            return replace(finding, got=f"--include {pattern}", help=f"did you mean {near}?")
+    return finding
 
 
 def _taken(source: Source, request: Request) -> Source:
