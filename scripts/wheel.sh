@@ -5,9 +5,9 @@ set -eu
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-dist=${1:-$work/dist}
-mkdir -p "$dist" "$work/source" "$work/home"
-dist=$(cd "$dist" && pwd)
+# Made apart: what lies in DIR already is not taken for what was made.
+dist=$work/dist
+mkdir -p "$dist" "$work/source" "$work/home" ${1:+"$1"}
 
 git archive HEAD | tar -x -C "$work/source"
 python3 -m venv "$work/build"
@@ -46,3 +46,6 @@ python -c "import sys, time; print(f'from pip install to a converted checkpoint:
 USE
 checkpoint=$PWD/tests/fixtures/gpt_neox/neox_pp_tp2
 (cd "$work/home" && env -i PATH="$work/user/bin" HOME="$work/home" /bin/sh "$work/use.sh" "$wheel" "$checkpoint")
+if [ -n "${1-}" ]; then
+  cp "$dist"/fastshard-* "$1"
+fi

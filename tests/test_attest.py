@@ -16,6 +16,8 @@ from blake3 import blake3
 from helpers import NEOX, cli
 from safetensors import safe_open
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture
 def result(tmp_path: Path) -> Path:
@@ -67,9 +69,37 @@ def test_a_file_of_the_users_is_not_written_over(result: Path) -> None:
     (result / "notes.json").write_text("{}")
     ran = cli("attest", result, "-o", result / "notes.json")
     assert ran.code == 2 and (result / "notes.json").read_text() == "{}"
+    about = (ROOT / "FORMAT.md").read_text()
+    (result / "about.md").write_text(about)
+    ran = cli("attest", result, "-o", result / "about.md")
+    assert ran.code == 2 and (result / "about.md").read_text() == about, (
+        "a text that speaks of statements is none"
+    )
     assert cli("attest", NEOX).findings[0]["code"] == "FS501"
     (result / "config.json").unlink()
     assert cli("attest", result).code == 3
+
+
+@pytest.mark.parametrize("change", [
+    {"files": [{"name": "../secret.txt", "size": 4}]}, {"files": [{"name": ["a"]}]}, {"files": [{"name": "a\0b"}]},
+    {"findings": "all well"}, {"sources": {"a": 1}}, {"value_ops": [1]}, {"provenance": [1]}, {"provenance": {"parts": [{"bytes": "many"}]}},
+    {"topology": [1]}, {"tensors": [{"name": 5, "blake3": ""}]},
+])  # fmt: skip
+def test_a_manifest_that_says_odd_things_is_refused_by_name(result: Path, change: dict[str, object]) -> None:
+    (result.parent / "secret.txt").write_text("well")
+    file = result / "fastshard.manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    ran = cli("attest", result, "--no-verify")
+    assert ran.code != 0
+    assert [f["code"] for f in ran.errors] == ["FS518"] and not (result / "fastshard.intoto.json").exists()
+    page = cli("report", result, "-o", result.parent / "page.html")
+    assert page.code == 0 and not page.having("FS520")
+
+
+def test_one_path_too_many_is_bad_usage(result: Path) -> None:
+    for argv in (("attest", result, "extra"), ("zero-to-fp32", result, result, "extra")):
+        ran = cli(*argv)
+        assert ran.code == 2 and "unrecognized arguments: extra" in ran.findings[0]["message"]
 
 
 # --- signatures of OpenSSF model-signing

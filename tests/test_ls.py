@@ -42,12 +42,20 @@ def test_filters() -> None:
     norms = [n for n in names if "norm" in n]
     assert listed(LLAMA, "*norm*") == listed(LLAMA, "--glob", "*norm*") == norms
     assert listed(LLAMA, "--layer", 3, "*norm*") == [n for n in norms if n.startswith("3.")]
-    assert listed(LLAMA, "--dtype", "bf16") == names and listed(LLAMA, "--dtype", "F32") == []
+    assert listed(LLAMA, "--dtype", "bf16") == names and listed(LLAMA, "--dtype", "torch.bfloat16") == names
     big = [n for n, t in fastshard.open(LLAMA).items() if t.nbytes > 2048]
     assert listed(LLAMA, "--larger-than", "2KiB") == big
     assert listed(LLAMA, "--sort", "name") == sorted(names)
     sizes = [row["bytes"] for row in cli("ls", LLAMA, "--sort", "size").doc["outputs"]]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "filters", [("--dtype", "F32"), ("--layer", "99"), ("--larger-than", "1GiB"), ("--dtype", "bfloat61")]
+)
+def test_filters_that_leave_nothing_are_refused(filters: tuple[str, ...]) -> None:
+    ran = cli("ls", LLAMA, *filters)
+    assert (ran.code, ran.findings[0]["code"]) == (2, "FS515")
 
 
 def test_pages_make_the_whole() -> None:

@@ -174,7 +174,7 @@ def test_what_a_checkpoint_says_of_itself() -> None:
     )
     assert "GPT-NeoX" in repr(ckpt) and "40 tensors" in repr(ckpt)
     html = ckpt._repr_html_()
-    assert "0.word_embeddings.weight" in html and "<table>" in html
+    assert "0.word_embeddings.weight" in html and "<table" in html
     assert ckpt.findings == []
     assert "BF16" in repr(ckpt["0.word_embeddings.weight"])
 

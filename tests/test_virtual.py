@@ -166,6 +166,32 @@ def test_a_checkpoint_with_an_error_is_not_read(tmp_path: Path) -> None:
             fastshard.safe_open(ckpt, **options)
 
 
+def test_a_large_tensor_is_read_on_several_threads(tmp_path: Path) -> None:
+    """Shares of it begin anywhere: each byte is where it would be, from odd rows too."""
+    rows, columns = 1234, 4099
+    whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+    for rank, part in enumerate(whole.chunk(2, dim=1) if columns % 2 == 0 else (whole[:617], whole[617:])):
+        save_file({"w": part.contiguous()}, tmp_path / f"tp_rank_{rank:02d}.safetensors")
+    (tmp_path / "layout.json").write_text(json.dumps({"tp": 2, "tp_dim": {"w": 0}}))
+    tensor = fastshard.open(tmp_path)["w"]
+    assert tensor.nbytes > 16 << 20 and len(tensor.pieces) == 2
+    assert torch.equal(tensor.torch(), whole)
+    for start, stop in ((1, 1234), (3, 1000), (616, 618), (0, 1233)):
+        assert torch.equal(tensor.torch_rows(start, stop), whole[start:stop])
+
+
+def test_what_is_stored_wider_is_said_to_be_rounded(tmp_path: Path) -> None:
+    from fastshard import examples
+
+    config = examples.CONFIGS["llama"]
+    with fastshard.Writer(tmp_path / "mixed", config=config) as writer:
+        for name, value in examples.tensors("llama"):
+            array = torch.from_numpy(value.copy())
+            writer[name] = array if "norm" in name else array.bfloat16()
+    with pytest.warns(UserWarning, match="stored wider than bfloat16"):
+        assert fastshard.load_model(tmp_path / "mixed").dtype == torch.bfloat16
+
+
 def test_only_the_rows_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     view = fastshard.open(LLAMA, to="hf")
     tensor = view["model.embed_tokens.weight"]

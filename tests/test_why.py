@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fastshard.dtypes import numpy_dtype
 from fastshard.regions import meets, of_flat, slices, strides
-from helpers import FIXTURES, NEOX, cli
+from helpers import FIXTURES, NEOX, STEP, cli, copy, layer_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +123,24 @@ def test_its_hash_is_that_of_the_result(tmp_path: Path) -> None:
         # The result's own manifest states it, and nothing is read for that.
         told = cli("why", tmp_path / "out", name, json_output=False).out
         assert f"BLAKE3 {manifest[name]['blake3']}, by the manifest" in told
+
+
+def test_a_hash_of_a_shard_is_never_said_to_be_that_of_the_whole(tmp_path: Path) -> None:
+    """Ranks' shards have the whole's name, in the inventory too."""
+    from fastshard import examples
+
+    examples.make("llama", tmp_path / "ranks", to="tp-safetensors", tp=2)
+    fastshard.manifest(tmp_path / "ranks")
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        assert "BLAKE3" not in cli("why", tmp_path / "ranks", name, json_output=False).out
+
+
+def test_a_tensor_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / layer_file(3, 1)).unlink()
+    ran = cli("why", ckpt, "3.attention.dense.weight")
+    assert ran.code != 0 and ran.having("FS101", file=layer_file(3, 1))
+    assert ran.having("FS515", tensor="3.attention.dense.weight", message="not in the result")
 
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ __all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]
 STATEMENT_NAME = "fastshard.intoto.json"
 #: What the statement says of its subjects. See FORMAT.md.
 PREDICATE = "https://github.com/fastshard/fastshard/attestation/v1"
+_STATEMENT = "https://in-toto.io/Statement/v1"
 #: Bytes read at a time.
 _CHUNK = 1 << 20
 
@@ -59,6 +60,8 @@ def attest(
             meanwhile; ``FS504`` if ``out`` is something else already.
     """
     root = Path(path)
+    # Before it is read: one that takes its place meanwhile is found.
+    first = _stamp(root / MANIFEST_NAME) if regular.is_file(root / MANIFEST_NAME) else (0, 0, 0)
     manifest = read(root / MANIFEST_NAME)
     target = regular.replaceable(out if out is not None else root / STATEMENT_NAME)
     if regular.is_file(target) and target.stat().st_size and not _is_statement(target):
@@ -69,8 +72,11 @@ def attest(
             help="choose another place with -o FILE",
         )
     names = sorted({*(file["name"] for file in manifest["files"]), MANIFEST_NAME})
+    for name in names:
+        if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise FastshardError.of("FS518", "the manifest names a file that leaves its folder", file=name)
     files = {name: root / name for name in names}
-    before = {name: _stamp(file) for name, file in files.items()}
+    before = {name: _stamp(file) for name, file in files.items()} | {MANIFEST_NAME: first}
     if verify:
         raise_errors(verify_checkpoint(root, memory=memory, threads=threads, progress=progress))
     digests = _digests(files, thread_count(threads), progress)
@@ -78,7 +84,7 @@ def attest(
         if _stamp(file) != before[name]:
             raise FastshardError.of("FS506", "changed while it was read", file=name)
     statement = {
-        "_type": "https://in-toto.io/Statement/v1",
+        "_type": _STATEMENT,
         "subject": [
             *({"name": name, "digest": {"sha256": digests[name]}} for name in names),
             *(
@@ -107,7 +113,16 @@ def attest(
 
 
 def _is_statement(path: Path) -> bool:
-    return PREDICATE.encode() in regular.read_bytes(path, 1 << 30, code="FS504")
+    """True for a statement of this kind; a text that speaks of one is none."""
+    try:
+        found = json.loads(regular.read_bytes(path, 1 << 30, code="FS504"))
+    except ValueError:
+        return False
+    return (
+        isinstance(found, dict)
+        and found.get("_type") == _STATEMENT
+        and found.get("predicateType") == PREDICATE
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from . import regular
+from .dtypes import TORCH_FLOATS, item_size
 from .errors import FastshardError
 from .opening import open as open_checkpoint
 from .reader import Slice
@@ -32,8 +34,9 @@ def load_model(
 ) -> Any:
     """A model of transformers with the tensors of a checkpoint, which are made as they are loaded; nothing is written.
 
-    The class is the one that the config names, with its weights in the dtype that they have. Code that lies
-    beside a checkpoint is never run.
+    The class is the one that the config names, with its weights in the dtype that most of them have, as with
+    ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that lies beside
+    a checkpoint is never run.
 
     Args:
         paths: as for :func:`fastshard.open`; or a view that ``fastshard.open(..., to="hf")`` has given.
@@ -62,6 +65,7 @@ def load_model(
     if given is None:
         raise FastshardError.of("FS209", "no config.json says which model it is", help="give it with config=")
     kind = _class(transformers, given)
+    _tell_of_rounding(view)
     config = kind.config_class.from_dict(given)
     slices = {name: Slice(tensor) for name, tensor in view.items()}
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
@@ -113,6 +117,19 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
             help='load the tensors into the model yourself: fastshard.open(..., to="hf").torch()',
         )
     return kind
+
+
+def _tell_of_rounding(view: View) -> None:
+    """Warns of tensors that are stored wider than the model will have them."""
+    sizes = {dtype: item_size(dtype) for dtype in TORCH_FLOATS}
+    main = next((size for dtype, size in sizes.items() if TORCH_FLOATS[dtype] == view.plan.main_dtype), 8)
+    wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
+    if wider:
+        warnings.warn(
+            f"{len(wider)} tensors ({wider[0]}, ...) are stored wider than {view.plan.main_dtype} and are rounded to it; "
+            'fastshard.open(..., to="hf").torch() has them as they are',
+            stacklevel=3,
+        )
 
 
 def _judge(info: dict[str, Any]) -> None:

@@ -213,12 +213,38 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
         raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
     for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
-        rows = document.get(key)
-        if not isinstance(rows, list) or not all(
-            isinstance(row, dict) and needed <= row.keys() for row in rows
-        ):
+        if not _rows(document.get(key), needed):
             raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
+    odd = [key for key, kind in _FORMS.items() if not isinstance(document.get(key) or kind(), kind)]
+    odd += [key for key in ("sources", "findings") if not _rows(document.get(key) or [])]
+    made = document.get("provenance") or {}
+    if (
+        odd
+        or not _rows(made.get("parts") or [])
+        or not all(_is_size(p.get("bytes", 0)) for p in made.get("parts") or [])
+    ):
+        told = ", ".join(dict.fromkeys(odd)) or "provenance"
+        raise FastshardError.of("FS518", f"the manifest's {told} cannot be read", file=str(path))
     return document
+
+
+#: What a manifest says besides files and tensors, where it does.
+_FORMS: dict[str, type] = {
+    "sources": list, "findings": list, "value_ops": dict, "topology": dict, "axes": dict, "provenance": dict,
+}  # fmt: skip
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _rows(rows: object, needed: Collection[str] = ()) -> bool:
+    """True for a list of objects that have these texts."""
+    return isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and all(isinstance(row.get(key), str) and "\0" not in row[key] for key in needed)
+        for row in rows
+    )
 
 
 def against_result(

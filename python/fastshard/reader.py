@@ -1,4 +1,4 @@
-"""Reading as ``safetensors.safe_open`` does, whatever the checkpoint: the same names, calls and results."""
+"""Reading as ``safetensors.safe_open`` does, whatever the checkpoint: the same calls, the same tensors."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ class Slice:
 
 class safe_open:
     """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
+
+    Its calls are the same. ``metadata()`` is what a result's files say (``{"format": "pt"}``), whatever the source's say; a
+    name that is not there is a KeyError.
 
     >>> import fastshard
     >>> from fastshard import examples

@@ -9,6 +9,7 @@ from .tensor import Tensor
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from .errors import Finding
     from .planning import Plan
@@ -81,7 +82,7 @@ class Tensors(Mapping[str, Tensor]):
         """The line below them in a notebook."""
         return ""
 
-    def __enter__(self) -> Tensors:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

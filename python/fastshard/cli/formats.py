@@ -132,7 +132,7 @@ def as_junit(told: Told) -> str:
     cases = [f for f in told.findings if f.severity != "note" or told.verbose]
     wrong = [f for f in cases if f.severity == "error"]
     # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
-    kind = "failure" if told.code in (1, 3) else "error"
+    kind = "error" if told.code == 2 or told.code >= 128 else "failure"
     unexplained = told.code != 0 and not wrong
     counts = {
         "tests": len(cases) + 1,

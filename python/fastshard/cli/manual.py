@@ -41,7 +41,7 @@ def page(command: str | None = None) -> str:
     for code, meaning in EXIT_CODES:
         lines += _item(code, meaning)
     lines += [".PP", _text(EXIT_NOTE)]
-    lines += [".SH SEE ALSO", r"\&`fastshard explain CODE` says what a finding means and what to do."]
+    lines += [".SH SEE ALSO", _text("`fastshard explain CODE` says what a finding means and what to do.")]
     return "\n".join(lines) + "\n"
 
 
@@ -86,5 +86,11 @@ def _paragraphs(text: str) -> list[str]:
 
 def _text(text: str) -> str:
     """Text in which nothing is a request or an escape of roff."""
-    text = text.replace("\\", "\\e").replace("-", "\\-").replace("~", "\\(ti").replace("^", "\\(ha")
+    text = (
+        text.replace("\\", "\\e")
+        .replace("-", "\\-")
+        .replace("~", "\\(ti")
+        .replace("^", "\\(ha")
+        .replace("`", "\\(ga")
+    )
     return f"\\&{text}" if text[:1] in (".", "'") else text

@@ -73,7 +73,11 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
     needed = (verbs[first],) if first in verbs else () if first == "--version" else verbs
     parser = build(needed)
     arguments, rest = parser.parse_known_args(argv)
-    if rest and hasattr(arguments, "ckpt") and not any(word.startswith("-") for word in rest):
+    if (
+        rest
+        and isinstance(getattr(arguments, "ckpt", None), list)
+        and not any(word.startswith("-") for word in rest)
+    ):
         # argparse gives the first run of paths to CKPT and OUT; the last path of all is OUT.
         own = subparsers(parser)[arguments.command]
         others = [a.dest for a in own._actions if not a.option_strings and a.dest != "ckpt"]

@@ -137,9 +137,11 @@ class Run:
         document = formats.DOCUMENTS.get(a.output_format)
         if document is not None:
             self._streams.write(lambda: sys.stdout.write(document(told)))
-        elif result and result.text and not (quiet and verb and verb.silent):
+        elif result and result.text and (result.product or not (quiet and verb and verb.silent)):
             # Which of several steps it is comes before all that is said of it.
-            lines = [render.printable(f.message) for f in findings if f.code == "FS112"]
+            lines = (
+                [] if result.product else [render.printable(f.message) for f in findings if f.code == "FS112"]
+            )
             lines.append(render.printable(result.text, keep="\n"))
             if told.not_proven is not None:
                 lines.append(f"not proven: {told.not_proven}")

@@ -19,6 +19,8 @@ class Result:
     document: dict[str, Any] = field(default_factory=dict)
     #: False for what needs no line of what was not proven.
     proof: bool = True
+    #: True for a text that is what was asked for, and not about it: it stands alone, and is never kept back.
+    product: bool = False
     #: True for a text that people page through.
     paged: bool = False
 

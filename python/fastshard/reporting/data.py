@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ from .. import _core, manifests
 from ..absent import absent
 from ..checkpoint import Checkpoint
 from ..discover import list_roots
-from ..errors import CODES, UNPROVEN, FastshardError, Finding, from_core
+from ..errors import CODES, FastshardError, Finding, from_core
 from ..options import StrPath
 from ..planning import Plan, make_plan
 from ..progress import Progress
+from ..proof import not_proven
 from ..request import Request
 from ..roles import layer_of, parts_of, role_of
 from ..shown import human
@@ -198,7 +200,7 @@ def gathered(
         verdict="broken" if broken else "ok" if provable else "unproven",
         facts=_facts(checkpoint, plan),
         findings=_groups(findings),
-        not_proven=_not_proven(findings),
+        not_proven="; ".join(not_proven(findings)),
         read=read,
         grid=grid(checkpoint, findings, echoes),
         elsewhere=missing.told() if missing else "",
@@ -273,16 +275,6 @@ def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
         )
         for (severity, code), group in by_code.items()
     )
-
-
-def _not_proven(findings: list[Finding]) -> str:
-    """As the commands end: see :func:`fastshard.cli.verb.layout_not_proven`."""
-    told = "that the layout is right for the model: a hash cannot tell, logits can"
-    for finding in findings:
-        if finding.code == "FS109" and finding.file is None:
-            told = f"{finding.message}; {finding.help}"
-            break
-    return "; ".join([told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)])
 
 
 # --- the tensors
@@ -387,13 +379,15 @@ def _weaker(finding: Finding) -> Finding:
 def _recorded(document: dict[str, Any], plan: Plan) -> dict[str, TensorStats]:
     """The statistics in a manifest, of those tensors that it has as they are."""
     recorded = {}
-    entries = {t["name"]: t for t in document["tensors"] if t.get("stats")}
+    named = Counter(t["name"] for t in document["tensors"])
+    # Of shards, which may have the whole's name, they are something else.
+    entries = {t["name"]: t for t in document["tensors"] if t.get("stats") and named[t["name"]] == 1}
     for name, dtype, shape, _, _ in plan.outputs:
         entry = entries.get(name)
         if entry is not None and (entry.get("dtype"), entry.get("shape")) == (dtype, shape):
             try:
                 recorded[name] = TensorStats.from_dict(dtype, shape, entry["stats"])
-            except (KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, TypeError, ValueError):
                 return {}  # Somebody else's, or edited: what is half told misleads.
     return recorded if all(map(_sound, recorded.values())) else {}
 

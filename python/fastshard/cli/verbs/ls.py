@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...dtypes import TORCH_NAMES
 from ...errors import FastshardError
-from ...options import nearest
+from ...options import meant, nearest
 from ...planning import make_plan
 from ...roles import layer_of, role_of
 from ...shown import counted
@@ -78,7 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     larger = -1 if a.larger_than is None else parse_size(a.larger_than, "--larger-than")
     plan = make_plan(opened_at(a).opened)
     all_rows = [Row(*output) for output in plan.outputs]
-    dtypes = {dtype.upper() for dtype in a.dtype}
+    dtypes = {_dtype(word) for word in a.dtype}
     rows = [
         row for row in all_rows
         if (not globs or any(fnmatchcase(row.name, glob) for glob in globs))
@@ -88,6 +89,12 @@ def _run(a: argparse.Namespace) -> Outcome:
     ]  # fmt: skip
     if globs and not any(fnmatchcase(row.name, glob) for row in all_rows for glob in globs):
         raise _nothing_matches(globs, [row.name for row in all_rows])
+    if not rows and (globs or dtypes or a.layer or a.larger_than is not None):
+        raise FastshardError.of(
+            "FS515",
+            "no tensor is left by these filters",
+            help="`fastshard ls --by layer` (role, dtype) shows what there is",
+        )
     if a.sort == "name":
         rows.sort(key=lambda row: row.name)
     elif a.sort == "size":
@@ -132,6 +139,19 @@ def _run(a: argparse.Namespace) -> Outcome:
     return Result(
         "\n".join(part for part in (text, total) if part), document, paged=not a.no_pager
     ), plan.findings
+
+
+def _dtype(word: str) -> str:
+    """A dtype by its name: safetensors', or torch's.
+
+    Raises:
+        FastshardError: ``FS515`` if there is none of the name.
+    """
+    names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
+    found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))
+    if found is None:
+        raise FastshardError.of("FS515", f"--dtype: no dtype is called {word}{meant(word.lower(), names)}")
+    return found
 
 
 def _nothing_matches(globs: list[str], names: list[str]) -> FastshardError:

@@ -54,7 +54,8 @@ def _place(a: argparse.Namespace) -> Path | None:
     path = regular.replaceable(a.output)
     if a.overwrite or not regular.is_file(path) or not path.stat().st_size:
         return path
-    if MARK not in regular.read_bytes(path, _BEGINNING, code="FS504", whole=False):
+    head = regular.read_bytes(path, _BEGINNING, code="FS504", whole=False)
+    if not head.startswith(b"<!DOCTYPE html>") or MARK not in head:
         raise FastshardError.of(
             "FS504",
             "is there already and is no report",
@@ -65,10 +66,12 @@ def _place(a: argparse.Namespace) -> Path | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    from ...reporting import about, page
+    from ...reporting import about, charts, page
 
     # Before all is read for nothing.
     page.library()
+    if a.stats:
+        charts.library()
     path = _place(a)
     told = about(
         a.ckpt, against=a.against, stats=a.stats, memory=a.memory, progress=progress(a), **opening(a)
@@ -76,7 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     text = page.rendered(told)
     findings = told.all_findings
     if path is None:
-        return Result(text, proof=False), findings
+        return Result(text, proof=False, product=True), findings
     regular.replace(path, text)
     size = len(text.encode())
     said = page.verdict(told)["text"]

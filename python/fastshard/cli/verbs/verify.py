@@ -21,7 +21,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
     add_choosing(parser)
     group = parser.add_argument_group("a signature of OpenSSF model-signing (pip install 'fastshard[sign]')")
-    group.add_argument("--signature", metavar="FILE", help="every file must be as it was signed (model.sig)")
+    group.add_argument(
+        "--signature",
+        metavar="FILE",
+        help="every file must be as it was signed (model.sig); git's own, such as .gitattributes and .github, are never signed",
+    )
     group.add_argument("--public-key", metavar="FILE", help="PEM of the key whose other half has signed")
     group.add_argument(
         "--certificate-chain",

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import _core
 from ...conversion import plan as plan_of
-from ...errors import FastshardError, from_core
+from ...errors import FastshardError, Finding, error_for, from_core
 from ...manifests import beside, read, run_options
 from ...options import nearest
 from ...planning import Plan
@@ -39,20 +39,27 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.hash:
         document["blake3"] = _read(a, plan)
     elif manifest is not None:
-        named = (entry for entry in read(manifest)["tensors"] if entry["name"] == a.tensor)
-        document["blake3_stated"] = next((entry["blake3"] for entry in named), None)
+        document["blake3_stated"] = _stated(read(manifest), document)
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
     text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
     return Result(text, document), plan.findings
 
 
+def _stated(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
+    """The hash of a whole tensor by a manifest: of shards, which may have its name, it tells something else."""
+    named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
+    alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
+    return named[0]["blake3"] if alike == [True] else None
+
+
 def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     """What is known of a tensor that is not in the result: ``own`` if the source calls one so."""
-    about = [finding for finding in plan.findings if finding.tensor == name]
+    # What follows from another finding is not among the plan's own.
+    echoes = (Finding.from_dict(finding) for finding in json.loads(plan.core.findings()))
+    about = [finding for finding in (*plan.findings, *echoes) if finding.tensor == name]
     if about:
-        return FastshardError.of(
-            "FS515", f"not in the result: {about[0].message}", tensor=name, help=about[0].help
-        )
+        told = Finding.of("FS515", f"not in the result: {about[0].message}", tensor=name, help=about[0].help)
+        return error_for([told, *(finding for finding in plan.findings if finding.severity == "error")])
     if own:
         return FastshardError.of(
             "FS515",
