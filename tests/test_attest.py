@@ -75,7 +75,7 @@ def test_a_file_of_the_users_is_not_written_over(result: Path) -> None:
     assert ran.code == 2 and (result / "about.md").read_text() == about, (
         "a text that speaks of statements is none"
     )
-    assert cli("attest", NEOX).findings[0]["code"] == "FS501"
+    assert cli("attest", NEOX).findings[0]["code"] == "FS518"
     (result / "config.json").unlink()
     assert cli("attest", result).code == 3
 

@@ -60,8 +60,15 @@ def attest(
             meanwhile; ``FS504`` if ``out`` is something else already.
     """
     root = Path(path)
+    if not regular.is_file(root / MANIFEST_NAME):
+        raise FastshardError.of(
+            "FS518",
+            "no manifest is here to hold it against",
+            file=str(root / MANIFEST_NAME),
+            help="results have one; for another checkpoint `fastshard manifest CKPT` makes it",
+        )
     # Before it is read: one that takes its place meanwhile is found.
-    first = _stamp(root / MANIFEST_NAME) if regular.is_file(root / MANIFEST_NAME) else (0, 0, 0)
+    first = _stamp(root / MANIFEST_NAME)
     manifest = read(root / MANIFEST_NAME)
     target = regular.replaceable(out if out is not None else root / STATEMENT_NAME)
     if regular.is_file(target) and target.stat().st_size and not _is_statement(target):
