@@ -287,6 +287,11 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_it_is_silent_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    fastshard.load_model(NEOX)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_view_is_as_it_was_opened() -> None:
     view = fastshard.open(NEOX, to="hf")
     assert fastshard.load_model(view) is not None and view.verified

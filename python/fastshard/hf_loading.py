@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import regular
@@ -69,18 +71,19 @@ def load_model(
     config = kind.config_class.from_dict(given)
     slices = {name: Slice(tensor) for name, tensor in view.items()}
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    model, info = kind.from_pretrained(
-        None,
-        config=config,
-        # Version 5 reads each tensor when it has a place for it.
-        state_dict=slices if version >= (5,) else dict(view.torch()),
-        output_loading_info=True,
-        **{
-            "dtype" if version >= (4, 56) else "torch_dtype": getattr(
-                torch, view.plan.main_dtype or "float32"
-            )
-        },
-    )
+    with _bar(progress is not False):
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            # Version 5 reads each tensor when it has a place for it.
+            state_dict=slices if version >= (5,) else dict(view.torch()),
+            output_loading_info=True,
+            **{
+                "dtype" if version >= (4, 56) else "torch_dtype": getattr(
+                    torch, view.plan.main_dtype or "float32"
+                )
+            },
+        )
     _judge(info)
     if "generation_config.json" in view.companions:
         text = regular.read_text(view.companions["generation_config.json"], regular.MAX_CONFIG, code="FS211")
@@ -117,6 +120,22 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
             help='load the tensors into the model yourself: fastshard.open(..., to="hf").torch()',
         )
     return kind
+
+
+@contextlib.contextmanager
+def _bar(shown: bool) -> Iterator[None]:
+    """With or without the bar that transformers draws."""
+    from transformers.utils import logging as told
+
+    logging: Any = told
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _tell_of_rounding(view: View) -> None:
