@@ -117,7 +117,7 @@ def every(tmp_path: Path) -> Path:
     """A tensor of each dtype, and odd shapes."""
     tensors = {name: torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name)) for name in DTYPES}
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "made by": "x"})
     return tmp_path
 
 

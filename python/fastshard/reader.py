@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from .errors import FastshardError, raise_errors
@@ -59,11 +60,18 @@ class Slice:
         return whole.torch()[key]
 
 
+def _metadata(opened: Checkpoint | View) -> dict[str, str] | None:
+    files = getattr(opened, "files", [])
+    if not files or any(file["format"] != "safetensors" for file in files):
+        return {"format": "pt"}
+    found = json.loads(opened.opened.catalog.values(0)[0])  # type: ignore[union-attr]
+    return {key: value for key, value in found.items() if isinstance(value, str)} or None
+
+
 class safe_open:
     """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
 
-    Its calls are the same. ``metadata()`` is what a result's files say (``{"format": "pt"}``), whatever the source's say; a
-    name that is not there is a KeyError.
+    Its calls are the same; a name that is not there is a KeyError.
 
     >>> import fastshard
     >>> from fastshard import examples
@@ -94,6 +102,7 @@ class safe_open:
         # A view has raised them.
         raise_errors(opened.findings)
         self._tensors: Tensors = opened
+        self._metadata = _metadata(opened)
 
     def keys(self) -> list[str]:
         """Names of the tensors."""
@@ -104,8 +113,8 @@ class safe_open:
         return list(self._tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """What a result's files say of themselves."""
-        return {"format": "pt"}
+        """What the first of the safetensors files says of itself; of all else, what a result's files would say."""
+        return self._metadata
 
     def get_tensor(self, name: str) -> Any:
         """A whole tensor.
