@@ -85,3 +85,18 @@ def test_the_printed_commands_bring_the_chunks_of_another_process(
 def test_nothing_is_said_of_a_whole_one() -> None:
     ran = cli("verify", NEOX)
     assert "absent" not in json.loads(ran.out)
+
+
+def test_whole_layers_are_among_what_is_elsewhere(tmp_path: Path) -> None:
+    """Of a layer none of whose files is there no file is a finding of its own."""
+    ckpt = shutil.copytree(NEOX, tmp_path / "ckpt")
+    for file in (*ckpt.rglob("layer_04*"), *ckpt.rglob("layer_03-model_01*")):
+        file.unlink()
+    ran = cli("verify", ckpt)
+    assert ran.doc["absent"]["layers"] == ["layer 04: none of its files is there"]
+    text = cli("verify", ckpt, json_output=False).out
+    assert "1 file of it is not here besides whole layers:\n  layer 04" in text
+    for file in ckpt.rglob("layer_03*"):
+        file.unlink()
+    text = cli("verify", ckpt, json_output=False).out
+    assert "layers of it are not here:" in text and "rsync -a --ignore-existing" in text
