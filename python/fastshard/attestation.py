@@ -70,14 +70,7 @@ def attest(
     # Before it is read: one that takes its place meanwhile is found.
     first = _stamp(root / MANIFEST_NAME)
     manifest = read(root / MANIFEST_NAME)
-    target = regular.replaceable(out if out is not None else root / STATEMENT_NAME)
-    if regular.is_file(target) and target.stat().st_size and not _is_statement(target):
-        raise FastshardError.of(
-            "FS504",
-            "is there already and is no statement",
-            file=str(target),
-            help="choose another place with -o FILE",
-        )
+    _target(root, out)
     names = sorted({*(file["name"] for file in manifest["files"]), MANIFEST_NAME})
     for name in names:
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
@@ -115,8 +108,26 @@ def attest(
             "not_proven": manifest.get("not_proven"),
         },
     }
-    regular.replace(target, json.dumps(statement, indent=1) + "\n")
+    # What somebody has put there while all was read stays too.
+    regular.replace(_target(root, out), json.dumps(statement, indent=1) + "\n")
     return statement
+
+
+def _target(root: Path, out: StrPath | None) -> Path:
+    """Where the statement goes.
+
+    Raises:
+        FastshardError: ``FS504`` if something else is there.
+    """
+    target = regular.replaceable(out if out is not None else root / STATEMENT_NAME)
+    if regular.is_file(target) and target.stat().st_size and not _is_statement(target):
+        raise FastshardError.of(
+            "FS504",
+            "is there already and is no statement",
+            file=str(target),
+            help="choose another place with -o FILE",
+        )
+    return target
 
 
 def _is_statement(path: Path) -> bool:

@@ -80,7 +80,8 @@ def _run(a: argparse.Namespace) -> Outcome:
     findings = told.all_findings
     if path is None:
         return Result(text, proof=False, product=True), findings
-    regular.replace(path, text)
+    # What somebody has put there while all was read stays too.
+    regular.replace(_place(a) or path, text)
     size = len(text.encode())
     said = page.verdict(told)["text"]
     document = {
