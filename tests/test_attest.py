@@ -102,6 +102,15 @@ def test_one_path_too_many_is_bad_usage(result: Path) -> None:
         assert ran.code == 2 and "unrecognized arguments: extra" in ran.findings[0]["message"]
 
 
+def test_a_result_with_a_statement_in_it_is_not_replaced(result: Path) -> None:
+    """It, or a signature, is about what is there; nobody's work is taken away."""
+    fastshard.attest(result)
+    ran = cli("convert", NEOX, result, "--to", "hf", "--overwrite")
+    assert ran.having("FS504", got="fastshard.intoto.json") and ran.code == 2
+    (result / "fastshard.intoto.json").unlink()
+    assert cli("convert", NEOX, result, "--to", "hf", "--overwrite").code == 0
+
+
 # --- signatures of OpenSSF model-signing
 
 
