@@ -378,3 +378,13 @@ def test_headers_alone_need_no_pictures(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
+
+
+def test_what_pictures_need_is_asked_for_before_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function as by the command."""
+    from fastshard.reporting import data
+
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.setattr(data, "gathered", lambda *a, **k: pytest.fail("all was read for nothing"))
+    with pytest.raises(fastshard.FastshardError, match="vl-convert"):
+        fastshard.report(NEOX, stats=True)

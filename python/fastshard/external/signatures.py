@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .. import regular
 from ..errors import FastshardError, Finding
+from .optional import imported
 
 __all__ = ["check"]
 
@@ -39,18 +39,16 @@ def check(
             "a signature is verified with a public key, or with certificates",
             help="give --public-key FILE, or --certificate-chain FILE",
         )
-    try:
-        from model_signing import verifying
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514",
-            f"signatures are verified by model-signing: {error}",
-            help="pip install 'fastshard[sign]'",
-        ) from None
+    library = imported(
+        "model_signing",
+        "model_signing.verifying",
+        told="signatures are verified by model-signing",
+        extra="sign",
+    )
     for path in (signature, *_keys(public_key, certificates)):
         # It is read again by the library, which waits for a pipe.
         regular.read_bytes(path, _MAX_SIGNATURE, code="FS513")
-    config: Any = verifying.Config()  # type: ignore[no-untyped-call, unused-ignore]
+    config = library.verifying.Config()
     try:
         if public_key is not None:
             config.use_elliptic_key_verifier(public_key=public_key)

@@ -16,6 +16,7 @@ from ..errors import FastshardError
 from . import ocdbt_index
 from .dtypes import numpy_dtype
 from .lent import Lent
+from .optional import imported
 
 #: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
 #: chunk otherwise. In bytes where no budget is stated, at least, and at most.
@@ -53,12 +54,7 @@ def library() -> Any:
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514", f"zarr and OCDBT are read by TensorStore: {error}", help="pip install 'fastshard[orbax]'"
-        ) from None
+    tensorstore = imported("tensorstore", told="zarr and OCDBT are read by TensorStore", extra="orbax")
     _share_heap(_share(_HEAP_PART, _HEAP, _LEAST, _MOST))
     return tensorstore
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FastshardError
+from ..external.optional import imported
 from ..planning import default_threads
 
 __all__ = [
@@ -63,15 +64,13 @@ def library() -> Any:
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514", f"tasks on a cluster are run by Ray: {error}", help="pip install 'fastshard[ray]'"
-        ) from None
-    return ray
+    return imported(
+        "ray",
+        "ray.exceptions",
+        "ray.util.scheduling_strategies",
+        told="tasks on a cluster are run by Ray",
+        extra="ray",
+    )
 
 
 @contextlib.contextmanager

@@ -77,9 +77,12 @@ def about(
     Raises:
         FastshardError: as :func:`report`.
     """
-    from . import data, page
+    from . import charts, data, page
 
-    page.library()  # Before all is read for nothing.
+    # Before all is read for nothing.
+    page.needed()
+    if stats:
+        charts.needed()
     try:
         checkpoint = _opened(source, threads=threads, **opening)
         checkpoint.findings  # noqa: B018 - planning is part of opening

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import FastshardError
+from ..external.optional import imported
 from ..shown import printable
 from ..statistics import HISTOGRAM_EDGES
 from .densities import Steps
@@ -204,21 +204,13 @@ def by_layer(
     )
 
 
-def library() -> Any:
+def needed() -> Any:
     """vl-convert.
 
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514",
-            f"pictures of distributions are drawn by vl-convert: {error}",
-            help="pip install 'fastshard[report]'",
-        ) from None
-    return vl_convert
+    return imported("vl_convert", told="pictures of distributions are drawn by vl-convert", extra="report")
 
 
 #: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next version likes.
@@ -234,7 +226,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 def svg(chart: Chart) -> tuple[str, str]:
     """The picture, as the inside of an ``svg`` element, and its size as a view box."""
-    drawn = ET.fromstring(library().vegalite_to_svg(chart, vl_version="5.20"))
+    drawn = ET.fromstring(needed().vegalite_to_svg(chart, vl_version="5.20"))
     parts: list[str] = []
     for child in drawn:
         _write(child, parts)

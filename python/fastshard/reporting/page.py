@@ -17,7 +17,7 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from ..errors import FastshardError
+from ..external.optional import imported
 from ..roles import role_of
 from ..shown import counted, human, printable
 from ..statistics import TensorStats
@@ -26,7 +26,7 @@ from .data import Report, Tensor, by_layer
 from .densities import density, joined
 from .grid import STATES, THERE, Band, Cell, Grid, Problem
 
-__all__ = ["LIMIT", "MARK", "library", "rendered"]
+__all__ = ["LIMIT", "MARK", "needed", "rendered"]
 
 #: What a page of ours has near its beginning.
 MARK = b'<meta name="generator" content="fastshard '
@@ -60,19 +60,13 @@ _LIMITS = (
 )
 
 
-def library() -> Any:
+def needed() -> Any:
     """Jinja2.
 
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise FastshardError.of(
-            "FS514", f"a report is made with Jinja2: {error}", help="pip install 'fastshard[report]'"
-        ) from None
-    return jinja2
+    return imported("jinja2", told="a report is made with Jinja2", extra="report")
 
 
 def rendered(report: Report) -> str:
@@ -116,7 +110,7 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
 
 @functools.cache
 def _template() -> Any:
-    jinja2 = library()
+    jinja2 = needed()
 
     def finalize(value: Any) -> Any:
         return value if hasattr(value, "__html__") else _clipped(value) if isinstance(value, str) else value

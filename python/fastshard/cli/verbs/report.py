@@ -66,12 +66,8 @@ def _place(a: argparse.Namespace) -> Path | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    from ...reporting import about, charts, page
+    from ...reporting import about, page
 
-    # Before all is read for nothing.
-    page.library()
-    if a.stats:
-        charts.library()
     path = _place(a)
     told = about(
         a.ckpt, against=a.against, stats=a.stats, memory=a.memory, progress=progress(a), **opening(a)
