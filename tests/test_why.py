@@ -143,6 +143,18 @@ def test_a_tensor_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
     assert ran.having("FS515", tensor="3.attention.dense.weight", message="not in the result")
 
 
+def test_a_hash_of_damaged_bytes_says_that_they_are(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    name = "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+    place = fastshard.plan(ckpt, to="hf").why(name)["parts"][1]["sources"][0]["places"][0]
+    file = ckpt / place["file"]
+    data = bytearray(file.read_bytes())
+    data[place["offset"]] ^= 1
+    file.write_bytes(data)
+    ran = cli("why", ckpt, name, "--to", "hf", "--hash")
+    assert any("CRC32" in finding["message"] for finding in ran.errors)
+
+
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:
     for argv, words in (
         (["gpt_neox.layers.1.attention.query_key_value.weigth", "--to", "hf"], "did you mean gpt_neox.layers.1.attention.query_key_value.weight?"),

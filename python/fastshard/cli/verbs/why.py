@@ -34,15 +34,16 @@ def _run(a: argparse.Namespace) -> Outcome:
     plan = plan_of(checkpoint, to=a.to, vocab_size=a.vocab_size, **shape(a), **placing(a))
     if a.tensor not in plan.index:
         raise _unknown(plan, a.tensor, own=a.to is not None and a.tensor in checkpoint)
-    document = plan.why(a.tensor)
+    document, findings = plan.why(a.tensor), list(plan.findings)
     manifest = None if a.to or a.hash else beside(checkpoint)
     if a.hash:
-        document["blake3"] = _read(a, plan)
+        document["blake3"], damage = _read(a, plan)
+        findings += damage
     elif manifest is not None:
         document["blake3_stated"] = _stated(read(manifest), document)
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
     text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
-    return Result(text, document), plan.findings
+    return Result(text, document), findings
 
 
 def _stated(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
@@ -76,14 +77,15 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     )
 
 
-def _read(a: argparse.Namespace, plan: Plan) -> str:
+def _read(a: argparse.Namespace, plan: Plan) -> tuple[str, list[Finding]]:
+    """The hash of the tensor, and what was found while it was read."""
     run = {**run_options(a.memory, a.threads), "only": [a.tensor]}
     try:
-        hashes: dict[str, str] = json.loads(plan.core.check(json.dumps(run)))["hashes"]
+        outcome = json.loads(plan.core.check(json.dumps(run)))
     except _core.CoreError as error:
         raise from_core(error) from None
-    (found,) = hashes.values()
-    return found
+    (found,) = outcome["hashes"].values()
+    return found, [Finding.from_dict(finding) for finding in outcome["findings"]]
 
 
 def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
