@@ -77,11 +77,18 @@ class Catalog:
     def findings(self) -> str:
         """JSON array of findings: the files that could not be read."""
     def files(self) -> str:
-        """JSON array in the order given: path, root, format, size in bytes, tensors, name in the archive; null if unreadable."""
+        """JSON array in the order given: path, root, format, size in bytes, tensors, name in the archive, name of the first
+        tensor that is a part of a larger one; null if unreadable."""
     def values(self, file: int) -> tuple[str, bool]:
         """JSON of what a file holds besides tensors, and whether that is all of it: JSON is bounded."""
     def tensors(self, file: int) -> str:
         """JSON array of a file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
+    def distributed(self, file: int) -> str:
+        """JSON of the tensors of which a file holds a rank's part, and of the meshes; null if unreadable.
+
+        ``{"meshes": [{shape, names, coordinate, rank, ranks}], "parts": [{path, shape, ...}]}``, where a part has
+        ``mesh``, ``placements``, ``order`` and ``tensor`` (a DTensor), or ``rank``, ``ranks`` and ``shards`` (a ShardedTensor).
+        """
     def tensor_bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
@@ -222,6 +229,8 @@ class Draft:
         A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None where ranks
         do not hold equal shares of parts.
         """
+    def made_of(self) -> dict[str, set[str]]:
+        """Names of the stored tensors that each output is made of."""
     def place(self, placement: str) -> Plan:
         """The plan, with every output in a file."""
 
@@ -424,6 +433,9 @@ def histogram_edges() -> list[float]:
 
 def dcp_metadata(path: str | PathLike[str]) -> str:
     """What a `.metadata` file says, as JSON. Raises CoreError if it is none."""
+
+def dcp_object(path: str | PathLike[str], offset: int, len: int) -> str:
+    """The value of a record that is no tensor, as JSON. Raises CoreError if it cannot be read."""
 
 def vocabulary(path: str | PathLike[str], kind: str, wanted: list[str]) -> str:
     """The largest id of a tokenizer's vocabulary and the ids of the tokens wanted, as JSON: ``largest``, ``ids``.

@@ -1,6 +1,6 @@
 //! Drafts, for targets: looked at, then placed.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::Catalog;
@@ -68,6 +68,17 @@ impl Draft {
                 (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
             })
             .collect()
+        })
+    }
+
+    /// Stored tensors that each output is made of, by its name.
+    fn made_of(&self) -> PyResult<BTreeMap<String, BTreeSet<String>>> {
+        self.with(|draft| {
+            let mut all: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+            for one in &draft.outputs {
+                all.entry(one.output.name.clone()).or_default().extend(draft.made_of(&one.output));
+            }
+            all
         })
     }
 

@@ -230,6 +230,7 @@ impl Catalog {
                     json!({
                         "path": f.path, "root": f.root, "format": f.parsed.format,
                         "size": f.source.size(), "tensors": f.parsed.tensors.len(), "archive": f.parsed.archive,
+                        "partial": f.parsed.partial().next().map(|part| part.path.join(".")),
                     })
                 })
             })
@@ -260,6 +261,11 @@ impl Catalog {
                 .collect::<Vec<_>>()
         });
         to_json(&tensors.unwrap_or_default())
+    }
+
+    fn distributed(&self, file: usize) -> PyResult<String> {
+        let file = self.inner.files.get(file).and_then(|f| f.as_ref());
+        to_json(&file.map(|f| &f.parsed.distributed))
     }
 
     /// Bytes of a small tensor, at most `limit` of them.
@@ -745,6 +751,13 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     to_json(&run(py, None, read).settle(None)?)
 }
 
+/// The value of a record of a `.distcp` file that is no tensor, as JSON.
+#[pyfunction]
+fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<String> {
+    let read = move |_: &Control| fastshard::format::dcp::object(&SourceFile::open(&path)?, offset, len);
+    to_json(&run(py, None, read).settle(None)?)
+}
+
 /// What is kept of a tokenizer's vocabulary, as JSON; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
 #[pyfunction]
 fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) -> PyResult<String> {
@@ -823,6 +836,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(manifest_files, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
+    m.add_function(wrap_pyfunction!(dcp_object, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
     m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;

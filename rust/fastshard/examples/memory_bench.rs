@@ -106,6 +106,7 @@ fn main() {
                 shard: None,
                 twins: Vec::new(),
                 scale: None,
+                changes: Vec::new(),
             });
         }
     }

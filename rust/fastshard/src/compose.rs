@@ -202,7 +202,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
         let Some(shape) = &entry.shape else { continue };
         let Some(name) = entry.name.format(&want.index, &extents, &sets, &want.choices) else { continue };
         let present = boxes.iter().any(|b| !builder.index.candidates(b).is_empty());
-        if !present && (entry.optional || merging) {
+        // Of a parameter that the optimizer keeps nothing of there is no part: that others are lacking was found above.
+        if !present && (entry.optional || merging || !source.absent.is_empty()) {
             continue;
         }
         let keep = (target.wanted)(&name);

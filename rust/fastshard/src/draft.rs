@@ -9,8 +9,8 @@ use crate::catalog::Catalog;
 use crate::codes;
 use crate::compose::Drafted;
 use crate::error::{Finding, Severity};
-use crate::files::{self, FileSide, Placed, INDEX_NAME};
-use crate::plan::Plan;
+use crate::files::{self, Constants, FileSide, Placed, INDEX_NAME};
+use crate::plan::{Output, Plan};
 use crate::request::lookalikes;
 use crate::tensor::Dtype;
 
@@ -30,6 +30,9 @@ pub struct Placement {
     /// Integer types of counters, where the target holds them in another one.
     #[serde(default)]
     pub dtypes: BTreeMap<String, Dtype>,
+    /// Scalars that no tensor of the source gives.
+    #[serde(default)]
+    pub constants: Constants,
     /// Top-level names that appear after all others, the last of them the one that readers start from. By default the
     /// index, else the first file.
     #[serde(default)]
@@ -63,6 +66,12 @@ impl Draft {
         &self.plan.axes
     }
 
+    /// Names of the stored tensors that an output of it is made of.
+    pub fn made_of<'a>(&'a self, output: &'a Output) -> impl Iterator<Item = String> + 'a {
+        let sources = output.parts.iter().flat_map(|part| &part.sources);
+        sources.map(|&source| self.plan.stored[source as usize].name.clone())
+    }
+
     fn is_broken(&self) -> bool {
         self.findings.iter().any(|f| f.severity == Severity::Error)
     }
@@ -81,7 +90,7 @@ impl Draft {
         let Placed { outputs, files, has_index, findings: found } = match placement.files.is_empty() || broken
         {
             true => files::pack(outputs, placement.max_shard_size),
-            false => files::place(outputs, &placement.files),
+            false => files::place(outputs, &placement.files, &placement.constants),
         };
         findings.extend(found);
         (plan.outputs, plan.files, plan.texts) = (outputs, files, placement.texts);

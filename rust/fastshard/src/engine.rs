@@ -5,6 +5,7 @@
 
 mod blocks;
 mod budget;
+mod changes;
 mod checksums;
 mod evidence;
 mod foresee;
@@ -329,7 +330,8 @@ fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .flat_map(|&s| {
             let stored = &plan.stored[s as usize];
             let scale = stored.scale.as_ref().map(|scale| scale.stored);
-            std::iter::once(s).chain(stored.twins.iter().copied()).chain(scale)
+            let factors = stored.changes.iter().flat_map(crate::plan::Change::needs);
+            std::iter::once(s).chain(stored.twins.iter().copied()).chain(scale).chain(factors)
         })
         .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();

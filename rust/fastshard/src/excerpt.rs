@@ -55,6 +55,9 @@ impl Plan {
             if let Some(scale) = &mut tensor.scale {
                 scale.stored = stored.keep(scale.stored);
             }
+            for change in &mut tensor.changes {
+                change.renumber(|old| stored.keep(old));
+            }
             match &mut tensor.pieces {
                 Pieces::View { blob, .. } => *blob = blobs.keep(*blob),
                 Pieces::Boxes(boxes) => {

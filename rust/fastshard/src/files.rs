@@ -68,9 +68,6 @@ pub struct ArraysSide {
     pub how: serde_json::Value,
     /// (name in the store, tensor, extent of a block).
     pub arrays: Vec<(String, String, Vec<u64>)>,
-    /// Arrays of one zero that no tensor of the source gives, among them: name and element type.
-    #[serde(default)]
-    pub zeros: BTreeMap<String, Dtype>,
 }
 
 /// A record.
@@ -137,15 +134,36 @@ pub struct Placed {
     pub findings: Vec<Finding>,
 }
 
-/// Puts outputs into the files that the target prescribes: each output into exactly one.
-pub fn place(outputs: Ranked, sides: &[FileSide]) -> Placed {
+/// Scalars that no tensor of the source gives: element type and value by name.
+pub type Constants = BTreeMap<String, (Dtype, u32)>;
+
+/// Puts outputs and constants into the files that the target prescribes: each into exactly one.
+pub fn place(outputs: Ranked, sides: &[FileSide], constants: &Constants) -> Placed {
     let mut findings = Vec::new();
     let mut by_name: HashMap<(String, BTreeMap<String, u64>), Output> = HashMap::new();
     let mut dimensions = BTreeSet::new();
-    let order: Vec<_> = outputs.iter().map(|(coords, o)| (o.name.clone(), coords.clone())).collect();
-    for (coords, output) in outputs {
+    for (coords, _) in &outputs {
         dimensions.extend(coords.keys().cloned());
-        by_name.insert((output.name.clone(), coords), output);
+    }
+    let first: BTreeMap<String, u64> = dimensions.iter().map(|d| (d.clone(), 0)).collect();
+    let mut order = Vec::with_capacity(outputs.len() + constants.len());
+    for (name, (dtype, number)) in constants.iter().filter(|(_, (dtype, n))| dtype.element(*n).is_none()) {
+        findings.push(
+            Finding::new(codes::UNSUPPORTED, "a number that the element type does not have")
+                .tensor(name)
+                .expected(format!("a number of {dtype}"), number),
+        );
+    }
+    let constants = constants.iter().map(|(name, value)| (first.clone(), constant(name, *value)));
+    for (coords, output) in outputs.into_iter().chain(constants) {
+        let place = (output.name.clone(), coords);
+        order.push(place.clone());
+        if by_name.insert(place, output).is_some() {
+            findings.push(
+                Finding::new(codes::OVERLAP, "two outputs of the result have one name")
+                    .tensor(&order[order.len() - 1].0),
+            );
+        }
     }
     let mut placed = BTreeSet::new();
     let mut names = BTreeSet::new();
@@ -160,9 +178,6 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> Placed {
             dimensions.iter().map(|d| (d.clone(), side.coords.get(d).copied().unwrap_or(0))).collect();
         let mut inside: Vec<Output> = Vec::new();
         let shapes = side.content.shapes();
-        if let Content::Arrays(store) = &side.content {
-            by_name.extend(store.zeros.iter().map(|(n, d)| ((n.clone(), coords.clone()), zero(n, *d))));
-        }
         for (key, name) in side.content.tensors() {
             let place = (name.to_string(), coords.clone());
             match by_name.remove(&place) {
@@ -238,14 +253,14 @@ pub fn place(outputs: Ranked, sides: &[FileSide]) -> Placed {
     Placed { outputs: all, files, has_index: false, findings }
 }
 
-/// A scalar of zero.
-fn zero(name: &str, dtype: Dtype) -> Output {
+/// A scalar that no tensor of the source gives.
+fn constant(name: &str, (dtype, number): (Dtype, u32)) -> Output {
     Output {
         name: name.into(),
         dtype,
         shape: Vec::new(),
         parts: Vec::new(),
-        fill: Fill::Zero,
+        fill: Fill::Number(number),
         file: 0,
         offset: 0,
         key: None,

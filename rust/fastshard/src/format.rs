@@ -56,6 +56,101 @@ pub struct FileTensor {
     pub offset: u64,
 }
 
+/// Of a file that one rank wrote: the tensors of which it holds a part.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Distributed {
+    /// Meshes, each once.
+    pub meshes: Vec<Mesh>,
+    /// Parts, in the file's order.
+    pub parts: Vec<Part>,
+}
+
+/// A mesh of ranks, and where in it the rank is that wrote the file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Mesh {
+    /// Ranks along each dimension.
+    pub shape: Vec<u64>,
+    /// Names of the dimensions.
+    pub names: Option<Vec<String>>,
+    /// The rank's place; absent if it is not in the mesh.
+    pub coordinate: Option<Vec<u64>>,
+    /// The rank's number in the run, where it is told.
+    pub rank: Option<u64>,
+    /// Ranks of the run, or of this mesh of it.
+    pub ranks: Option<u64>,
+}
+
+/// A tensor of which a file holds a part.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Part {
+    /// Keys from the file's root; the local tensors are listed under them.
+    pub path: Vec<String>,
+    /// Shape of the whole.
+    pub shape: Vec<u64>,
+    /// Which part it is.
+    #[serde(flatten)]
+    pub of: Of,
+}
+
+/// How a part is told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum Of {
+    /// By a placement for each dimension of a mesh.
+    Placed {
+        /// Index into [`Distributed::meshes`].
+        mesh: u32,
+        /// Placements.
+        placements: Vec<Placement>,
+        /// (dimension of the tensor, dimensions of the mesh in the order in which they divide it), where it is told.
+        order: Option<Vec<(u64, Vec<u64>)>>,
+        /// Index into [`ParsedFile::tensors`].
+        tensor: u32,
+    },
+    /// By the place of each shard.
+    Sharded {
+        /// The rank that wrote the file, and how many there were.
+        rank: Option<u64>,
+        /// Ranks of the run.
+        ranks: Option<u64>,
+        /// The rank's own; a rank may have none.
+        shards: Vec<Shard>,
+    },
+}
+
+/// What a dimension of a mesh does to a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Placement {
+    /// All hold the same.
+    Replicate,
+    /// A dimension is divided as `torch.chunk` divides.
+    Shard {
+        /// The dimension.
+        dim: u64,
+    },
+    /// A dimension is divided after others have divided it into `split` pieces.
+    Strided {
+        /// The dimension.
+        dim: u64,
+        /// Pieces that were there already.
+        split: u64,
+    },
+    /// Terms of a reduction that was not done.
+    Partial,
+}
+
+/// A box of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Shard {
+    /// First index.
+    pub lo: Vec<u64>,
+    /// Extent.
+    pub size: Vec<u64>,
+    /// Index into [`ParsedFile::tensors`].
+    pub tensor: u32,
+}
+
 /// What a file to be written holds besides the bytes that come later.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Frame {
@@ -89,10 +184,27 @@ pub struct ParsedFile {
     pub tensors: Vec<FileTensor>,
     /// All that is not a tensor; tensors appear in it by their index.
     pub values: Values,
+    /// Tensors that are parts of larger ones.
+    pub distributed: Distributed,
     /// The name that the archive was given when it was saved (torch zips: the file's stem).
     pub archive: Option<String>,
     /// BLAKE3 of the header bytes (JSON header, or pickle and member table).
     pub header_digest: [u8; 32],
+}
+
+impl ParsedFile {
+    /// Tensors that are parts of larger ones, or of sums: whoever takes them for wholes is wrong.
+    pub fn partial(&self) -> impl Iterator<Item = &Part> {
+        self.distributed.parts.iter().filter(|part| {
+            let is_whole = |tensor: u32| self.tensors[tensor as usize].shape == part.shape;
+            match &part.of {
+                Of::Placed { placements, tensor, .. } => {
+                    !is_whole(*tensor) || placements.contains(&Placement::Partial)
+                }
+                Of::Sharded { shards, .. } => shards.len() != 1 || !is_whole(shards[0].tensor),
+            }
+        })
+    }
 }
 
 /// Reads the header of a file, by its first bytes: a torch zip or a safetensors file.

@@ -7,6 +7,7 @@
 mod convert;
 mod copy;
 mod heap;
+mod low_rank;
 mod recount;
 mod scan;
 mod tally;
@@ -15,6 +16,7 @@ mod transpose;
 pub use convert::{convert, f8_value, from_f32, to_f32};
 pub use copy::{copy, StridedBox};
 pub use heap::trim;
+pub use low_rank::product;
 pub use recount::recount;
 pub use scan::{count_non_finite, filled, is_constant, is_zero};
 pub use tally::{count_bytes, float_block, FloatBlock};

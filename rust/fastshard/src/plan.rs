@@ -14,6 +14,10 @@ use crate::format::pickle::writer::Tree;
 use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
 
+pub mod change;
+
+pub use change::Change;
+
 /// Version of the plan's JSON form.
 pub const PLAN_VERSION: u32 = 2;
 
@@ -122,7 +126,7 @@ pub struct RangePiece {
 }
 
 /// A tensor as the source's framework names it on one rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredTensor {
     /// Name in the layout's terms.
     pub name: String,
@@ -150,6 +154,9 @@ pub struct StoredTensor {
     /// Scales of a quantised tensor whose values are wanted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<BlockScale>,
+    /// What adapters make of its values, one after another.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub changes: Vec<Change>,
 }
 
 /// Scales of blocks: the value of an element is what is stored times the scale of its block.
@@ -304,6 +311,8 @@ pub enum Fill {
     Zero,
     /// Negative zeros: the neutral term of a sum that must keep the sign of a zero.
     NegativeZero,
+    /// This number, which the element type has: a counter that no tensor of the source is.
+    Number(u32),
 }
 
 /// An output tensor.
@@ -549,6 +558,7 @@ impl Plan {
                     _ => {}
                 }
                 for stored in part.sources.iter().map(|&source| &self.stored[source as usize]) {
+                    here.extend(stored.changes.iter().map(|change| change.words()));
                     if stored.scale.is_some() {
                         here.insert(format!("values of {} by scales", stored.dtype));
                     } else if stored.dtype != output.dtype {
@@ -634,6 +644,26 @@ impl Plan {
                     );
                 }
                 for tensor in stored {
+                    let known = tensor
+                        .changes
+                        .iter()
+                        .flat_map(Change::needs)
+                        .all(|n| (n as usize) < self.stored.len());
+                    let misfit = tensor
+                        .changes
+                        .iter()
+                        .filter(|_| known)
+                        .find_map(|c| c.misfit(&tensor.shape, &self.stored));
+                    if let Some((_, expected, got)) = misfit {
+                        fail(codes::SHAPE, "a factor of an adapter", expected, got);
+                    } else if !known {
+                        fail(
+                            codes::HOLE,
+                            "an adapter names a tensor that is not there",
+                            "".into(),
+                            "".into(),
+                        );
+                    }
                     let mut last = part.src_base.clone();
                     for axis in &part.axes {
                         if let Some(at) = last.get_mut(axis.dim as usize) {
@@ -732,7 +762,8 @@ impl Plan {
         let stored = &self.stored[source as usize];
         let Pieces::View { blob, offset, strides } = &stored.pieces else { return None };
         let blob = &self.blobs[*blob as usize];
-        let plain = part.ops.is_empty() && stored.dtype == output.dtype && part.volume() == output.elements();
+        let kept = part.ops.is_empty() && stored.changes.is_empty();
+        let plain = kept && stored.dtype == output.dtype && part.volume() == output.elements();
         let same_order = part.axes.iter().all(|a| a.dst == a.step * strides[a.dim as usize]);
         if !plain || !same_order || blob.deflated || blob.encoded || part.volume() == 0 {
             return None;

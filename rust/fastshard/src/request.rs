@@ -1,14 +1,16 @@
 //! From a declaration to a plan: what an adapter says of a checkpoint, put to the layout engine.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer};
 
+mod adapted;
 mod assembled;
 pub(crate) mod lookalikes;
 mod plain;
 mod scales;
+mod state;
 
 use crate::catalog::Catalog;
 use crate::codes;
@@ -23,6 +25,7 @@ use crate::layout::table::Table;
 use crate::plan::{PadRegion, Plan, StoredTensor, PLAN_VERSION};
 use crate::tensor::Dtype;
 
+pub use adapted::{AdaptedSide, ChangeSide};
 pub(crate) use assembled::Gathered;
 use assembled::Pass;
 pub use assembled::{AssembledSide, AssembledTensor, Chunk, Parts, Range};
@@ -66,6 +69,18 @@ pub struct SourceSide {
     /// Tensors that lie in ranges of other tensors.
     #[serde(default)]
     pub assembled: Vec<AssembledSide>,
+    /// The model's own names of tensors that are stored under others, which wrappers have made: by these.
+    #[serde(default)]
+    pub names: HashMap<String, String>,
+    /// What adapters make of tensors.
+    #[serde(default)]
+    pub adapted: Vec<AdaptedSide>,
+    /// Stored tensors that are no outputs: factors of adapters, and what they replace.
+    #[serde(default)]
+    pub hidden: HashSet<String>,
+    /// True if a merge gives tensors these names too.
+    #[serde(default)]
+    pub renamed: bool,
     /// Where a tensor is held by a file and assembled too: true to take the assembled one.
     #[serde(default)]
     pub prefer_assembled: bool,
@@ -155,6 +170,9 @@ pub struct TargetSide {
     /// Facts of the target.
     #[serde(default)]
     pub facts: BTreeMap<String, bool>,
+    /// Facts that are others for the optimizer's state.
+    #[serde(default)]
+    pub state_facts: Option<BTreeMap<String, bool>>,
     /// Sets of positions of the target, where they differ from the source's of that name.
     #[serde(default)]
     pub sets: Sets,
@@ -299,23 +317,32 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         vocab_size: None,
     });
     let unknown = if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse };
-    let mut made = Made::default();
+    // A merge keeps the names that are stored, unless others are asked for.
+    let merging = request.target.is_none() && !request.source.renamed;
+    let kept = request.source.names.iter().filter(|_| merging);
+    let mut made =
+        Made { called: kept.map(|(stored, own)| (own.clone(), stored.clone())).collect(), ..Made::default() };
     let nothing = BTreeSet::new();
     let mut table = Some(table);
     for (i, pass) in passes.iter().enumerate() {
         // The last one's is not needed again.
         let taken = if i + 1 == passes.len() { table.take() } else { table.clone() };
         let Some(mut table) = taken else { break };
-        let slotted = |name: &str| wanted(&slot_name(name, pass));
+        let called = made.called.clone();
+        let slotted = |name: &str| wanted(&slot_name(called.get(name).map_or(name, String::as_str), pass));
         let absent = if pass.slot.is_some() { &request.source.untrained } else { &nothing };
-        if pass.slot.is_some() {
-            // Each rank's moments belong to the gradient of the whole, which all ranks see: copies, not
-            // terms of a sum.
-            table.entries.iter_mut().for_each(|entry| entry.partial = None);
+        let mut outside_there = target_outside.clone();
+        let mut table_there = target_table.clone();
+        if let Some(slot) = &pass.slot {
+            findings.extend(state::scaled(slot, &table, table_there.as_ref()));
+            state::keep(&mut table, slot);
+            table_there.iter_mut().for_each(|table| state::keep(table, slot));
+            let told = request.target.as_ref().and_then(|t| t.state_facts.as_ref());
+            outside_there.facts.extend(told.into_iter().flatten().map(|(k, v)| (k.clone(), *v)));
         }
         let target = Target {
-            table: target_table.as_ref(),
-            outside: target_outside.clone(),
+            table: table_there.as_ref(),
+            outside: outside_there,
             pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
             dtype: request.dtype.filter(|_| pass.slot.is_none()),
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
@@ -363,9 +390,9 @@ fn slot_name(name: &str, pass: &Pass) -> String {
 }
 
 /// Names and sources of a pass's outputs as they are among those of all passes.
-fn globally(outputs: &mut [Drafted], pass: &Pass) {
+fn globally(outputs: &mut [Drafted], pass: &Pass, called: &HashMap<String, String>) {
     for Drafted { output, .. } in outputs {
-        output.name = slot_name(&output.name, pass);
+        output.name = slot_name(called.get(&output.name).unwrap_or(&output.name), pass);
         let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
         sources.for_each(|source| *source = pass.tensors[*source as usize]);
     }
@@ -384,6 +411,8 @@ struct Resolving<'a> {
 /// Outputs and findings of all passes.
 #[derive(Default)]
 struct Made {
+    /// What outputs are called instead of by the names that rules give them.
+    called: HashMap<String, String>,
     outputs: Vec<Drafted>,
     pads: Vec<PadRegion>,
     copies: Vec<(u32, u32)>,
@@ -418,7 +447,7 @@ impl Made {
         let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside, absent };
         let composed = compose::compose(&side, target, &mut registry);
         let mut outputs = composed.outputs;
-        globally(&mut outputs, pass);
+        globally(&mut outputs, pass, &self.called);
         let global = |t: u32| pass.tensors[t as usize];
         self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
         self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
@@ -443,7 +472,7 @@ impl Made {
             self.rules.push(seen.name.clone());
         }
         let mut outputs = plain::outputs(pass, target);
-        globally(&mut outputs, pass);
+        globally(&mut outputs, pass, &self.called);
         self.findings.extend(casts(target.dtype, &outputs, stored));
         self.outputs.extend(outputs);
         if pass.slot.is_none() {

@@ -100,6 +100,19 @@ impl Dtype {
         matches!(self, I8 | U8 | I16 | U16 | I32 | U32 | I64 | U64)
     }
 
+    /// A number as an element, little-endian; `None` where the type does not have it, or is none for counters.
+    pub fn element(self, number: u32) -> Option<Vec<u8>> {
+        let single = number as f32;
+        Some(match self {
+            F32 if f64::from(single) == f64::from(number) => single.to_le_bytes().to_vec(),
+            F64 => f64::from(number).to_le_bytes().to_vec(),
+            I64 | U64 => u64::from(number).to_le_bytes().to_vec(),
+            U32 => number.to_le_bytes().to_vec(),
+            I32 => i32::try_from(number).ok()?.to_le_bytes().to_vec(),
+            _ => return None,
+        })
+    }
+
     /// True for the floating types that value ops may convert (F16, BF16, F32, F64).
     pub fn is_float(self) -> bool {
         matches!(self, F16 | Bf16 | F32 | F64)

@@ -96,6 +96,7 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
             shard: None,
             twins: Vec::new(),
             scale: None,
+            changes: Vec::new(),
         }));
     }
     plan.outputs = plan.identity_outputs();

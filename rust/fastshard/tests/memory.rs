@@ -48,6 +48,7 @@ fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<
         shard: None,
         twins: Vec::new(),
         scale: None,
+        changes: Vec::new(),
     };
     let mut plan = Plan {
         version: 1,

@@ -326,6 +326,7 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         shard: None,
         twins: Vec::new(),
         scale: None,
+        changes: Vec::new(),
     });
     let mut plan = Plan { sources: files, blobs, stored: stored.collect(), ..Plan::default() };
     let mut want = Vec::new();
@@ -430,6 +431,7 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
             shard: None,
             twins: vec![],
             scale: None,
+            changes: Vec::new(),
         }],
         rules: vec!["w".into()],
         ..Plan::default()

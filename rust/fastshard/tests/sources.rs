@@ -88,6 +88,7 @@ fn plan(transposed: bool) -> Plan {
             shard: None,
             twins: Vec::new(),
             scale: None,
+            changes: Vec::new(),
         }],
         rules: vec!["w".into()],
         outputs,

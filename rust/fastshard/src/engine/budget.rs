@@ -6,6 +6,7 @@ use crate::kernel;
 use crate::memory::anonymous_memory;
 use crate::plan::{Output, Plan, StoredTensor};
 
+use super::changes::Changes;
 use super::scales::Scales;
 use super::shards;
 use super::tile::Workspace;
@@ -91,15 +92,16 @@ pub(super) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let baseline = anonymous_memory();
     // The library that decodes and encodes has threads and tables of its own.
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
-    let scales = Scales::memory(plan);
+    let (scales, factors) = (Scales::memory(plan), Changes::memory(plan));
     let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
-    let own = scales.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
+    let own = scales.kept + factors.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
     let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
     let decoding = decoding.saturating_mul(DECODING);
-    let per_worker = decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each);
+    let per_worker =
+        decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each + factors.each);
     let smallest =
         fixed.map_or(MIN_TILE, |sizes| sizes.iter().copied().max().unwrap_or(MIN_TILE).max(MIN_TILE));
     let least = per_worker.saturating_add(Workspace::bytes(smallest));

@@ -13,6 +13,7 @@ use crate::storage::SourceFile;
 use crate::tensor::c_strides;
 
 use super::blocks::{Block, Blocks};
+use super::changes::Changes;
 use super::checksums::{Checksums, Note};
 use super::evidence::Segment;
 use super::scales::Scales;
@@ -22,7 +23,7 @@ const LONG_RUN: u64 = 32 << 10;
 
 /// The source files of a plan, with the state that reading them builds up.
 pub struct Sources<'p> {
-    plan: &'p Plan,
+    pub(super) plan: &'p Plan,
     files: &'p [Arc<SourceFile>],
     /// Where deflated blobs are unpacked to.
     scratch_dir: PathBuf,
@@ -32,6 +33,8 @@ pub struct Sources<'p> {
     pub blocks: Blocks,
     /// Scales of quantised tensors.
     scales: Scales,
+    /// Factors of adapters.
+    pub(super) changes: Changes,
 }
 
 /// The file that a blob's data lies in.
@@ -80,6 +83,7 @@ impl<'p> Sources<'p> {
             unpacked: (0..n).map(|_| Mutex::default()).collect(),
             checksums,
             scales: Scales::default(),
+            changes: Changes::default(),
         }
     }
 

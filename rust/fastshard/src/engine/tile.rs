@@ -140,6 +140,7 @@ pub fn make(
         Fill::None => {}
         Fill::Zero => work.tile[..len].fill(0),
         Fill::NegativeZero => fill_negative_zero(output.dtype, &mut work.tile[..len]),
+        Fill::Number(number) => fill_number(output.dtype, number, &mut work.tile[..len]),
     }
     let mut seen = Seen::default();
     for (p, part) in output.parts.iter().enumerate() {
@@ -156,6 +157,7 @@ pub fn make(
             && part.ops.is_empty()
             && first.dtype == output.dtype
             && first.scale.is_none()
+            && first.changes.is_empty()
             && (first.twins.is_empty() || twins == Twins::Leave)
             && !matches!(part.combine, Combine::Zero(_));
         if plain {
@@ -274,7 +276,7 @@ fn combine(
         }
     }
 
-    if averaged || !part.ops.is_empty() || stored[0].scale.is_some() {
+    if averaged || !part.ops.is_empty() || stored[0].scale.is_some() || !stored[0].changes.is_empty() {
         if !averaged {
             work.sum.resize(work.sum.len().max(n), 0.0);
             kernel::values(from, &work.dense[..bytes], &mut work.sum[..n]);
@@ -282,6 +284,10 @@ fn combine(
         if let Some(scale) = &stored[0].scale {
             let scales = sources.scales(scale.stored, &mut work.span)?;
             dequantise(&stored[0].shape, &scale.block, &scales, part, sub, &mut work.sum[..n]);
+        }
+        for change in &stored[0].changes {
+            let factors = sources.factors(part.sources[0], change, &mut work.span)?;
+            factors.apply(change, stored[0], part, sub, &mut work.sum[..n], &mut work.term);
         }
         for op in &part.ops {
             match *op {
@@ -393,6 +399,12 @@ fn fill_negative_zero(dtype: Dtype, bytes: &mut [u8]) {
         // Little-endian: the sign is the top bit of the last byte.
         bytes.iter_mut().skip(item - 1).step_by(item).for_each(|b| *b = 0x80);
     }
+}
+
+/// Elements that all are one number.
+fn fill_number(dtype: Dtype, number: u32, bytes: &mut [u8]) {
+    let element = dtype.element(number).expect("it was checked when it was placed");
+    bytes.chunks_exact_mut(element.len()).for_each(|each| each.copy_from_slice(&element));
 }
 
 /// Reads a region that should be zero; returns a warning if it is not.

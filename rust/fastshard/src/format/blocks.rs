@@ -9,7 +9,7 @@ use crate::storage::BlockReader;
 use crate::tensor::{c_strides, element_count, Dtype};
 use crate::value::{Value, Values};
 
-use super::{Blob, FileTensor, ParsedFile};
+use super::{Blob, Distributed, FileTensor, ParsedFile};
 
 /// The blocks of a store.
 #[derive(Debug, Clone)]
@@ -62,5 +62,13 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
     let root = values.push(Value::Dict(Vec::new()));
     values.set_root(root);
     let header_digest = *blake3::hash(store.identity.as_bytes()).as_bytes();
-    Ok(ParsedFile { format: "blocks", blobs, tensors, values, archive: None, header_digest })
+    Ok(ParsedFile {
+        format: "blocks",
+        blobs,
+        tensors,
+        values,
+        distributed: Distributed::default(),
+        archive: None,
+        header_digest,
+    })
 }

@@ -8,7 +8,7 @@ pub mod writer;
 
 use serde::Serialize;
 
-use super::{pickle, torch_zip, ParsedFile};
+use super::{pickle, torch_zip, Distributed, ParsedFile};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
@@ -209,6 +209,21 @@ impl Reader<'_> {
     }
 }
 
+/// The value of a record that is no tensor, as plain data.
+///
+/// # Errors
+/// As for any torch file; `FS602` for more values than are looked at.
+pub fn object(file: &SourceFile, offset: u64, len: u64) -> Result<serde_json::Value> {
+    let (value, whole) = torch_zip::parse_range(file, offset, len)?.values.to_json_whole();
+    if whole {
+        return Ok(value);
+    }
+    Err(Finding::new(codes::UNSAFE_PICKLE, "a record holds more values than are looked at")
+        .file(file.path())
+        .help("take another step, or leave out --optimizer")
+        .into())
+}
+
 /// A record of a `.distcp` file: offset, length, and what it holds.
 pub type Range = (u64, u64, String);
 
@@ -221,6 +236,7 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
         blobs: Vec::new(),
         tensors: Vec::new(),
         values: Values::default(),
+        distributed: Distributed::default(),
         header_digest: [0; 32],
     };
     let mut digest = blake3::Hasher::new();
@@ -229,6 +245,16 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
     ranges.sort_by_key(|(offset, ..)| *offset);
     for &&(offset, len, ref name) in &ranges {
         let record = torch_zip::parse_range(file, offset, len)?;
+        if !record.distributed.parts.is_empty() {
+            return Err(Finding::new(
+                codes::UNSUPPORTED,
+                "a record that is itself a rank's part of a tensor",
+            )
+            .file(file.path())
+            .tensor(name)
+            .help("torch writes chunks as plain tensors: save it again with torch.distributed.checkpoint")
+            .into());
+        }
         let first = all.blobs.len() as u32;
         all.blobs.extend(record.blobs);
         for mut tensor in record.tensors {

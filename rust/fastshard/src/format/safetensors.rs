@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::Deserialize;
 
-use super::{Blob, FileTensor, ParsedFile};
+use super::{Blob, Distributed, FileTensor, ParsedFile};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
@@ -197,7 +197,15 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
         .collect();
     let root = values.push(Value::Dict(items));
     values.set_root(root);
-    Ok(ParsedFile { format: "safetensors", blobs, tensors, values, archive: None, header_digest })
+    Ok(ParsedFile {
+        format: "safetensors",
+        blobs,
+        tensors,
+        values,
+        distributed: Distributed::default(),
+        archive: None,
+        header_digest,
+    })
 }
 
 fn truncated(file: &SourceFile, expected: String) -> Error {

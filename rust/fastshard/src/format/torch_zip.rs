@@ -12,6 +12,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
 
+mod distributed;
 mod members;
 mod tensors;
 pub(crate) mod writer;

@@ -24,6 +24,9 @@ pub struct AssembledSide {
     /// Rank per parallel dimension.
     #[serde(default)]
     pub coords: BTreeMap<String, u64>,
+    /// Index of the first layer (or expert) that the names count from; as the unit has it that holds the parameters.
+    #[serde(default)]
+    pub bases: BTreeMap<String, u64>,
     /// Rank in the field's words.
     #[serde(default)]
     pub rank: Option<String>,
@@ -52,10 +55,10 @@ pub enum Parts {
     Boxes(Vec<Chunk>),
 }
 
-/// First index and extent in each dimension, file (index in the catalog), and the tensor in it, which
-/// has that extent.
+/// First index and extent in each dimension, file (index in the catalog), and the tensor in it: it has that
+/// extent; or, where the last is given, it is flat, and the box lies in C order from this element on.
 #[derive(Debug, Deserialize)]
-pub struct Chunk(pub Vec<u64>, pub Vec<u64>, pub u32, pub u32);
+pub struct Chunk(pub Vec<u64>, pub Vec<u64>, pub u32, pub u32, #[serde(default)] pub Option<u64>);
 
 /// Elements taken, file (index in the catalog), tensor in it, and the first element there.
 #[derive(Debug, Deserialize)]
@@ -93,7 +96,7 @@ impl Gathered {
     pub(crate) fn new(catalog: &Catalog, side: &SourceSide) -> Gathered {
         let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
         for unit in &side.units {
-            all.unit(catalog, unit);
+            all.unit(catalog, unit, &side.names);
         }
         // Name -> tensors of the files: (unit, index in `stored`).
         let mut by_name: HashMap<String, Vec<(u32, u32)>> = HashMap::new();
@@ -102,12 +105,14 @@ impl Gathered {
                 by_name.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
             }
         }
+        // Of assembled tensors that no file need hold besides: a container keeps its parameters as boxes too.
+        let mut whole: HashMap<String, Vec<(u32, u32)>> = HashMap::new();
         let mut replaced = HashSet::new();
         for group in &side.assembled {
             let Some(file) = file_of(catalog, group.file) else { continue };
             all.units.push(Unit {
                 coords: group.coords.clone(),
-                bases: BTreeMap::new(),
+                bases: group.bases.clone(),
                 root: file.root,
                 file: catalog.label(file),
                 rank: group.rank.clone(),
@@ -116,17 +121,20 @@ impl Gathered {
             for tensor in &group.tensors {
                 let Some(stored) = all.assemble(catalog, group, tensor) else { continue };
                 let index = all.stored.len() as u32;
-                let (name, shape, dtype) = (stored.name.clone(), stored.shape.clone(), stored.dtype);
+                let name = side.names.get(&stored.name).unwrap_or(&stored.name).clone();
+                let (shape, dtype) = (stored.shape.clone(), stored.dtype);
                 all.stored.push(stored);
                 let seen = Stored { name, shape, dtype, unit };
                 match &group.slot {
                     None => {
                         // A layer file says nothing of the stage that the partition comes from.
                         let on_rank = |unit: u32| {
-                            let coords = &all.units[unit as usize].coords;
+                            let Unit { coords, bases, .. } = &all.units[unit as usize];
                             coords.iter().all(|(d, r)| group.coords.get(d).copied().unwrap_or(0) == *r)
+                                && (group.bases.is_empty() || group.bases == *bases)
                         };
-                        let others = by_name.get(&seen.name).into_iter().flatten();
+                        let among = [Some(&by_name), (!group.alone).then_some(&whole)];
+                        let others = among.into_iter().flatten().filter_map(|m| m.get(&seen.name)).flatten();
                         let twins: Vec<u32> = others
                             .filter(|(u, o)| on_rank(*u) && all.stored[*o as usize].shape == seen.shape)
                             .map(|(_, o)| *o)
@@ -147,6 +155,9 @@ impl Gathered {
                             all.findings.push(finding);
                             continue;
                         }
+                        if group.alone {
+                            whole.entry(seen.name.clone()).or_default().push((unit, index));
+                        }
                         all.passes[0].add(seen, index);
                     }
                     Some(slot) => {
@@ -161,6 +172,7 @@ impl Gathered {
             }
         }
         replaced.extend(all.scales(side));
+        replaced.extend(all.adapt(&side.adapted, &side.hidden));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
         let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
         let mut kept = keep.iter();
@@ -170,7 +182,7 @@ impl Gathered {
         all
     }
 
-    fn unit(&mut self, catalog: &Catalog, unit: &UnitSide) {
+    fn unit(&mut self, catalog: &Catalog, unit: &UnitSide, names: &HashMap<String, String>) {
         let Some(file) = file_of(catalog, unit.file) else { return };
         self.source(unit.file, file);
         self.units.push(Unit {
@@ -190,7 +202,7 @@ impl Gathered {
             let blob = self.blob(unit.file, file, tensor.blob);
             let index = self.stored.len() as u32;
             let seen = Stored {
-                name: name.clone(),
+                name: names.get(&name).unwrap_or(&name).clone(),
                 shape: tensor.shape.clone(),
                 dtype: tensor.dtype,
                 unit: (self.units.len() - 1) as u32,
@@ -287,9 +299,12 @@ impl Gathered {
         let mut boxes: Vec<(Vec<u64>, Vec<u64>)> = Vec::with_capacity(chunks.len());
         let mut dtype: Option<Dtype> = None;
         let mut covered = 0u64;
-        for Chunk(lo, len, index, number) in chunks {
+        for Chunk(lo, len, index, number, first) in chunks {
             let file = file_of(catalog, *index)?;
             let part = file.parsed.tensors.get(*number as usize)?;
+            let count = element_count(len).unwrap_or(u64::MAX);
+            let held =
+                |first: &u64| flat(part) && first.checked_add(count).is_some_and(|end| end <= elements(part));
             let inside = lo.len() == shape.len()
                 && len.len() == shape.len()
                 && (0..shape.len()).all(|d| lo[d].checked_add(len[d]).is_some_and(|end| end <= shape[d]));
@@ -300,7 +315,14 @@ impl Gathered {
                     format!("within {shape:?}"),
                     format!("{len:?} from {lo:?}"),
                 ))
-            } else if part.shape != *len {
+            } else if first.as_ref().is_some_and(|first| !held(first)) {
+                Some((
+                    codes::PARTITION,
+                    "a flat vector does not hold what its place calls for",
+                    format!("{count} elements from {}", first.unwrap_or(0)),
+                    format!("{:?}", part.shape),
+                ))
+            } else if first.is_none() && part.shape != *len {
                 Some((
                     codes::SHAPE,
                     "shape of the chunk's record",
@@ -328,7 +350,6 @@ impl Gathered {
                 return None;
             }
             dtype = Some(part.dtype);
-            let count = element_count(len).unwrap_or(0);
             if count > 0 {
                 covered += count;
                 let blob = self.blob(*index, file, part.blob);
@@ -338,7 +359,7 @@ impl Gathered {
                     lo: lo.clone(),
                     len: len.clone(),
                     blob,
-                    offset: part.offset,
+                    offset: part.offset + first.unwrap_or(0) * part.dtype.size() as u64,
                     strides,
                 });
             }
@@ -405,6 +426,7 @@ fn stored(
         shard: None,
         twins: Vec::new(),
         scale: None,
+        changes: Vec::new(),
     }
 }
 

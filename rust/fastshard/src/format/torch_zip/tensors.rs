@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use super::distributed::{self, Collector};
 use super::members::Archive;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -33,23 +34,66 @@ pub(super) fn assemble(
     }
 
     let Pickle { mut values, tensors: pickled, storages: pickled_storages } = pickle;
-    let mut tensors = Vec::new();
+    let mut tensors: Vec<FileTensor> = Vec::new();
     let mut first = HashMap::new();
     let mut walk = Walk { file, values: &values, steps: Vec::new(), listing: 0 };
-    for (path, node) in walk.run(&pickled)? {
-        let Value::Tensor(index) = *values.get(node) else { continue };
-        let tensor = &pickled[index as usize];
-        let storage = &pickled_storages[tensor.storage as usize];
-        first.entry(node).or_insert(tensors.len() as u32);
-        tensors.push(storages.place(path, tensor, storage)?);
-    }
+    let mut collector = Collector::default();
+    let mut wrappers = Vec::new();
     let mut seen = HashSet::new();
-    if let Some(twice) = tensors.iter().find(|t: &&FileTensor| !seen.insert(&t.path)) {
-        return Err(duplicate(file, &twice.path));
+    for (path, node) in walk.run(&pickled)? {
+        if !seen.insert(path.clone()) {
+            return Err(duplicate(file, &path));
+        }
+        let listed = tensors.len() as u32;
+        let wrapped = distributed::read(&values, &pickled, node).transpose();
+        let wrapped = wrapped.map_err(|why| unreadable(file, &path, why))?;
+        let locals = wrapped.as_ref().map_or_else(|| vec![node], distributed::Wrapped::tensors);
+        for &local in &locals {
+            let Value::Tensor(index) = *values.get(local) else { continue };
+            let tensor = &pickled[index as usize];
+            let storage = &pickled_storages[tensor.storage as usize];
+            first.entry(local).or_insert(tensors.len() as u32);
+            tensors.push(storages.place(path.clone(), tensor, storage)?);
+        }
+        if let Some(wrapped) = wrapped {
+            walk.charge(path.iter().map(String::len).sum::<usize>() + TENSOR)?;
+            collector
+                .add(&values, &pickled, path.clone(), wrapped, listed)
+                .map_err(|why| unreadable(file, &path, why))?;
+            wrappers.push((node, locals));
+        }
+    }
+    // What else they say is told by the parts: as values they are what this rank holds.
+    for (node, mut locals) in wrappers {
+        let one = if locals.len() == 1 { locals.pop() } else { None };
+        *values.get_mut(node) = match one {
+            Some(local) => values.get(local).clone(),
+            None => Value::List(locals),
+        };
+        if let (Some(local), true) = (one, matches!(values.get(node), Value::Tensor(_))) {
+            first.insert(node, first[&local]);
+        }
     }
     renumber(&mut values, &first, &pickled);
     let archive = Some(prefix.trim_end_matches('/').to_string());
-    Ok(ParsedFile { format: "torch_zip", blobs: storages.blobs, tensors, values, archive, header_digest })
+    let distributed = collector.found;
+    Ok(ParsedFile {
+        format: "torch_zip",
+        blobs: storages.blobs,
+        tensors,
+        values,
+        distributed,
+        archive,
+        header_digest,
+    })
+}
+
+fn unreadable(file: &SourceFile, path: &[String], why: &str) -> Error {
+    Finding::new(codes::UNSUPPORTED, format!("a rank's part of a tensor that cannot be read: {why}"))
+        .file(file.path())
+        .tensor(path.join("."))
+        .help("save it again with torch.distributed.checkpoint, or gather it with full_tensor()")
+        .into()
 }
 
 fn duplicate(file: &SourceFile, path: &[String]) -> Error {
@@ -206,8 +250,18 @@ impl Walk<'_> {
                     continue;
                 }
                 Value::Record { class, .. } => match values.get(*class) {
+                    Value::Global(_) if distributed::read(values, pickled, step.node).is_some() => {
+                        let path = self.path(&step)?;
+                        self.charge(TENSOR + path.iter().map(String::len).sum::<usize>())?;
+                        found.push((path, step.node));
+                        continue;
+                    }
                     Value::Global(name) if is_rebuild(name) => {
-                        let message = format!("tensors made by {name} are not supported");
+                        let class = distributed::class_of(values, step.node);
+                        let message = match class {
+                            Some(class) => format!("tensors of the class {class} are not supported"),
+                            None => format!("tensors made by {name} are not supported"),
+                        };
                         return Err(Finding::new(codes::UNSUPPORTED, message)
                             .file(self.file.path())
                             .tensor(self.path(&step)?.join("."))

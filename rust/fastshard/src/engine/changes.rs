@@ -1,0 +1,372 @@
+//! What adapters make of values: factors in memory, applied to boxes of a tensor.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::boxes::SubBox;
+use crate::error::Result;
+use crate::kernel;
+use crate::plan::change::{Change, Extents, Form, Window};
+use crate::plan::{Part, PartAxis, Plan, StoredTensor};
+use crate::tensor::{c_strides, element_count};
+
+use super::gather::{Into, Sources};
+
+/// Bytes of factors that are kept for the next tile, or the largest.
+const KEPT: u64 = 64 << 20;
+/// Elements of a tensor that are looked at together for the norms of its rows.
+const ROWS: u64 = 64 << 10;
+
+/// Memory that factors take, in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Memory {
+    /// Of all workers together.
+    pub kept: u64,
+    /// Of each worker: the factors it uses, and what it reads them from.
+    pub each: u64,
+}
+
+/// A change with its factors as numbers.
+pub enum Factors {
+    /// Of a product.
+    LowRank(Product),
+    /// A vector.
+    Vector(Vec<f32>),
+    /// Rows, and their positions, ascending, each with its place among the rows.
+    Rows { values: Vec<f32>, at: Vec<(u64, usize)> },
+}
+
+/// A product's factors.
+pub struct Product {
+    extents: Extents,
+    rank: usize,
+    /// `[experts, rank, in]`
+    a: Vec<f32>,
+    /// `[experts, rank, out]`
+    b: Vec<f32>,
+    /// What each output's row is multiplied with.
+    norms: Option<Vec<f32>>,
+}
+
+impl Factors {
+    fn bytes(&self) -> u64 {
+        let count = match self {
+            Factors::LowRank(product) => {
+                product.a.len() + product.b.len() + product.norms.as_ref().map_or(0, Vec::len)
+            }
+            Factors::Vector(values) => values.len(),
+            Factors::Rows { values, at } => values.len() + at.len() * 4,
+        };
+        count as u64 * size_of::<f32>() as u64
+    }
+
+    /// Changes the values of a box of `stored`, which lie in the order of the box.
+    pub fn apply(
+        &self,
+        change: &Change,
+        stored: &StoredTensor,
+        part: &Part,
+        sub: &SubBox,
+        values: &mut [f32],
+        sum: &mut Vec<f32>,
+    ) {
+        let strides = c_strides(&stored.shape);
+        let inner = sub.len.last().copied().unwrap_or(1).max(1) as usize;
+        let (dim, step) = part.axes.last().map_or((0, 0), |axis| (axis.dim as usize, axis.step));
+        let mut at = vec![0u64; sub.len.len().saturating_sub(1)];
+        let mut place = part.src_base.clone();
+        for values in values.chunks_mut(inner) {
+            place.copy_from_slice(&part.src_base);
+            let starts = sub.start.iter().zip(at.iter().chain(std::iter::once(&0)));
+            for (axis, (first, i)) in part.axes.iter().zip(starts) {
+                place[axis.dim as usize] += (first + i) * axis.step;
+            }
+            let along = Along { place: &place, strides: &strides, dim, step };
+            match (self, change) {
+                (Factors::Vector(vector), Change::Vector { scale, .. }) => {
+                    add_vector(vector, *scale, &along, values)
+                }
+                (Factors::Rows { values: rows, at }, _) => replace_rows(rows, at, &along, values),
+                (Factors::LowRank(product), Change::LowRank { form, scale, window, .. }) => {
+                    product.add(*form, *scale, *window, &along, values, sum);
+                }
+                _ => unreachable!("factors are those of their change"),
+            }
+            for (i, n) in at.iter_mut().zip(&sub.len).rev() {
+                *i += 1;
+                if *i < *n {
+                    break;
+                }
+                *i = 0;
+            }
+        }
+    }
+}
+
+/// Where a run of values lies in its tensor: the first at `place`, each further one `step` on along `dim`.
+struct Along<'a> {
+    place: &'a [u64],
+    strides: &'a [u64],
+    dim: usize,
+    step: u64,
+}
+
+impl Along<'_> {
+    /// The first value's place among the elements of the dimensions from `from` on.
+    fn flat(&self, from: usize) -> u64 {
+        self.place[from..].iter().zip(&self.strides[from..]).map(|(i, s)| i * s).sum()
+    }
+
+    /// How many elements each value is from the one before.
+    fn by(&self) -> u64 {
+        self.strides.get(self.dim).map_or(0, |stride| stride * self.step)
+    }
+}
+
+fn add_vector(vector: &[f32], scale: f32, along: &Along, values: &mut [f32]) {
+    let places = (along.flat(0)..).step_by(along.by().max(1) as usize);
+    values.iter_mut().zip(places).for_each(|(value, at)| *value += vector[at as usize] * scale);
+}
+
+fn replace_rows(rows: &[f32], at: &[(u64, usize)], along: &Along, values: &mut [f32]) {
+    let width = along.strides[0] as usize;
+    for (t, value) in (0..).zip(values) {
+        let (row, column) = match along.dim {
+            0 => (along.place[0] + t * along.step, along.flat(1)),
+            _ => (along.place[0], along.flat(1) + t * along.by()),
+        };
+        if let Ok(found) = at.binary_search_by_key(&row, |(row, _)| *row) {
+            *value = rows[at[found].1 * width + column as usize];
+        }
+    }
+}
+
+impl Product {
+    /// Adds the product to a run of values.
+    fn add(
+        &self,
+        form: Form,
+        scale: f32,
+        window: Option<Window>,
+        along: &Along,
+        values: &mut [f32],
+        sum: &mut Vec<f32>,
+    ) {
+        let (place, dim) = (along.place, along.dim);
+        // Expert, output and input of the first value, and which of them each next one is further on.
+        let (mut expert, out, input) = match form {
+            Form::Rows => {
+                let (expert, first) = window.map_or((0, 0), |w| (w.expert, w.out));
+                (expert, place[0] + first, along.flat(1))
+            }
+            Form::Columns => (0, place[1], place[0]),
+            Form::Experts => (place[0], place[1], place[2]),
+            Form::ExpertsByColumns => (place[0], place[2], place[1]),
+        };
+        let by_output = match form {
+            Form::Rows => dim == 0,
+            Form::Columns | Form::Experts => dim == 1,
+            Form::ExpertsByColumns => dim == 2,
+        };
+        let by_expert = dim == 0 && matches!(form, Form::Experts | Form::ExpertsByColumns);
+        let by = if form == Form::Rows && !by_output { along.by() } else { along.step };
+        let by = by.max(1) as usize;
+        let (outs, inputs, rank) = (self.extents.out as usize, self.extents.inputs as usize, self.rank);
+        let (out, input) = (out as usize, input as usize);
+        // Along experts each value is a product of its own.
+        let each = if by_expert { 1 } else { values.len().max(1) };
+        for values in values.chunks_mut(each) {
+            let a = &self.a[expert as usize * rank * inputs..][..rank * inputs];
+            let b = &self.b[expert as usize * rank * outs..][..rank * outs];
+            sum.resize(sum.len().max(values.len()), 0.0);
+            let sum = &mut sum[..values.len()];
+            if by_output {
+                let scalars = (0..rank).map(|k| a[k * inputs + input]);
+                kernel::product(sum, b.chunks(outs), scalars, out, by);
+            } else {
+                let scalars = (0..rank).map(|k| b[k * outs + out]);
+                kernel::product(sum, a.chunks(inputs), scalars, input, by);
+            }
+            values.iter_mut().zip(sum.iter()).for_each(|(value, product)| *value += product * scale);
+            if let Some(norms) = &self.norms {
+                let further = if by_output { by } else { 0 };
+                values.iter_mut().enumerate().for_each(|(t, value)| *value *= norms[out + t * further]);
+            }
+            expert += along.step;
+        }
+    }
+}
+
+/// What factors are kept under: the stored tensors that they are, and the one whose norms they hold.
+type Key = (Vec<u32>, Option<u32>);
+
+/// Factors, those used last at the end: experts share them.
+#[derive(Default)]
+pub struct Changes(Mutex<Vec<(Key, Arc<Factors>)>>);
+
+impl Changes {
+    /// What the factors of a plan take at most.
+    pub fn memory(plan: &Plan) -> Memory {
+        let mut all = Memory::default();
+        let mut largest = 0u64;
+        for stored in &plan.stored {
+            for change in &stored.changes {
+                let of = |index: u32| {
+                    let tensor = &plan.stored[index as usize];
+                    (element_count(&tensor.shape).unwrap_or(0) * size_of::<f32>() as u64, tensor.nbytes())
+                };
+                let sizes: Vec<_> = change.needs().into_iter().map(of).collect();
+                let values: u64 = sizes.iter().map(|(values, _)| values).sum();
+                let reading = sizes.iter().map(|(values, bytes)| values + bytes).max().unwrap_or(0);
+                largest = largest.max(values);
+                all.kept += values;
+                all.each = all.each.max(values + reading + ROWS * 12);
+            }
+        }
+        all.kept = all.kept.min(KEPT.max(largest));
+        all
+    }
+
+    /// The factors of a change, made by `read` unless they are kept.
+    pub fn get(&self, of: Key, read: impl FnOnce() -> Result<Factors>) -> Result<Arc<Factors>> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = kept.iter().position(|(known, _)| *known == of).map(|at| kept.remove(at).1);
+        let factors = match found {
+            Some(factors) => factors,
+            None => Arc::new(read()?),
+        };
+        let mut all = factors.bytes();
+        let older = kept.iter().rev().take_while(|(_, older)| {
+            all += older.bytes();
+            all <= KEPT
+        });
+        let gone = kept.len() - older.count();
+        kept.drain(..gone);
+        kept.push((of, Arc::clone(&factors)));
+        Ok(factors)
+    }
+}
+
+impl Sources<'_> {
+    /// The factors of a stored tensor's change.
+    pub fn factors(&self, stored: u32, change: &Change, scratch: &mut [u8]) -> Result<Arc<Factors>> {
+        let has_norms = matches!(change, Change::LowRank { magnitude: Some(_), .. });
+        self.changes.get((change.needs(), has_norms.then_some(stored)), || {
+            let tensor = &self.plan.stored[stored as usize];
+            Ok(match change {
+                Change::Vector { of, .. } => Factors::Vector(self.whole(*of, scratch)?),
+                Change::Rows { of, at } => {
+                    let mut at: Vec<_> = at.iter().copied().zip(0..).collect();
+                    at.sort_unstable();
+                    Factors::Rows { values: self.whole(*of, scratch)?, at }
+                }
+                Change::LowRank { a, b, rank, form, window, magnitude, .. } => {
+                    let own = form.extents(&tensor.shape).expect("a plan that was validated");
+                    let (extents, rank) = (own.of_product(*window), *rank as usize);
+                    let a = self.whole(*a, scratch)?;
+                    let b = turned(&self.whole(*b, scratch)?, extents, rank);
+                    let mut factors = Factors::LowRank(Product { extents, rank, a, b, norms: None });
+                    if let Some(magnitude) = magnitude {
+                        let mut wanted = self.whole(*magnitude, scratch)?;
+                        let have = self.norms(stored, change, *form, &factors, extents, scratch)?;
+                        wanted.iter_mut().zip(have).for_each(|(m, norm)| *m /= norm);
+                        if let Factors::LowRank(product) = &mut factors {
+                            product.norms = Some(wanted);
+                        }
+                    }
+                    factors
+                }
+            })
+        })
+    }
+
+    /// All values of a stored tensor, C-ordered.
+    fn whole(&self, index: u32, scratch: &mut [u8]) -> Result<Vec<f32>> {
+        let tensor = &self.plan.stored[index as usize];
+        let mut bytes = vec![0; tensor.nbytes() as usize];
+        let whole = SubBox::whole(&tensor.shape);
+        self.read_box(tensor, &whole, &mut bytes, scratch)?;
+        let mut values = vec![0.0; element_count(&tensor.shape).unwrap_or(0) as usize];
+        kernel::values(tensor.dtype, &bytes, &mut values);
+        Ok(values)
+    }
+
+    fn read_box(
+        &self,
+        tensor: &StoredTensor,
+        sub: &SubBox,
+        bytes: &mut [u8],
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let axes = axes_of(&tensor.shape);
+        let strides = c_strides(&sub.len);
+        let mut into = Into { bytes, base: 0, strides: &strides };
+        self.read(tensor, &axes, &vec![0; tensor.shape.len()], sub, &mut into, scratch)
+    }
+
+    /// The norm of each output's row after the change, summed in double precision.
+    fn norms(
+        &self,
+        stored: u32,
+        change: &Change,
+        form: Form,
+        factors: &Factors,
+        extents: Extents,
+        scratch: &mut [u8],
+    ) -> Result<Vec<f32>> {
+        let tensor = &self.plan.stored[stored as usize];
+        let mut squares = vec![0f64; (extents.experts * extents.out) as usize];
+        let width = tensor.shape[1..].iter().product::<u64>().max(1);
+        let rows = (ROWS / width).max(1);
+        let part = Part {
+            axes: axes_of(&tensor.shape),
+            dst_base: 0,
+            src_base: vec![0; tensor.shape.len()],
+            sources: vec![stored],
+            combine: crate::plan::Combine::Equal,
+            ops: Vec::new(),
+        };
+        let (mut bytes, mut values, mut sum) = (Vec::new(), Vec::new(), Vec::new());
+        for first in (0..tensor.shape[0]).step_by(rows as usize) {
+            let mut sub = SubBox::whole(&tensor.shape);
+            sub.start[0] = first;
+            sub.len[0] = rows.min(tensor.shape[0] - first);
+            let n = sub.volume() as usize;
+            bytes.resize(n * tensor.dtype.size(), 0);
+            values.resize(n, 0.0);
+            self.read_box(tensor, &sub, &mut bytes, scratch)?;
+            kernel::values(tensor.dtype, &bytes, &mut values[..n]);
+            factors.apply(change, tensor, &part, &sub, &mut values[..n], &mut sum);
+            for (row, run) in (first..).zip(values[..n].chunks(width as usize)) {
+                match form {
+                    Form::Columns => {
+                        squares.iter_mut().zip(run).for_each(|(s, x)| *s += f64::from(*x) * f64::from(*x));
+                    }
+                    _ => {
+                        squares[row as usize] +=
+                            run.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>()
+                    }
+                }
+            }
+        }
+        Ok(squares.into_iter().map(|s| s.sqrt() as f32).collect())
+    }
+}
+
+fn axes_of(shape: &[u64]) -> Vec<PartAxis> {
+    let strides = c_strides(shape);
+    (0..shape.len()).map(|d| PartAxis { n: shape[d], dst: strides[d], dim: d as u32, step: 1 }).collect()
+}
+
+/// `B`, `[out, rank, experts]`, as `[experts, rank, out]`.
+fn turned(b: &[f32], extents: Extents, rank: usize) -> Vec<f32> {
+    let (experts, outs) = (extents.experts as usize, extents.out as usize);
+    let mut turned = vec![0.0; b.len()];
+    for (o, row) in b.chunks(rank * experts).enumerate() {
+        for (k, column) in row.chunks(experts).enumerate() {
+            for (e, value) in column.iter().enumerate() {
+                turned[(e * rank + k) * outs + o] = *value;
+            }
+        }
+    }
+    turned
+}

@@ -1,0 +1,186 @@
+//! What an adapter makes of a stored tensor's values: products of two narrow matrices, vectors, rows.
+//!
+//! All of it is computed in float32 and rounded once, as the tensor's dtype in the result wants it. Factors are stored
+//! tensors of the plan like any other, and no outputs.
+
+use serde::{Deserialize, Serialize};
+
+use super::StoredTensor;
+use crate::tensor::element_count;
+
+/// One change, applied to the values of the whole stored tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    /// `scale * (B A)` is added; with a magnitude, each output row is then brought to the norm that it states.
+    LowRank {
+        /// `A` (index into [`super::Plan::stored`]): `[rank, in]`, of experts `[experts * rank, in]`.
+        a: u32,
+        /// `B`: `[out, rank]`, of experts `[out, rank * experts]`.
+        b: u32,
+        /// Columns of `B`, of one expert.
+        rank: u64,
+        /// Factor of the product.
+        scale: f32,
+        /// How the tensor has outputs and inputs.
+        form: Form,
+        /// Which part of the product it is, where the tensor is one expert's or a half of its outputs.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        window: Option<Window>,
+        /// Norm of each output's row, `[out]` (DoRA).
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        magnitude: Option<u32>,
+    },
+    /// `scale * vector` is added.
+    Vector {
+        /// The vector.
+        of: u32,
+        /// Factor.
+        scale: f32,
+    },
+    /// Rows are replaced.
+    Rows {
+        /// The new rows, in the order of `at`.
+        of: u32,
+        /// Their positions in the tensor.
+        at: Vec<u64>,
+    },
+}
+
+/// How a tensor that is multiplied with has outputs and inputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Form {
+    /// `[out, in, ...]`
+    Rows,
+    /// `[in, out]`: an embedding, or a layer that keeps its weight the other way round.
+    Columns,
+    /// `[experts, out, in]`
+    Experts,
+    /// `[experts, in, out]`
+    ExpertsByColumns,
+}
+
+/// The part of a product over stacked experts that is added to a tensor of one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Experts of the product.
+    pub experts: u64,
+    /// The one that the tensor is of.
+    pub expert: u64,
+    /// Outputs of the product, of one expert.
+    pub outs: u64,
+    /// The first that the tensor has.
+    pub out: u64,
+}
+
+/// Extents of a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extents {
+    /// Experts; 1 where there are none.
+    pub experts: u64,
+    /// Outputs.
+    pub out: u64,
+    /// Inputs.
+    pub inputs: u64,
+}
+
+impl Extents {
+    /// Those of the whole product, of which a tensor of these extents takes a part.
+    pub fn of_product(self, window: Option<Window>) -> Extents {
+        window.map_or(self, |w| Extents { experts: w.experts, out: w.outs, ..self })
+    }
+}
+
+impl Form {
+    /// Extents of a tensor of this form; `None` for a shape that it cannot have.
+    pub fn extents(self, shape: &[u64]) -> Option<Extents> {
+        let of = |experts, out, inputs| Some(Extents { experts, out, inputs });
+        match (self, shape) {
+            (Form::Rows, [out, rest @ ..]) if !rest.is_empty() => of(1, *out, element_count(rest)?),
+            (Form::Columns, &[inputs, out]) => of(1, out, inputs),
+            (Form::Experts, &[experts, out, inputs]) | (Form::ExpertsByColumns, &[experts, inputs, out]) => {
+                of(experts, out, inputs)
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Change {
+    /// The stored tensors that it needs.
+    pub fn needs(&self) -> Vec<u32> {
+        match self {
+            Change::LowRank { a, b, magnitude, .. } => {
+                [Some(*a), Some(*b), *magnitude].into_iter().flatten().collect()
+            }
+            Change::Vector { of, .. } | Change::Rows { of, .. } => vec![*of],
+        }
+    }
+
+    /// Renumbers the stored tensors that it needs.
+    pub fn renumber(&mut self, mut new: impl FnMut(u32) -> u32) {
+        match self {
+            Change::LowRank { a, b, magnitude, .. } => {
+                (*a, *b) = (new(*a), new(*b));
+                *magnitude = magnitude.map(new);
+            }
+            Change::Vector { of, .. } | Change::Rows { of, .. } => *of = new(*of),
+        }
+    }
+
+    /// What is done, in words.
+    pub fn words(&self) -> String {
+        match self {
+            Change::LowRank { rank, scale, magnitude: None, .. } => {
+                format!("add a product of rank {rank} x {scale}")
+            }
+            Change::LowRank { rank, scale, .. } => {
+                format!("add a product of rank {rank} x {scale}, rows to their norms")
+            }
+            Change::Vector { scale, .. } => format!("add a vector x {scale}"),
+            Change::Rows { at, .. } => format!("replace {} rows", at.len()),
+        }
+    }
+
+    /// What does not fit a tensor of this shape: which factor, the shape that it should have, and the one that it has.
+    pub fn misfit(&self, shape: &[u64], stored: &[StoredTensor]) -> Option<(u32, String, String)> {
+        let of = |index: u32| &stored[index as usize];
+        let wrong = |index: u32, want: Vec<u64>| {
+            let have = element_count(&of(index).shape);
+            let is_float = of(index).dtype.is_float();
+            let fits = have == element_count(&want) && is_float;
+            let got = format!("{} {:?}", of(index).dtype, of(index).shape);
+            (!fits).then(|| (index, format!("floats that make up {want:?}"), got))
+        };
+        match self {
+            Change::LowRank { a, b, rank, form, magnitude, window, .. } => {
+                let Some(own) = form.extents(shape) else {
+                    return Some((
+                        *a,
+                        format!("a factor of a tensor of shape {shape:?}"),
+                        format!("{form:?}"),
+                    ));
+                };
+                let Extents { experts, out, inputs } = own.of_product(*window);
+                let within = window.is_none_or(|w| w.expert < experts && w.out + own.out <= out);
+                if !within || (window.is_some() && (*form != Form::Rows || magnitude.is_some())) {
+                    return Some((*a, format!("a part of {experts} experts x {out}"), format!("{window:?}")));
+                }
+                wrong(*a, vec![experts * rank, inputs])
+                    .or_else(|| wrong(*b, vec![out, rank * experts]))
+                    .or_else(|| wrong((*magnitude)?, vec![out]))
+            }
+            Change::Vector { of, .. } => wrong(*of, shape.to_vec()),
+            Change::Rows { of, at } => {
+                let width = shape.get(1..).map(<[u64]>::to_vec).unwrap_or_default();
+                let want = [vec![at.len() as u64], width].concat();
+                let beyond = at.iter().find(|row| **row >= shape.first().copied().unwrap_or(0));
+                wrong(*of, want).or_else(|| {
+                    let row = beyond?;
+                    Some((*of, format!("rows of {shape:?}"), format!("row {row}")))
+                })
+            }
+        }
+    }
+}
