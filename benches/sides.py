@@ -159,6 +159,22 @@ def torch_save(a: dict[str, Any]) -> Job:
     return job
 
 
+def verl_merge(a: dict[str, Any]) -> Job:
+    """verl's merger of FSDP's rank files, which writes what transformers saves."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    def job() -> None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            config = ModelMergerConfig(
+                operation="merge", backend="fsdp", local_dir=a["src"], target_dir=a["out"],
+                hf_model_config_path=str(Path(a["src"]) / "huggingface"), trust_remote_code=False,
+            )  # fmt: skip
+            FSDPModelMerger(config).merge_and_save()
+
+    return job
+
+
 def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
@@ -239,7 +255,7 @@ SIDES = {
     f.__name__: f
     for f in (
         fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
-        paxml_script, model,
+        paxml_script, model, verl_merge,
     )
 }  # fmt: skip
 
@@ -248,7 +264,7 @@ def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     job = SIDES[name](arguments)
     threads = arguments.get("threads")
-    if name in ("consolidate", "consolidate_ranks", "torch_save", "script", "zero_to_fp32"):
+    if name in ("consolidate", "consolidate_ranks", "torch_save", "script", "zero_to_fp32", "verl_merge"):
         import torch
 
         torch.set_num_threads(threads)

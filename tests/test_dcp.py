@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import FIXTURES, HF, assert_refused, cli, copy, flip_bit, read_result, sha256
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from transformers import AutoModelForCausalLM
 
 SHARDED = FIXTURES / "sharded"
 FSDP = SHARDED / "dcp_fsdp2"
@@ -337,3 +340,69 @@ def test_a_rank_that_torch_does_not_count_is_refused(rank: str, tmp_path: Path) 
     first = next(root.glob("shard-00001-*"))
     (root / first.name.replace("shard-00001", f"shard-{rank}")).write_bytes(first.read_bytes())
     assert_refused(root, tmp_path / "out", "FS106", exit=3, file=f"shard-{rank}")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "llama", "qwen2"])
+def test_rank_shards_without_a_config_are_no_other_models(kind: str, tmp_path: Path) -> None:
+    """Norms of queries and keys tell the size of a head: nothing that is not known may contradict them."""
+    state = tiny_models.model(kind, tmp_path / "model").state_dict()
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        parts, offsets = {}, {}
+        for name, tensor in state.items():
+            if name == "lm_head.weight" and kind.endswith("tied"):
+                continue
+            parts[name] = tensor.chunk(2)[rank].clone()
+            offsets[name] = {"saved_offsets": [rank * len(tensor.chunk(2)[0])] + [0] * (tensor.ndim - 1)}
+        told = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        save_file(
+            parts, tmp_path / f"ranks/shard-{rank + 1:05d}-model-00001-of-00001.safetensors", metadata=told
+        )
+    ran = cli("merge", tmp_path / "ranks", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    have = read_result(tmp_path / "out")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in have.items())
+    (tmp_path / "ranks/shard-00002-model-00001-of-00001.safetensors").unlink()
+    assert cli("verify", tmp_path / "ranks").code == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_tied", "llama"])
+def test_a_model_loads_what_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
+    """The plain way: its own state dict, in which a tied head has a name too."""
+    of = tiny_models.model(kind, tmp_path / "model")
+    assert cli("convert", tmp_path / "model", tmp_path / "dcp", "--to", "dcp").code == 0
+    other = AutoModelForCausalLM.from_config(of.config)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    other.load_state_dict(state)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(other.eval()(tokens).logits, of(tokens).logits)
+    assert cli("convert", tmp_path / "dcp", tmp_path / "back", "--to", "hf").code == 0
+    assert set(read_result(tmp_path / "back")) == set(read_result(tmp_path / "model"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stacked_experts_are_those_of_a_model_in_memory(tmp_path: Path) -> None:
+    """transformers 5 stacks experts when it loads them, version 4 and files have them one by one: either is written."""
+    of = tiny_models.model("mixtral", tmp_path / "model")
+    names = {name for name in of.state_dict() if "experts" in name}
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in names)
+    ran = cli("convert", tmp_path / "model", tmp_path / "stacked", "--to", "dcp", "--stacked-experts")
+    assert ran.code == 0, ran.out
+    other = AutoModelForCausalLM.from_config(of.config)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "stacked")
+    assert all(torch.equal(tensor, of.state_dict()[name]) for name, tensor in state.items())
+    assert cli("convert", tmp_path / "model", tmp_path / "apart", "--to", "dcp").code == 0
+    described = dcp.FileSystemReader(tmp_path / "apart").read_metadata().state_dict_metadata
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in described
+    for form in ("stacked", "apart"):
+        assert cli("convert", tmp_path / form, tmp_path / f"{form}-back", "--to", "hf").code == 0
+        have, want = read_result(tmp_path / f"{form}-back"), read_result(tmp_path / "model")
+        assert set(have) == set(want) and all(torch.equal(have[n], want[n]) for n in want)
+    tiny_models.model("llama", tmp_path / "dense")
+    for to in ("dcp", "dcp:torchtitan"):
+        ran = cli("convert", tmp_path / "dense", tmp_path / "out", "--to", to, "--stacked-experts")
+        assert ran.code == 2 and ran.errors[0]["code"] == "FS515", ran.out

@@ -232,12 +232,12 @@ def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_pa
 
 
 OWN = """
-layout = "mine.olmo2"
+layout = "mine.granite"
 family = "llama"
 extends = "hf.llama"
-drop = ["norm[12].*", "attention.*.bias", "attention.?_norm.*", "mlp.*.bias"]
+drop = ["attention.*.bias", "attention.?_norm.*", "mlp.*.bias"]
 [config]
-model_type = ["olmo2"]
+model_type = ["granite"]
 [config.axes]
 V = "vocab_size"
 P = "vocab_size"
@@ -250,22 +250,6 @@ r = "num_attention_heads / g"
 [config.facts]
 tied = "tie_word_embeddings ?? false"
 head = "not tied"
-[[tensor]]
-name = "model.layers.{L}.post_attention_layernorm.weight"
-shape = "[H]"
-as = "norm1_after.weight"
-[[tensor]]
-name = "model.layers.{L}.post_feedforward_layernorm.weight"
-shape = "[H]"
-as = "norm2_after.weight"
-[[tensor]]
-name = "model.layers.{L}.self_attn.q_norm.weight"
-shape = "[g*r*d]"
-as = "attention.q_norm.weight"
-[[tensor]]
-name = "model.layers.{L}.self_attn.k_norm.weight"
-shape = "[g*d]"
-as = "attention.k_norm.weight"
 """
 
 
@@ -274,19 +258,19 @@ def test_a_family_of_ones_own_is_one_file(how: str, tmp_path: Path, monkeypatch:
     """Found by its model type once it is registered, or named for one run."""
     monkeypatch.setattr(layouts, "_registered", {})
     monkeypatch.setattr(layouts, "_parsed", {})
-    file = tmp_path / "olmo2.toml"
+    file = tmp_path / "granite.toml"
     file.write_text(OWN)
     options: dict[str, Any] = {"layout": str(file)} if how == "given" else {}
-    config = transformers.Olmo2Config(**SMALL)
+    config = transformers.GraniteConfig(**SMALL)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in")
     # Without a table the names stay, and nothing is proven.
     assert [f.code for f in fastshard.plan(fastshard.open(tmp_path / "in")).findings] == ["FS109"]
     if how == "registered":
         layouts.register(file)
     planned = fastshard.plan(fastshard.open(tmp_path / "in", **options))
-    assert planned.findings == [] and planned.source.layout == "mine.olmo2"
+    assert planned.findings == [] and planned.source.layout == "mine.granite"
     have = load_file(tmp_path / "in/model.safetensors")
-    lost = "model.layers.2.post_feedforward_layernorm.weight"
+    lost = "model.layers.2.post_attention_layernorm.weight"
     del have[lost]
     save_file(have, tmp_path / "in/model.safetensors", {"format": "pt"})
     (error,) = fastshard.plan(fastshard.open(tmp_path / "in", **options)).findings

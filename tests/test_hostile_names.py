@@ -171,8 +171,8 @@ def test_a_tensor_s_name_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model_world_size_8_rank_0.pt", "verl"), ("adapter_model.safetensors", "PEFT"), ("m.Q4_K_M.gguf", "GGUF"),
-        ("consolidated.00.pth", "Meta"), ("flax_model.msgpack", "Flax"), ("step.ckpt", "Lightning"), ("w.npz", "script"),
+        ("adapter_model.safetensors", "PEFT"), ("m.Q4_K_M.gguf", "GGUF"),
+        ("consolidated.00.pth", "Meta"), ("flax_model.msgpack", "Flax"), ("step.ckpt", "a trainer saved"), ("x.nemo", "NeMo"), ("w.npz", "script"),
     ],
 )  # fmt: skip
 def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Path) -> None:

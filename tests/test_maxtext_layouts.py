@@ -495,7 +495,7 @@ def test_other_models_of_maxtext_are_merged_and_not_converted(tmp_path: Path) ->
         ({"attention_bias": True}, "on queries, keys and values"),
         ({"mlp_bias": True}, "the MLP's output"),
         ({"model_type": "qwen3"}, "norm of queries and keys"),
-        ({"model_type": "gpt_neox"}, "as MaxText needs"),
+        ({"model_type": "gpt_neox"}, "other names than a 'gpt_neox'"),
         ({"hidden_act": "gelu"}, "this hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "this rope_scaling"),
     ],

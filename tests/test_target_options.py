@@ -15,7 +15,7 @@ from helpers import HF, cli
 
 #: A value that is no option's default.
 OTHER: dict[str, Any] = {
-    "tp": 2, "pp": 2, "make_vocab_size_divisible_by": 64, "param_scan_axis": 0, "fused_qkv": False, "rope_type": "default", "zarr2": True,
+    "tp": 2, "pp": 2, "make_vocab_size_divisible_by": 64, "param_scan_axis": 0, "fused_qkv": False, "rope_type": "default", "zarr2": True, "stacked_experts": True,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ OTHERS = {
 def model(name: str, folder: Path) -> Any:
     """One of these models, saved in a folder."""
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config((MODELS | OTHERS)[name])
+    # A copy: `to` and `save_pretrained` write a model's dtype into its config, which is all tests' here.
+    made = AutoModelForCausalLM.from_config(deepcopy((MODELS | OTHERS)[name]))
     with torch.no_grad():
         for parameter in made.parameters():
             # Norms and biases that are not one and zero show where they belong.

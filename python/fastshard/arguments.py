@@ -22,10 +22,10 @@ _NUMBERS_OR_NONE = ("vocab_size", "expect_processes", *(o.name for o in OPTIONS 
 #: Numbers that say something of the checkpoint.
 _OF_CHECKPOINT = ("vocab_size", "expect_processes")
 _WORDS = ("dtype", "replicas")
-_WORDS_OR_NONE = ("weights", *(o.name for o in OPTIONS if o.kind == "choice"))
+_WORDS_OR_NONE = ("weights", "under", *(o.name for o in OPTIONS if o.kind == "choice"))
 _SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
 _OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
-_PATHS = ("layout", "tokenizer", "out", "signature", "public_key")
+_PATHS = ("layout", "adapter", "tokenizer", "out", "signature", "public_key")
 _PATHS_OR_MAPPINGS = ("config", "expect")
 _SOURCES = ("source", "a", "b")
 
@@ -105,7 +105,7 @@ def value(name: str, given: Any) -> Any:
             raise refused(name, "a path or a dict" if name in _PATHS_OR_MAPPINGS else "a path", given)
     if name in _SOURCES and (isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable))):
         raise refused(name, "a path, several, or an opened checkpoint", given)
-    if given == "" and name in (*_PATHS, *_PATHS_OR_MAPPINGS, "step"):
+    if given == "" and name in (*_PATHS, *_PATHS_OR_MAPPINGS, "step", "under"):
         raise refused(name, "something", given)
     return given
 

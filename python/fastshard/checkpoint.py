@@ -16,7 +16,7 @@ from .discover import File, Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, from_core
 from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
-from .sources import copies, hf_names
+from .sources import copies, hf_names, peft
 from .sources.base import Contents, Found, Options, checked_accept
 from .sources.registry import detect
 from .sources.renamed import renamed
@@ -29,9 +29,11 @@ __all__ = ["Checkpoint", "open"]
 def open(
     *paths: StrPath,
     step: str | int | None = None,
+    under: str | None = None,
     config: StrPath | Mapping[str, Any] | None = None,
     layout: StrPath | None = None,
     vocab_size: int | None = None,
+    adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
@@ -41,9 +43,12 @@ def open(
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
         step: step to take where there are several; default the tracker file's, else the newest.
+        under: name below which the model lies in the files, where there are several: ``model``, ``ema``, ``state_dict``.
         config: a config that overrides what is found: HF ``config.json``, GPT-NeoX YAML, or a dict.
         layout: a layout table (TOML) of your own for the source.
         vocab_size: true vocabulary; padded rows beyond it are dropped.
+        adapter: a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where
+            the checkpoint itself holds the adapter's tensors.
         accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
         threads: threads for reading headers.
@@ -58,6 +63,7 @@ def open(
     content, content_path = _read_config(config)
     options = Options(
         step=None if step is None else str(step),
+        under=None if under is None else under.rstrip("."),
         config=content,
         config_path=content_path,
         vocab_size=_positive(vocab_size, "vocab_size"),
@@ -69,10 +75,14 @@ def open(
     found = detect(listing, options)
     for file in found.files:
         refuse_unprintable(file.path)
+    adapted = None if adapter is None else peft.find(adapter)
+    roots = [*listing.roots, *([adapted.folder] if adapted else [])]
+    # Adapters of frameworks see their own files alone.
+    further = [File(len(listing.roots), adapted.weights, adapted.size)] if adapted and adapted.weights else []
     try:
         catalog = _core.Catalog(
-            [os.fspath(root) for root in listing.roots],
-            [(file.root, file.path) for file in found.files],
+            [os.fspath(root) for root in roots],
+            [(file.root, file.path) for file in (*found.files, *further)],
             thread_count(threads),
             found.records,
             {index: blocks.listed() for index, blocks in found.blocks.items()},
@@ -81,11 +91,13 @@ def open(
     except _core.CoreError as error:
         raise from_core(error) from None
     unread = _one_limit([Finding.from_dict(f) for f in json.loads(catalog.findings())])
-    prefixes = [os.fspath(root) + os.sep for root in listing.roots]
+    prefixes = [os.fspath(root) + os.sep for root in roots]
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
     readable = json.loads(catalog.files())
 
-    contents = Contents(catalog, readable)
+    if not found.reads_parts:
+        _refuse_parts(readable)
+    contents = Contents(catalog, readable[: len(found.files)])
     source = found.adapter.declare(found, listing, contents, options)
     findings.extend(
         Finding.of(
@@ -97,14 +109,19 @@ def open(
         )
         for file in sorted(contents.cut)
     )
+    if options.under is not None and not source.chosen:
+        raise _nothing_under(options.under, source)
     if options.layout:
         source = hf_names.by_own_table(source, layouts.parse(options.layout), contents.names())
+    if adapted is not None:
+        found.files += further
+        peft.merge(source, adapted, found, listing, Contents(catalog, readable))
     findings += source.findings
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.
     left = {f.file for f in findings if f.code == "FS108"}
     used = [None if f is None or f["path"] in left else f for f in readable]
-    findings += renamed(used, "renamed" in options.accept, ranks, listing.roots)
+    findings += renamed(used, "renamed" in options.accept, ranks, roots)
     findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
     accepted = copies.patterns(options.accept)
     findings = copies.accepted(findings, accepted)
@@ -112,6 +129,33 @@ def open(
     near = source.places or companions.places(listing, found.notes.get("folder") or "") or list(listing.roots)
     source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
     return Checkpoint(listing, Opened(source, catalog, findings, found.files, _behind(found)), readable)
+
+
+def _nothing_under(under: str, source: Source) -> FastshardError:
+    return FastshardError.of(
+        "FS515",
+        f"under: a checkpoint of {source.framework} holds its model in one place",
+        got=under,
+        help="leave it out",
+    )
+
+
+def _refuse_parts(readable: list[Any]) -> None:
+    """A DTensor in a file that is read as a whole is a slice that would pose as a whole tensor.
+
+    Raises:
+        FastshardError: ``FS514`` for the first of them.
+    """
+    for file in readable:
+        if file is not None and file["partial"] is not None:
+            raise FastshardError.of(
+                "FS514",
+                "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where wholes are read",
+                file=file["path"],
+                tensor=file["partial"],
+                help="name the folder that holds the files of all ranks; where their names do not count ranks, "
+                "rename them to model_rank_R.pt",
+            )
 
 
 def _behind(found: Found) -> list[File]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -12,6 +12,7 @@ from . import layouts
 from ._core import Table
 from .discover import File
 from .errors import FastshardError, Finding
+from .naming.wrappers import put_in
 
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
@@ -48,17 +49,29 @@ class Assembled:
     #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
     slot: str | None
     #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
-    #: element there); or boxes: (first index, extent, file, tensor in it).
+    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a flat tensor.
     tensors: list[tuple[str, list[int], list[Any]]]
     #: True for parameters that are not trained and have no copy.
     frozen: bool = False
     #: True for further names, wanted only where the masters are taken.
     masters_only: bool = False
+    #: The first layer (or expert) that the names count from, as the unit has it that holds the parameters.
+    bases: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The form that the core takes."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v is not None}
+        kept = {
+            k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v not in (None, {})
+        } | {"coords": self.coords}
         return kept | ({"alone": True} if self.frozen else {})
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an adapter makes of a tensor: changes as the core takes them, factors by the names stored."""
+
+    name: str
+    changes: list[dict[str, Any]]
 
 
 @dataclass
@@ -178,6 +191,8 @@ class Description:
     dialect: Dialect | None = None
     #: What the tensors tell besides facts, by the dialect's words.
     features: dict[str, Any] = field(default_factory=dict)
+    #: Whose names the model has, where its config is that of transformers and its names are not.
+    spelling: str | None = None
     #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
     no_table: str | None = None
     #: What a model of Hugging Face without an output layer is; None for one that has one.
@@ -188,7 +203,29 @@ class Description:
     @property
     def hf_names(self) -> bool:
         """True if names in the files are those of Hugging Face."""
-        return self.dialect is not None and self.dialect.name == "transformers"
+        return self.dialect is not None and self.dialect.name == "transformers" and self.spelling is None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of parameters that an optimizer treats alike."""
+
+    #: Hyperparameters (``lr``, ``betas``, ``weight_decay`` ...), by torch's names.
+    values: dict[str, Any]
+    #: Its parameters, by the names stored; None where only :attr:`decays` tells them.
+    names: frozenset[str] | None = None
+    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names tell.
+    decays: bool | None = None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments that are stored as tensors beside the weights."""
+
+    #: (parameter, slot) by the names stored; a parameter by its own name.
+    slots: dict[str, tuple[str, str]]
+    #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
+    told: Callable[[], tuple[list[Group] | None, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -219,6 +256,10 @@ class Optimizer:
     frozen: set[str] = field(default_factory=set)
     #: Files that hold masters.
     state_files: list[StateFile] = field(default_factory=list)
+    #: Its groups of parameters; None where the files do not tell which parameters each has.
+    groups: list[Group] | None = None
+    #: Moments under names of their own, which a conversion takes as the parameters' slots.
+    beside: Moments | None = None
     #: Paths of the files that hold nothing but optimizer state.
     files: set[str] = field(default_factory=set)
     #: Steps by file.
@@ -267,6 +308,14 @@ class Source:
     weights_prefix: str = ""
     #: Where further copies of the model begin.
     other_prefixes: list[str] = field(default_factory=list)
+    #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
+    chosen: bool = False
+    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of these.
+    names: dict[str, str] = field(default_factory=dict)
+    #: What an adapter makes of tensors, by the model's own names.
+    adapted: list[Adapted] = field(default_factory=list)
+    #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
+    hidden: set[str] = field(default_factory=set)
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
     #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
@@ -288,48 +337,139 @@ class Source:
         """The model, as messages call it."""
         return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
-    def weights_only(self) -> Source:
-        """The part that a conversion takes: what begins with the prefix, and no optimizer's state."""
-        states = any(is_state(name) for a in self.assembled for name, *_ in a.tensors)
-        if not self.model.hf_names or not (self.weights_prefix or states):
+    def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
+        """The part that a conversion takes: what begins with the prefix, and no optimizer's state unless it is asked for.
+
+        Args:
+            names_of: names of the tensors in a file, by its number.
+            optimizer: True to make slots of moments that lie beside the weights.
+        """
+        if optimizer and self.optimizer.beside is not None:
+            return self._slots(self.optimizer.beside).weights_only(names_of)
+        if not (self.model.hf_names or self.model.spelling or self.chosen):
             return self
+        stored = [name for a in self.assembled for name, *_ in a.tensors]
+        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        stored += [name for held in units.values() for _, name in held]
+        own = {name: self.names.get(name, name) for name in stored}
         if self.other_prefixes:
             raise FastshardError.of(
                 "FS106",
                 "the checkpoint holds several copies of the model",
                 expected="one",
                 got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
-                help="`fastshard merge --include 'PREFIX*'` writes the one that is meant; convert that",
+                help=f"choose with --under, e.g. --under {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
             )
+        if not (self.weights_prefix or any(map(is_state, own.values()))):
+            return replace(self, findings=[*self.findings, *self._unwrapped()])
+
+        def taken(name: str) -> bool:
+            return own[name].startswith(self.weights_prefix) and not is_state(own[name])
+
         kept: list[Assembled] = []
-        left: list[str] = []
         for group in self.assembled:
+            # The groups' own names, so that what is left needs no others.
             tensors = [
-                (name.removeprefix(self.weights_prefix), shape, pieces)
+                (own[name].removeprefix(self.weights_prefix), shape, pieces)
                 for name, shape, pieces in group.tensors
-                if name.startswith(self.weights_prefix) and not is_state(name)
-            ]
-            left += [
-                name
-                for name, *_ in group.tensors
-                if not name.startswith(self.weights_prefix) and not is_state(name)
+                if taken(name)
             ]
             kept.append(replace(group, tensors=tensors))
+        only = [
+            replace(unit, only=[key for key, name in units[n] if taken(name)])
+            for n, unit in enumerate(self.units)
+        ]
+        renamed = {
+            name: bare
+            for held in units.values()
+            for _, name in held
+            if taken(name) and (bare := own[name].removeprefix(self.weights_prefix)) != name
+        }
+        left = [
+            name
+            for name in stored
+            if not own[name].startswith(self.weights_prefix) and not is_state(own[name])
+        ]
         where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        is_all = all(map(taken, stored))
         note = Finding.of(
             "FS212",
-            f"the model is what lies {where}; the rest is not converted"
+            f"the model is what lies {where}"
+            + ("" if is_all else "; the rest is not converted")
             + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
-            severity="warning" if left else "note",
+            severity="warning" if left and not self.chosen else "note",
             tensor=left[0] if left else None,
         )
         return replace(
             self,
+            units=only,
             assembled=kept,
+            optimizer=self._optimizer_below(),
+            names=renamed,
             table=self._table_below(),
             weights_prefix="",
-            findings=[*self.findings, note],
+            findings=[*self.findings, *self._unwrapped(), note],
         )
+
+    def _slots(self, moments: Moments) -> Source:
+        """The source with moments as slots of their parameters."""
+        groups, steps = moments.told()
+        assembled: list[Assembled] = []
+        for group in self.assembled:
+            slots: dict[str, list[tuple[str, list[int], list[Any]]]] = {}
+            rest = []
+            for name, shape, pieces in group.tensors:
+                if name in moments.slots:
+                    parameter, slot = moments.slots[name]
+                    slots.setdefault(slot, []).append((parameter, shape, pieces))
+                else:
+                    rest.append((name, shape, pieces))
+            assembled.append(replace(group, tensors=rest))
+            assembled += [
+                replace(group, slot=slot, tensors=tensors, frozen=False) for slot, tensors in slots.items()
+            ]
+        taken = replace(
+            self.optimizer,
+            beside=None,
+            groups=groups,
+            steps={0: steps},
+            moments_named=False,
+            moments_only=True,
+        )
+        return replace(self, assembled=assembled, optimizer=taken)
+
+    def _optimizer_below(self) -> Optimizer:
+        """What is known of the optimizer, by the names that parameters have below the prefix."""
+
+        def below(name: str) -> str:
+            return self.names.get(name, name).removeprefix(self.weights_prefix)
+
+        groups = self.optimizer.groups
+        if groups is not None:
+            groups = [
+                replace(group, names=None if group.names is None else frozenset(map(below, group.names)))
+                for group in groups
+            ]
+        return replace(self.optimizer, groups=groups, untrained=set(map(below, self.optimizer.untrained)))
+
+    @staticmethod
+    def _of_unit(unit: Unit, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Key and name of each tensor of a unit."""
+        under = "".join(f"{part}." for part in unit.under)
+        for name in names:
+            if name.startswith(under):
+                key = name.removeprefix(under)
+                if unit.only is None or key in unit.only:
+                    yield key, unit.prefix + key.removeprefix(unit.strip)
+
+    def _unwrapped(self) -> list[Finding]:
+        """That names are taken without what wrappers have put in."""
+        first = next(iter(self.names.items()), None)
+        if first is None:
+            return []
+        who = put_in(first[0]) or "a wrapper"
+        message = f"{len(self.names)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        return [Finding.of("FS212", message, severity="note")]
 
     def _table_below(self) -> Table | None:
         """The table with names as they are below the prefix; None for the one that is called so anyhow."""
@@ -352,9 +492,14 @@ class Source:
                 for a in self.assembled
                 if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
             ],
+            "names": self.names,
+            "renamed": self.chosen or bool(self.adapted or self.hidden),
+            "adapted": [vars(one) for one in self.adapted],
+            "hidden": sorted(self.hidden),
             "prefer_assembled": taken == "masters",
-            "untrained": sorted(self.optimizer.untrained) if optimizer else [],
-            "twins_may_differ": weights == "params",
+            "untrained": sorted(self.names.get(n, n) for n in self.optimizer.untrained) if optimizer else [],
+            # Moments of masters that are not the parameters are not theirs either.
+            "twins_may_differ": weights == "params" and not optimizer,
             "layers_may_repeat": self.layers_may_repeat,
             "copies_accepted": self.copies_accepted,
             "degrees": self.degrees,
@@ -368,7 +513,10 @@ class Source:
 
 
 #: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
-_STATE = ("optim.", "optimizer.", "optimizer_states.", "lr_scheduler", "train_state", "dataloader")
+_STATE = (
+    "optim.", "optimizer.", "optimizers.", "optimizer_states.", "optimizer_state_dict.", "optimizer_state.", "lr_scheduler",
+    "lr_schedulers.", "scheduler.", "scaler.", "train_state", "dataloader", "loops.", "callbacks.", "rng_state",
+)  # fmt: skip
 
 
 def is_state(name: str) -> bool:

@@ -33,6 +33,10 @@ how to load the parameters for a finetune (DeepSpeed, bf16):
   0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
   2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
   any version         a repaired checkpoint loads as usual, with its optimizer starting afresh"""
+#: source: megatron/training/checkpointing.py (load_checkpoint), core 0.16
+_LOADING_MEGATRON = """\
+how to load the parameters for a finetune (Megatron-LM):
+  --no-load-optim (or --finetune) leaves the optimizer's state aside and makes the masters of the parameters"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ def masters(
     differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
     steps = sorted({step for each in held.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
-    return MastersReport(len(outputs), elements, differing, steps, list(dict.fromkeys(findings)))
+    advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
+    return MastersReport(len(outputs), elements, differing, steps, list(dict.fromkeys(findings)), advice)
 
 
 def _count(shape: list[int]) -> int:
@@ -195,6 +200,12 @@ def repair_masters(
             "FS402",
             "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 masters only",
             severity="error",
+        )
+    if declared.framework.startswith("Megatron"):
+        raise FastshardError.of(
+            "FS514",
+            "masters of Megatron-LM are not rebuilt in its own files",
+            help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
         )
     opened = checkpoint.opened.findings
     if drop_optimizer:

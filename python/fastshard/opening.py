@@ -25,9 +25,11 @@ def open(
     *paths: StrPath,
     to: None = None,
     step: str | int | None = None,
+    under: str | None = None,
     config: StrPath | Mapping[str, Any] | None = None,
     layout: StrPath | None = None,
     vocab_size: int | None = None,
+    adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
@@ -39,9 +41,11 @@ def open(
     *paths: StrPath | Checkpoint,
     to: str,
     step: str | int | None = None,
+    under: str | None = None,
     config: StrPath | Mapping[str, Any] | None = None,
     layout: StrPath | None = None,
     vocab_size: int | None = None,
+    adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
@@ -54,9 +58,11 @@ def open(
     *paths: Any,
     to: str | None = None,
     step: str | int | None = None,
+    under: str | None = None,
     config: StrPath | Mapping[str, Any] | None = None,
     layout: StrPath | None = None,
     vocab_size: int | None = None,
+    adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     threads: int | None = None,
@@ -70,9 +76,12 @@ def open(
         to: a target, e.g. ``"hf"``: the tensors are then those that a conversion would write, each made when
             it is read. Default: the checkpoint's own, whole, under their own names.
         step: step to take where there are several; default the tracker file's, else the newest.
+        under: name below which the model lies in the files, where there are several: ``model``, ``ema``, ``state_dict``.
         config: a config that overrides what is found: HF ``config.json``, GPT-NeoX YAML, or a dict.
         layout: a layout table (TOML) of your own for the source.
         vocab_size: true vocabulary; padded rows beyond it are dropped.
+        adapter: a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where
+            the checkpoint itself holds the adapter's tensors.
         accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
         threads: threads for reading headers.
@@ -86,9 +95,11 @@ def open(
     """
     given: dict[str, Any] = {
         "step": step,
+        "under": under,
         "config": config,
         "layout": layout,
         "vocab_size": vocab_size,
+        "adapter": adapter,
         "accept": accept,
         "expect_processes": expect_processes,
         "threads": threads,

@@ -17,8 +17,10 @@ class Source(TypedDict, total=False):
     """What :func:`fastshard.open` takes, but for the vocabulary."""
 
     step: str | int | None
+    under: str | None
     config: StrPath | Mapping[str, Any] | None
     layout: StrPath | None
+    adapter: StrPath | None
     accept: Iterable[str]
     expect_processes: int | None
 
@@ -44,6 +46,7 @@ class Placing(TypedDict, total=False):
     param_scan_axis: int | None
     fused_qkv: bool | None
     rope_type: Literal["default", "llama3.1"] | None
+    stacked_experts: bool
     zarr2: bool
 
 

@@ -44,9 +44,15 @@ ROPE_TYPE = Option(
     "MaxText's own converter writes)",
     choices=("default", "llama3.1"),
 )
+STACKED_EXPERTS = Option(
+    "stacked_experts",
+    "switch",
+    "DCP, universal: experts stacked, as a model of transformers 5 has them in memory (default: one by one, as version 4 and files)",
+    False,
+)
 ZARR2 = Option("zarr2", "switch", "plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
 #: All of them, as they are listed.
-OPTIONS = (TP, PP, MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, ZARR2)
+OPTIONS = (TP, PP, MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, STACKED_EXPERTS, ZARR2)
 
 
 def of(given: dict[str, Any]) -> dict[str, Any]:

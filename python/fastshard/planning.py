@@ -13,13 +13,14 @@ from . import _core, budget, layouts
 from .declared import Source
 from .discover import File
 from .dtypes import TORCH_FLOATS
-from .errors import FastshardError, Finding, from_core
+from .errors import FastshardError, Finding, from_core, raise_errors
 from .maps import Maps
 from .models import config_json
+from .optimizer_state import carried
 from .options import meant, nearest
 from .request import DTYPES, MERGE, Request
-from .targets.base import Bound, Completed, Drafted
-from .targets.registry import check, keeps_all, target_of
+from .targets.base import Bound, Completed, Drafted, Target
+from .targets.registry import TARGETS, check, keeps_all, target_of
 from .words import padding, words
 
 #: Threads at most; no machine has as many cores.
@@ -166,7 +167,8 @@ class Plan:
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
     check(request)
-    source = _taken(opened.source, request)
+    source = _taken(opened, request)
+    request = _with_masters(source, request)
     tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]
     findings = _weights(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
@@ -186,6 +188,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     target = None
     if request.to is not None:
         target = target_of(source, request)
+        _movable(source, target, request)
         asked["target"] = target.side()
         if source.optimizer.rules is not None and not target.is_container:
             side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
@@ -220,7 +223,11 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     ):
         # What the files are called and hold follows from the tensors that there are.
         stored = (name for unit in source.units for name in opened.catalog.names(unit.file))
-        completed = target.complete(Bound(axes, tensors, stored, main, tokenizer))
+        state = None
+        if request.optimizer and target.takes_slots:
+            state = carried(source, tensors, draft.made_of())
+            told += state.findings
+        completed = target.complete(Bound(axes, tensors, stored, main, tokenizer, state))
         told += completed.findings + padding(source, axes, tokenizer)
     texts = dict(completed.texts)
     keeps_names = target is not None and target.keeps_names
@@ -235,6 +242,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         "max_shard_size": request.max_shard_size,
         "texts": texts,
         "dtypes": completed.dtypes,
+        "constants": completed.constants,
         "pointers": completed.pointers,
     }
     core = draft.place(json.dumps(placement))
@@ -258,10 +266,11 @@ def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
     return finding
 
 
-def _taken(source: Source, request: Request) -> Source:
+def _taken(opened: Opened, request: Request) -> Source:
     """The part of a source that is asked for, with the vocabulary that was given."""
-    if not keeps_all(request.to):
-        source = source.weights_only()
+    source = opened.source
+    if source.chosen or not keeps_all(request.to):
+        source = source.weights_only(opened.catalog.names, request.optimizer)
     if request.vocab_size is not None:
         axes = {k: v for k, v in source.axes.items() if k != "V"}
         source = replace(source, vocab_size=request.vocab_size, axes=axes)
@@ -269,6 +278,30 @@ def _taken(source: Source, request: Request) -> Source:
     if named and source.layout not in layouts.names():
         raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
     return source
+
+
+def _with_masters(source: Source, request: Request) -> Request:
+    """Moments go on with the weights that they were taken of: the masters, where there are any."""
+    moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
+    if moves and request.weights is None and source.optimizer.masters:
+        return replace(request, weights="masters")
+    return request
+
+
+def _movable(source: Source, target: Target, request: Request) -> None:
+    """Whether the source's state is one that moves.
+
+    Raises:
+        FastshardError: ``FS514`` for train states of JAX, whose moments have other names than their weights.
+    """
+    if request.optimizer and target.takes_slots and source.optimizer.rules is not None:
+        raise FastshardError.of(
+            "FS514",
+            f"the optimizer's state of {source.framework} is not converted to {target.name}",
+            expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
+            got=source.framework,
+            help="convert to maxtext, which holds it, or do without --optimizer",
+        )
 
 
 def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: bool) -> dict[str, Any] | None:
@@ -318,6 +351,8 @@ def _weights(source: Source, opened: list[Finding], weights: str | None, optimiz
     state = source.optimizer
     held = state.masters or state.moments_only or state.moments_named
     if (weights == "masters" and not state.masters) or (optimizer and not held):
+        # Why what is there cannot be read, if it cannot.
+        raise_errors(state.findings)
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds no fp32 masters or optimizer state",

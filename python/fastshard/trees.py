@@ -13,6 +13,12 @@ class TensorOf(str):
     __slots__ = ()
 
 
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Global:
     """What a module calls by a name: a dtype, a class."""
@@ -57,6 +63,8 @@ def tree(value: Any) -> Any:
     if isinstance(value, dict):
         kind = "ordered" if isinstance(value, OrderedDict) else "dict"
         return {kind: [[tree(k), tree(v)] for k, v in value.items()]}
+    if isinstance(value, Size):
+        return {"size": list(value)}
     if isinstance(value, (list, tuple)):
         return {"list" if isinstance(value, list) else "tuple": [tree(v) for v in value]}
     raise TypeError(f"a {type(value).__name__} in a torch file")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dtensor_maker
+import names_maker
 import numpy as np
 import tensorstore
 import torch
@@ -125,6 +127,32 @@ def torch_dcp(root: Path) -> None:
     dcp.save(model(), checkpoint_id=with_config(root), no_dist=True)
 
 
+def fsdp_ranks(root: Path) -> None:
+    dtensor_maker.rank_files(with_config(root), model(), 3)
+
+
+def spelled(names: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    """A DCP under another trainer's names."""
+
+    def make(root: Path) -> None:
+        dcp.save(names(model()), checkpoint_id=with_config(root), no_dist=True)
+
+    return make
+
+
+def of_torchtitan(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    sizes = json.loads((HF / "config.json").read_text())
+    return names_maker.titan(state, sizes["num_attention_heads"], sizes["num_key_value_heads"], turned=True)
+
+
+def of_olmo_core(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return names_maker.olmo(state, "llama")
+
+
+def hashed_as(names: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[], Hashes]:
+    return lambda: {name: sha256(tensor) for name, tensor in names(model()).items()}
+
+
 def maxtext(fixture: Path) -> Callable[[Path], None]:
     """With the yml of its run, which says in what order queries and keys are."""
     size = Size(layers=3, hidden=48, groups=2, heads=4, head_dim=16, ffn=80, vocab=250)
@@ -224,6 +252,13 @@ ORIGINS: dict[str, Origin] = {
     "fsdp": Origin(
         "torch DCP", copied(SHARDED / "dcp_fsdp2"),
         told(SHARDED / "dcp_fsdp2", "tensors"),
+    ),
+    "fsdp_ranks": Origin("FSDP rank files", fsdp_ranks, hashed(), hashed(), vocab=1000, rounded=True),
+    "torchtitan": Origin(
+        "torch DCP", spelled(of_torchtitan), hashed_as(of_torchtitan), hashed(), vocab=1000, rounded=True,
+    ),
+    "olmo_core": Origin(
+        "torch DCP", spelled(of_olmo_core), hashed_as(of_olmo_core), hashed(), vocab=1000, rounded=True,
     ),
     "colossalai": Origin(
         "ColossalAI", copied(SHARDED / "colossalai_049_tp2_pp2/modeling"),

@@ -16,7 +16,8 @@ from origins import ORIGINS
 #: (kind, why) -> sources; "*" for all that have such a file
 SPARE: dict[tuple[str, str], tuple[str, ...]] = {
     ("config.json", "names and shapes tell what a merge needs, or layout.json"): (
-        "hf_safetensors", "hf_bin", "tp_safetensors", "zero1", "zero2", "zero3", "universal", "dcp", "colossalai"
+        "hf_safetensors", "hf_bin", "tp_safetensors", "zero1", "zero2", "zero3", "universal", "dcp", "colossalai",
+        "fsdp_ranks", "torchtitan", "olmo_core",
     ),
     ("config.json", "the other ranks' shards, which it tells of, are all there"): ("hf_rank_shards",),
     ("generation_config.json", "nothing of it is in a tensor"): ("*",),

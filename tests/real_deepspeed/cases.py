@@ -25,8 +25,13 @@ class Case:
     fused: bool = False
     #: Also saved with masters that were not refreshed.
     finetune: bool = False
+    #: Expert-parallel ranks of a mixture of experts (deepspeed.moe); 0 for a dense model.
+    experts: int = 0
+    #: Ranks that AutoTP divides a Llama over; 0 without it.
+    tensor: int = 0
 
 
+PARALLEL_WRITE = {"parallel_write": {"pipeline_stage": True}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 CASES = [
@@ -62,6 +67,25 @@ CASES = [
     Case("pipeline_zero0_bf16", 0, "bf16", pipeline=1, accumulate=2),
     Case("pipeline_zero0_bf16_pp2", 0, "bf16", pipeline=2, accumulate=2),
     Case("pipeline_zero1_bf16_dp2", 1, "bf16", pipeline=1, accumulate=2),
+    Case("moe_zero0_fp32", 0, "fp32", experts=1),
+    Case("moe_zero0_fp32_ep2", 0, "fp32", experts=2),
+    Case("moe_zero0_bf16_ep2", 0, "bf16", experts=2),
+    Case("moe_zero0_fp16_fused_ep2", 0, "fp16", experts=2, fused=True),
+    Case("moe_zero1_bf16", 1, "bf16", experts=1),
+    Case("moe_zero1_bf16_ep2", 1, "bf16", experts=2),
+    Case("moe_zero2_fp16_ep2", 2, "fp16", experts=2),
+    Case(
+        "moe_zero2_bf16_data_first", 2, "bf16", experts=2, more={"use_data_before_expert_parallelism": True}
+    ),
+    Case("moe_bf16_optimizer_ep2", 1, "bf16", more=FP32_GRADIENTS, experts=2),
+    Case("autotp_zero0_bf16", 0, "bf16", tensor=2),
+    Case("autotp_zero1_bf16", 1, "bf16", tensor=2),
+    Case("autotp_zero2_bf16_groups", 2, "bf16", tensor=2, groups=True),
+    Case("autotp_zero3_bf16", 3, "bf16", tensor=2),
+    Case("pipeline_parallel_write", 1, "bf16", pipeline=1, accumulate=2, more={"checkpoint": PARALLEL_WRITE}),
+    Case("zero2_node_local", 2, "bf16", more={"checkpoint": {"use_node_local_storage": True}}),
+    Case("zero1_elastic", 1, "bf16", {"elastic_checkpoint": True}),
+    Case("zero2_elastic_groups", 2, "bf16", {"elastic_checkpoint": True}, groups=True),
 ]
 
 
@@ -74,5 +98,6 @@ def ds_config(case: Case) -> dict[str, Any]:
         "bf16": {"enabled": case.dtype == "bf16"},
         "fp16": {"enabled": case.dtype == "fp16", "initial_scale_power": 6},
         "zero_optimization": {"stage": case.stage, **case.zero},
+        **({"tensor_parallel": {"autotp_size": case.tensor}} if case.tensor else {}),
         **case.more,
     }

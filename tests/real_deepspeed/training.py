@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ import torch
 import torch.distributed as dist
 from cases import CASES, Case, ds_config
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import groups as parallel
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB, HIDDEN, INNER = 29, 12, 31
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -109,6 +114,42 @@ class Block(nn.Module):
         return x + torch.relu(self.lin(self.norm(x)))
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """Two layers of experts, the second one beside a dense expert, with a dense layer between them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        common = {"ep_size": ranks, "k": 1, "capacity_factor": 2.0}
+        self.first = MoE(HIDDEN, Expert(), num_experts=4, **common)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.second = MoE(HIDDEN, Expert(), num_experts=2, use_residual=True, **common)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = self.norm(x + self.first(x)[0])
+        return loss_of(self.head(x + self.second(x)[0]), labels)
+
+
+def llama() -> nn.Module:
+    """A model that AutoTP knows: grouped heads, a head of its own."""
+    torch.set_default_dtype(torch.float32)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, attn_implementation="eager"))
+
+
 def pipeline(stages: int) -> PipelineModule:
     def logits(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, embedding.table.weight)
@@ -144,9 +185,15 @@ def groups_of(model: nn.Module, several: bool) -> list[dict[str, Any]]:
 
 def engine_of(case: Case, lr: float, seed: int = 1) -> Any:
     torch.manual_seed(seed)
-    model = pipeline(case.pipeline) if case.pipeline else Model()
+    made = Mixture(case.experts) if case.experts else llama() if case.tensor else Model()
+    model = pipeline(case.pipeline) if case.pipeline else made
     make = Fused if case.fused else torch.optim.AdamW
-    optimizer = make(groups_of(model, case.groups), lr=lr, eps=1e-6)
+    groups = groups_of(model, case.groups)
+    if case.experts:
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            [{"name": "dense", **g} for g in groups]
+        )
+    optimizer = make(groups, lr=lr, eps=1e-6)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
     return engine
 
@@ -159,10 +206,30 @@ def train(engine: Any, case: Case, steps: range) -> float:
             loss = engine.train_batch(iter([batch(step)] * case.accumulate))
             continue
         for _ in range(case.accumulate):
-            loss = engine(*batch(step))
+            loss = loss_on(engine, case, step)
             engine.backward(loss)
             engine.step()
     return float(loss.detach())
+
+
+def loss_on(engine: Any, case: Case, step: int) -> torch.Tensor:
+    if not case.tensor:
+        return engine(*batch(step))
+    # Ranks of one model see the same.
+    tokens = torch.randint(0, VOCAB, (4, 7), generator=torch.Generator().manual_seed(step))
+    return engine(input_ids=tokens, labels=tokens).loss
+
+
+def together(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Parameters of all tensor-parallel ranks as a Llama of one rank has them."""
+    found = {}
+    for name in parts[0]:
+        rows = re.search(r"(q|k|v|gate|up)_proj|lm_head", name)
+        columns = re.search(r"(o|down)_proj", name)
+        found[name] = (
+            torch.cat([p[name] for p in parts], 0 if rows else 1) if rows or columns else parts[0][name]
+        )
+    return found
 
 
 def parameters(engine: Any) -> dict[str, torch.Tensor]:
@@ -244,13 +311,29 @@ def truth(engine: Any, case: Case, folder: Path) -> None:
     """Saves parameters, masters with their moments, and buffers; of all stages of a pipeline."""
     params, high = parameters(engine), masters(engine, case)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    if case.pipeline:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (params, high, buffers))
+    if case.experts:
+        params, high = ({among_all(engine, n): t for n, t in part.items()} for part in (params, high))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (params, high, buffers))
+    if case.tensor:
+        params, high = (together([part[i] for part in every]) for i in range(2))
+        buffers = {}
+    if case.pipeline or case.experts:
         params, high, buffers = ({k: v for part in every for k, v in part[i].items()} for i in range(3))
     if dist.get_rank() == 0:
         for name, tensors in {"params": params, "masters": high, "buffers": buffers}.items():
             save_file({k: v.clone() for k, v in tensors.items()}, folder / f"truth_{name}.safetensors")
+
+
+def among_all(engine: Any, name: str) -> str:
+    """The name that an expert of this rank has where one rank has all."""
+    for prefix, module in engine.module.named_modules():
+        start = f"{prefix}.deepspeed_moe.experts.deepspeed_experts."
+        if isinstance(module, MoE) and name.startswith(start):
+            number, rest = name.removeprefix(start).split(".", 1)
+            first = parallel._get_expert_parallel_rank(module.expert_group_name) * module.num_local_experts
+            return f"{start}{first + int(number)}.{rest}"
+    return name
 
 
 def main_train(root: Path) -> None:

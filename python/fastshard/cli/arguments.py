@@ -67,10 +67,20 @@ def add_opening(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="step to take, by name or number (default: the tracker file's, else the newest)",
     )
+    group.add_argument(
+        "--under",
+        metavar="NAME",
+        help="the model that lies below this name in the files, where a trainer saved several (model, ema, state_dict)",
+    )
     group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
     group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
     group.add_argument(
         "--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped"
+    )
+    group.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where CKPT holds it",
     )
     group.add_argument(
         "--accept",
@@ -242,7 +252,7 @@ def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
 def opening(a: argparse.Namespace) -> dict[str, Any]:
     """Options of everything that reads a checkpoint."""
     return {
-        "step": a.step, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "accept": a.accept,
+        "step": a.step, "under": a.under, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "adapter": a.adapter, "accept": a.accept,
         "expect_processes": a.expect_processes, "threads": thread_count(a.threads),
     }  # fmt: skip
 

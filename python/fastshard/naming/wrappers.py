@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-#: Parts of names that wrappers and adapters put in, by which no model's own names are told any more.
-#: source: torch (_dynamo/eval_frame.py, distributed/fsdp, distributed/algorithms/_checkpoint), PEFT, TRL, Lightning
-_WRAPPERS = {
-    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_checkpoint_wrapped_module": "torch's activation checkpointing",
-    "_forward_module": "Lightning", "base_layer": "PEFT", "modules_to_save": "PEFT", "pretrained_model": "TRL",
+#: Parts of names that wrappers put in and that no model has: without them a name is the model's own.
+#: source: torch (_dynamo/eval_frame.py, distributed/fsdp, distributed/algorithms/_checkpoint), Lightning
+_TRANSPARENT = {
+    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_fpw_module": "FSDP",
+    "_checkpoint_wrapped_module": "torch's activation checkpointing", "_forward_module": "Lightning",
 }  # fmt: skip
+#: Parts by which no model's own names are told any more. source: PEFT, TRL
+_WRAPPERS = {"base_layer": "PEFT", "modules_to_save": "PEFT", "pretrained_model": "TRL"}
 #: The same where a name begins so.
 _FIRST = {"module.": "DistributedDataParallel", "base_model.model.": "PEFT"}
+
+
+def bare(names: Collection[str]) -> dict[str, str]:
+    """The model's own name of each that a wrapper has changed; nothing where two tensors would have one name."""
+    found: dict[str, str] = {}
+    for name in names:
+        # Most names have none: looking for the text first is quicker than parting each.
+        if "_orig_mod" in name or "_module" in name:
+            own = ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+            if own and own != name:
+                found[name] = own
+    if found and len({found.get(name, name) for name in names}) < len(set(names)):
+        return {}
+    return found
+
+
+def put_in(name: str) -> str | None:
+    """Who has put a part into a name, of those that :func:`bare` looks through."""
+    return next((_TRANSPARENT[part] for part in name.split(".") if part in _TRANSPARENT), None)
 
 
 def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
     """A name that a wrapper or an adapter has changed, and which one did; None if there is none."""
     for name in names:
         for part in name.split("."):
-            if part in _WRAPPERS:
-                return name, _WRAPPERS[part]
+            if part in _WRAPPERS or part in _TRANSPARENT:
+                return name, (_WRAPPERS | _TRANSPARENT)[part]
             if part.startswith("lora_"):
                 return name, "PEFT"
         for first, wrapper in _FIRST.items():

@@ -47,6 +47,22 @@ class Contents:
             self._tensors[file] = json.loads(self._catalog.tensors(file))
         return self._tensors[file]
 
+    def distributed(self, file: int) -> dict[str, Any]:
+        """Tensors of which the file holds a rank's part: ``meshes`` and ``parts``, as the core tells them."""
+        if not self.readable(file):
+            return {"meshes": [], "parts": []}
+        told: dict[str, Any] = json.loads(self._catalog.distributed(file))
+        return told
+
+    def archive(self, file: int) -> str | None:
+        """The name that the archive was given when it was saved; None for other files."""
+        name = self._readable[file] and self._readable[file]["archive"]
+        return name if isinstance(name, str) else None
+
+    def listed(self, file: int) -> list[str]:
+        """Names of a file's tensors, in its order."""
+        return self._catalog.names(file)
+
     def names(self) -> set[str]:
         """Names of all tensors, as the files that can be read give them."""
         files = (i for i in range(len(self._readable)) if self.readable(i))
@@ -104,6 +120,8 @@ class Options:
     """What the caller said about the source."""
 
     step: str | None = None
+    #: Name below which the model lies.
+    under: str | None = None
     config: dict[str, Any] | None = None
     config_path: str | None = None
     vocab_size: int | None = None
@@ -128,6 +146,8 @@ class Found:
     notes: dict[str, Any] = field(default_factory=dict)
     #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted.
     records: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    #: True if the adapter knows what to do with tensors of which a file holds a part.
+    reads_parts: bool = False
     #: Stores that files stand for (their anchors), by index in `files`.
     blocks: dict[int, Blocks] = field(default_factory=dict)
 

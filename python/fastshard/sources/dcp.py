@@ -14,24 +14,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .. import _core, regular
-from ..declared import Assembled, Source, is_state
+from ..declared import Assembled, Source
 from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
 from ..naming.dcp import METADATA, chunk_name
-from . import hf_names
+from . import dcp_optim, hf_names, nests
 from .base import Contents, Found, Options, missing
 from .indices import safe_relative
 from .steps import folder_of
 
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
-#: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
-_PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
-_TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
-#: What no model has below a part that it calls "model".
-_NOT_BELOW_MODEL = {"model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"}
-#: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
-_WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
 def one_of(listing: Listing, copies: list[File]) -> File:
@@ -146,6 +139,7 @@ class Dcp:
         places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
         whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
         objects = set(described["objects"])
+        values: dcp_optim.Objects = {}
         lacking: dict[str, list[str]] = {}
         _apart(described["stored"], f"{folder}/{METADATA}" if folder else METADATA)
         seen: set[str] = set()
@@ -167,6 +161,9 @@ class Dcp:
                 lacking.setdefault(file, []).append(name)
                 continue
             if name in objects:
+                if not entry["transformed"]:
+                    path = listing.roots[inside[file].root] / inside[file].path
+                    values[name] = (path, entry["offset"], entry["len"])
                 continue
             if entry["transformed"]:
                 raise FastshardError.of(
@@ -193,11 +190,11 @@ class Dcp:
             places[name, tuple(at)] = (index[file], record)
             records.setdefault(index[file], []).append((entry["offset"], entry["len"], record))
         for file, names in lacking.items():
-            path = f"{folder}/{file}" if folder else file
+            place = f"{folder}/{file}" if folder else file
             rank = re.match(r"^__(\d+)_", file)
             findings.append(
                 missing(
-                    path,
+                    place,
                     f"rank {rank[1]}" if rank else None,
                     f"{len(names)} records by .metadata, e.g. of {names[0]}",
                     f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
@@ -213,6 +210,7 @@ class Dcp:
             "folder": folder,
             "described": described,
             "places": places,
+            "objects": values,
             "lacking": set().union(*lacking.values(), ()),
         }
         return Found(self, "torch DCP", files, findings, step=step, notes=notes, records=records)
@@ -256,8 +254,10 @@ class Dcp:
                 break
         else:
             self._model(source, found, listing, options, names)
+            dcp_optim.attach(source, contents, tensors, found.notes["objects"])
         if found.files:
-            source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+            # Masters, which a framework may have declared, are held against these.
+            source.assembled.insert(0, Assembled(0, {}, None, None, tensors, frozen=True))
         return source
 
     @staticmethod
@@ -282,30 +282,10 @@ class Dcp:
     def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
         config, path = hf_names.config_of(listing, found.notes["folder"], options)
+        nests.recognise(source, names, config, options.under)
         if config is None:
             return
-        fitting = _fitting(names, config)
-        source.weights_prefix, source.other_prefixes = fitting[0], fitting[1:]
         hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
-
-
-def _fitting(names: set[str], config: dict[str, Any]) -> list[str]:
-    """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
-    if fitting := [p for p in _PREFIXES if any(p + name in names for name in _TELLING)]:
-        return fitting
-    weights = {name for name in names if not is_state(name)}
-    # torch names the optimizer's state by the names that the model itself gives its parameters.
-    for state in (name.removeprefix("optim.").removeprefix("state.") for name in names - weights):
-        own = state.rpartition(".")[0]
-        if fitting := [p for p in _PREFIXES if p + own in weights]:
-            return fitting[:1]
-    inner = [p for p in _PREFIXES if p and weights and all(name.startswith(p) for name in weights)]
-    if not inner:
-        return [""]
-    begins = {name.removeprefix(inner[0]).partition(".")[0] for name in weights}
-    # Many models call what is without a head "model" themselves.
-    nested = inner[0] != "model." or weights != names or begins & _NOT_BELOW_MODEL
-    return [inner[0] if nested or config.get("model_type") in _WITHOUT_BASE else ""]
 
 
 def _unstored(found: Found, name: str, lo: list[int]) -> Finding:

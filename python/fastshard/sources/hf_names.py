@@ -16,8 +16,9 @@ from ..configs import shown
 from ..declared import Source, is_state
 from ..discover import Listing
 from ..errors import FastshardError, Finding, raise_errors
+from ..layouts import spellings
 from ..models import config_json, huggingface
-from ..naming.wrappers import wrapped
+from ..naming.wrappers import bare, wrapped
 from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
@@ -112,6 +113,8 @@ def describe(
             help="give the model's config.json; generation_config.json says nothing of the model",
         )
     model = replace(source.model, config=config, config_file=path)
+    source.names = bare(names)
+    names = [source.names.get(n, n) for n in names]
     apart = tuple(source.other_prefixes)
     names = [
         n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
@@ -124,6 +127,13 @@ def describe(
     layout = config_json.layout_of(config, label)
     why = _why_not(config, layout, names)
     source.model = replace(model, dialect=huggingface.DIALECT, no_table=why)
+    strange = why is not None or not any(_LAYER.match(name) for name in names)
+    if layout is not None and strange and (found := _spelled(layout, stored)) is not None:
+        _take_spelling(source, config, label, found, stored, outer)
+        return
+    if layout is not None and why == _other_names(config) and "auto_map" not in config:
+        # transformers' own class would find none of its tensors, and load what it makes up.
+        source.model = replace(source.model, dialect=None)
     if layout is None or why is not None:
         return
     base = _base(layouts.table(layout))
@@ -148,6 +158,41 @@ def describe(
         source.axes.pop("V", None)
 
 
+def _spelled(layout: str, names: Collection[str]) -> str | None:
+    """The framework whose names most of the tensors have."""
+    for spelling, name in spellings.tables(layout).items():
+        table = layouts.table(name)
+        if 2 * sum(table.rule_of(one) is not None for one in names) > len(names):
+            return spelling
+    return None
+
+
+def _take_spelling(
+    source: Source,
+    config: dict[str, Any],
+    label: str | None,
+    spelling: str,
+    names: Collection[str],
+    outer: str,
+) -> None:
+    """Puts on a declaration a table that has another framework's names of the model."""
+    model_type, framework = config.get("model_type"), spellings.framework(spelling)
+    if model_type not in spellings.model_types(spelling):
+        why = f"{framework} has no model of the type {shown(model_type)}: nothing says how its tensors are laid out there"
+        source.model = replace(source.model, dialect=None, no_table=why)
+        return
+    name = str(spellings.tables(str(config_json.layout_of(config)))[spelling])
+    table = layouts.table(name)
+    source.layout = name
+    if outer:
+        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    source.axes, source.facts, source.sets = config_json.described(config, label, names, name)
+    source.provable = True
+    source.model = replace(source.model, spelling=framework, family=table.family, no_table=None)
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
     """The declaration by the caller's own table, which says what the tensors are; the config still gives axes and facts."""
     model = replace(source.model, family=table.family, no_table=None, headless=None)
@@ -158,6 +203,8 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     )  # fmt: skip
     config = model.config
     own = table if table.has_config else None
+    source = replace(source, names=bare(names))
+    names = [source.names.get(n, n) for n in names]
     label = None if model.config_file is None else str(model.config_file)
     if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
         return source
@@ -182,8 +229,12 @@ def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -
     if isinstance(quantised, dict) and method not in _PLAIN:
         return f"quantization_config ({shown(method)}) stores other tensors than the table has"
     if not _is_of(layout, names):
-        return f"the tensors have other names than a {shown(model_type)} of transformers"
+        return _other_names(config)
     return None
+
+
+def _other_names(config: dict[str, Any]) -> str:
+    return f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
 
 
 def _beginning(names: Iterable[str]) -> str | None:

@@ -9,6 +9,7 @@ from .colossalai.adapter import ColossalAI
 from .dcp import Dcp
 from .deepspeed.adapter import DeepSpeed
 from .deepspeed.universal import Universal
+from .fsdp.adapter import FsdpRanks
 from .gpt_neox.dialect import GptNeox
 from .huggingface.ranks import HfRankShards
 from .huggingface.saved import HuggingFace
@@ -17,6 +18,7 @@ from .megatron.adapter import Megatron
 from .megatron.torch_dist import TorchDist
 from .orbax import Orbax
 from .orbax.parts import refuse_parts
+from .peft.adapter import PeftAdapter
 from .steps import no_steps, refuse_lone_trackers
 from .strangers import looks_like
 
@@ -27,12 +29,15 @@ ADAPTERS: list[Adapter] = [
     Universal(),
     DeepSpeed([GptNeox()]),
     Dcp([TorchDist()]),
+    FsdpRanks(),
     Megatron(),
     Orbax(),
     TpSafetensors(),
     HfRankShards(),
     ColossalAI(),
     HuggingFace(),
+    PeftAdapter(),
+    FsdpRanks("any_ranks", any_name=True),
 ]
 
 

@@ -8,12 +8,12 @@ from ..discover import Listing
 
 #: Pattern of a file's name, what such files are, and what to do with them.
 _KNOWN = (
-    (r"model_world_size_\d+_rank_\d+\.pt$", "files of FSDP's ranks, as verl saves them", "merge them with verl's model merger, or save with torch.distributed.checkpoint"),
-    (r"adapter_(model\.(safetensors|bin)|config\.json)$", "an adapter of PEFT", "merge it into its base model (merge_and_unload) and save that"),
+    (r"adapter_(model\.(safetensors|bin)|config\.json)$", "a part of an adapter of PEFT", "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` merges it"),
     (r".*\.gguf$", "GGUF, llama.cpp's format", "take the checkpoint that it was made of"),
     (r"consolidated(\.\d+)?\.(pth|safetensors)$", "Meta's or Mistral's own format", "take the Hugging Face form of the model"),
     (r"(flax_model.*\.msgpack|tf_model.*\.h5)$", "weights for Flax or TensorFlow", "save them with from_flax or from_tf as safetensors"),
-    (r".*\.(nemo|ckpt)$", "an archive of NeMo or Lightning", "unpack it, or save its state_dict; a folder of Lightning's DeepSpeed or FSDP strategy is read"),
+    (r".*\.nemo$", "an archive of NeMo", "unpack it"),
+    (r".*\.(ckpt|pt|pth)$", "a file that a trainer saved", "name the file itself: what is below its keys is read"),
     (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "take the checkpoint that it was made of"),
     (r".*\.(npz|npy|pkl|pickle|msgpack)$", "arrays or pickles of a script's own", "save the tensors as safetensors, under the model's names"),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),

@@ -12,6 +12,7 @@ from ..configs import shown
 from ..declared import MAX_DEGREE, Source
 from ..errors import FastshardError, Finding
 from ..models.model import Model
+from ..optimizer_state import State
 from ..placing import Option
 from ..request import Request
 from ..tokenizer import Tokenizer
@@ -60,6 +61,16 @@ class Bound:
     dtype: str | None
     #: The model's, if one was given or found.
     tokenizer: Tokenizer | None = None
+    #: The optimizer's, for targets that take it as slots.
+    state: State | None = None
+
+    @property
+    def weights(self) -> dict[str, Drafted]:
+        """The tensors that are no moments."""
+        if self.state is None:
+            return self.tensors
+        moments = {name for slots in self.state.slots.values() for name in slots.values()}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in moments}
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,8 @@ class Completed:
     pointers: tuple[str, ...] = ()
     #: Tensors that are written in another integer type than they were drafted in.
     dtypes: dict[str, str] = field(default_factory=dict)
+    #: Scalars that no tensor of the source gives: (dtype, whole number) by name, to be named by one of the files.
+    constants: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 def positive(request: Request, *options: Option) -> None:
@@ -116,6 +129,8 @@ class Target(ABC):
     #: It holds a model whatever its head is.
     takes_any_head: ClassVar[bool] = False
     holds_optimizer: ClassVar[bool] = False
+    #: It takes moments as slots of its weights (:class:`~fastshard.optimizer_state.State`), wherever they come from.
+    takes_slots: ClassVar[bool] = False
     #: It has a place for the step of a train state.
     keeps_step: ClassVar[bool] = False
     #: A result is written by :mod:`fastshard.external.array_writer`.

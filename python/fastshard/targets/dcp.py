@@ -1,18 +1,30 @@
-"""The target torch.distributed.checkpoint: a Hugging Face model in ``.distcp`` files, as FSDP and torchtitan load it."""
+"""The target torch.distributed.checkpoint: a model in ``.distcp`` files, as FSDP, torchtitan and OLMo-core load it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .. import layouts
+from ..configs import shown
 from ..declared import Source
+from ..errors import FastshardError
+from ..layouts import spellings
 from ..naming.dcp import METADATA, chunk_name
-from ..placing import TP
+from ..optimizer_state import State
+from ..placing import STACKED_EXPERTS, TP
 from ..request import Request
 from ..trees import TensorOf, tree
 from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
 
+#: Forms under other names, and below which key the trainer looks for the model.
+#: source: torchtitan components/checkpoint.py (ModelWrapper, at top level), OLMo-core distributed/checkpoint (prepare_state_dict)
+_SPELLED = {"dcp:torchtitan": "torchtitan", "dcp:olmo_core": "olmo_core"}
+
+_BELOW = {"dcp:olmo_core": "model."}
+#: The parts of a state, where an optimizer goes along. source: torch's recipe of DCP, ``{"model": ..., "optim": ...}``
+_MODEL, _OPTIMIZER = "model.", "optim."
 #: A file of a whole model grows to about this many bytes: a reader opens few, a loss of one is small.
 _FILE_BYTES = 5 << 30
 
@@ -44,6 +56,10 @@ class Records:
         entry["chunks"].append((record, at))
         self._files.setdefault(file, (rank, []))[1].append(record)
 
+    def scalar(self, file: str, name: str) -> None:
+        """A scalar that no tensor of the source gives, by the name of the constant."""
+        self.chunk(file, 0, name, name, [], [], [])
+
     def value(self, file: str, key: str, value: Any) -> None:
         """A record without tensors."""
         self._entries[key] = {"name": key}
@@ -67,28 +83,72 @@ class Records:
         return [*files, {"name": f"{inside}{METADATA}", "content": metadata}]
 
 
+def stacked(whole: HfTarget) -> None:
+    """Has experts stacked, as a model of transformers 5 has them in memory.
+
+    Raises:
+        FastshardError: ``FS515`` for a model without experts.
+    """
+    if "stacked_experts" not in whole.facts:
+        raise FastshardError.of(
+            "FS515", f"{STACKED_EXPERTS.flag}: the model has no experts to stack", help="leave it out"
+        )
+    whole.facts["stacked_experts"] = True
+
+
 @dataclass
 class DcpTarget(Target):
-    """Hugging Face tensors as chunks, divided as the layout's axes are."""
+    """A model as chunks, divided as the layout's axes are: under Hugging Face's names, or those of a trainer that has its own."""
 
     whole: HfTarget
     tp: int
     name: str = "dcp"
-    names = ("dcp",)
-    options = (TP,)
-    takes_any_head = True
+    #: Whose names the tensors have, if not Hugging Face's.
+    spelling: str | None = None
+    names = ("dcp", *_SPELLED)
+    options = (TP, STACKED_EXPERTS)
+    takes_any_head = holds_optimizer = takes_slots = True
 
     @classmethod
     def of(cls, source: Source, request: Request) -> DcpTarget:
         """What the source allows.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
+            FastshardError: as :meth:`.HfTarget.of`, ``FS515`` for degrees that no run has, and ``FS514`` for a model
+                that the trainer asked for does not have.
         """
         positive(request, TP)
-        tp = request[TP]
-        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
-        return cls(whole, tp)
+        tp, to = request[TP], str(request.to)
+        if to not in _SPELLED:
+            whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
+            if request[STACKED_EXPERTS]:
+                stacked(whole)
+            return cls(whole, tp)
+        if request.optimizer:
+            raise FastshardError.of(
+                "FS514",
+                f"optimizer state is not written in the form of {spellings.framework(_SPELLED[to])}",
+                expected="--to dcp, or --to universal",
+                got=to,
+            )
+        if request[STACKED_EXPERTS]:
+            raise FastshardError.of(
+                "FS515", f"{STACKED_EXPERTS.flag}: {to} has its own form of experts", help="leave it out"
+            )
+        whole, spelling = HfTarget.known(source, f"--to {to}"), _SPELLED[to]
+        kind = (
+            whole.kind.model_type if whole.kind is not None else (source.model.config or {}).get("model_type")
+        )
+        if spellings.table_of(spelling, whole.layout) is None or kind not in spellings.model_types(spelling):
+            raise FastshardError.of(
+                "FS514",
+                f"{spellings.framework(spelling)} has no model of the type {shown(kind)}",
+                expected=", ".join(spellings.model_types(spelling)),
+                got=shown(kind),
+                help="--to dcp writes it under Hugging Face's names",
+            )
+        whole.facts["interleaved"] = kind == "llama"
+        return cls(whole, tp, to, spelling)
 
     @property
     def keeps_names(self) -> bool:
@@ -98,16 +158,69 @@ class DcpTarget(Target):
     def side(self) -> dict[str, Any]:
         """The target's side of the core's request."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
-        return {**self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
+        side = {**self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
+        if "facts" in side and side["facts"].get("tied"):
+            # A state dict has a tied head under its own name too, and torch loads nothing where a name is missing.
+            side["facts"] = {**side["facts"], "head": True}
+            # Its optimizer knows the one parameter that the two are.
+            side["state_facts"] = {"head": False}
+        if self.spelling is not None:
+            side["layout"] = layouts.table(str(spellings.table_of(self.spelling, self.whole.layout)))
+        return side
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, several where the tensors of a rank are many, and config.json."""
         whole = self.whole.complete(bound)
         records = Records()
         filled = [0] * self.tp
+        # By itself a model lies where `dcp.load(model.state_dict())` looks for it.
+        below = _BELOW.get(self.name, "") if bound.state is None else _MODEL
+        called = {name: below + name for name in bound.weights}
+        constants: dict[str, tuple[str, int]] = {}
+        values: dict[str, Any] = {}
+        if bound.state is not None:
+            constants, values = _state(bound.state, called)
         for name, tensor in sorted(bound.tensors.items()):
             for rank in range(self.tp if tensor.cuts else 1):
                 file = f"__{rank}_{filled[rank] // _FILE_BYTES}.distcp"
-                records.chunk(file, rank, name, name, tensor.whole, tensor.first(rank), tensor.shape)
+                records.chunk(file, rank, name, called[name], tensor.whole, tensor.first(rank), tensor.shape)
                 filled[rank] += tensor.bytes
-        return replace(whole, files=records.files(), pointers=(METADATA,))
+        for name in constants:
+            records.scalar("__0_0.distcp", name)
+        for key, value in values.items():
+            records.value("__0_0.distcp", key, value)
+        return replace(whole, files=records.files(), pointers=(METADATA,), constants=constants)
+
+
+def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:
+    """Names of moments, added to those of the weights; the steps, and the records of the groups.
+
+    source: torch/distributed/checkpoint/state_dict.py (get_optimizer_state_dict)
+    """
+    constants: dict[str, tuple[str, int]] = {}
+    for weight, slots in state.slots.items():
+        begin = f"{_OPTIMIZER}state.{weight}."
+        called.update({name: begin + slot for slot, name in slots.items()})
+        if state.step is not None:
+            constants[f"{begin}step"] = ("F32", state.step)
+    values: dict[str, Any] = {}
+    for n, (given, weights) in enumerate(state.groups or ()):
+        begin = f"{_OPTIMIZER}param_groups.{n}."
+        values |= {begin + key: value for key, value in _hyperparameters(given).items()}
+        values[f"{begin}params"] = weights
+    return constants, values
+
+
+#: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no others.
+#: source: torch/optim/adamw.py, adam.py
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "maximize": False,
+    "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
+
+
+def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
+    """All that a loader may ask of a group."""
+    values: dict[str, Any] = _DEFAULTS | {key: value for key, value in given.items() if key != "bias_correction"}
+    values["betas"] = tuple(values["betas"])
+    return {**values, "initial_lr": given.get("initial_lr", values["lr"])}

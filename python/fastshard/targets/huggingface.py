@@ -60,6 +60,9 @@ class HfTarget(Target):
             if layout is None or told.headless or source.table is not None or quantised:
                 return cls(source, _kept(source), {})
             return cls(source, layout, config_json.described(config, layout=own or layout)[1], own=own)
+        if told.spelling is not None:
+            layout = str(config_json.layout_of(config))
+            return cls(source, layout, config_json.described(config, layout=layout)[1])
         if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
@@ -118,7 +121,7 @@ class HfTarget(Target):
         if self.keeps_names:
             return Completed(findings=[_unproven(self.source, bound)])
         config, assumed = self.config(bound.axes)
-        if not self.source.model.hf_names:
+        if self.model is not None:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
         text = json.dumps(config_json.with_dtype(config, bound.dtype), indent=2) + "\n"
@@ -175,11 +178,12 @@ def _unknown() -> FastshardError:
     )
 
 
-def _changed(why: str) -> FastshardError:
+def _changed(why: str, help: str | None = None) -> FastshardError:
     return FastshardError.of(
         "FS514",
         f"{why}: they are not the model's own, so that nothing would load them",
-        help="save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
+        help=help
+        or "save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
     )
 
 
@@ -199,7 +203,10 @@ def _unproven(source: Source, bound: Bound) -> Finding:
     if (changed := wrapped(bound.tensors)) is not None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
     if (name := _held(source, bound.tensors)) is not None:
-        raise _changed(f"the model lies below a trainer's own key ({name})")
+        raise _changed(
+            f"the model lies below a trainer's own key ({name})",
+            f"say where it lies: --under {name.partition('.')[0]}; `fastshard merge` keeps the names as they are",
+        )
     return Finding.of(
         "FS109",
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",

@@ -41,7 +41,6 @@ class MaxTextStore(Target):
         """The store, the yml that says what the model is, and what had to be assumed."""
         state = self.state.complete(bound)
         empty = {".".join(path): _empty(path) for path in self.state.empty}
-        zeros = {name: dtype for name, (dtype, _) in self.state.constants(bound.tensors).items()}
         # The tree is MaxText's own: what the source's looked like says nothing here.
         store = replace(
             self.store,
@@ -51,7 +50,7 @@ class MaxTextStore(Target):
             strings=None,
             leaves=empty,
             custom=self.state.metadata(),
-            zeros=zeros,
+            counters=self.state.constants(bound.tensors),
         )
         stored = store.complete(bound)
         # Counters that MaxText holds in another integer type; the engine refuses a number that does not fit.

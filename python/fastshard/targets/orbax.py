@@ -45,8 +45,8 @@ class OrbaxTarget(Target):
     strings: str | None = None
     #: For ``_CHECKPOINT_METADATA``: MaxText looks at ``scan_layers`` in it.
     custom: dict[str, Any] = field(default_factory=dict)
-    #: Arrays of one zero that the source does not hold: name -> dtype.
-    zeros: dict[str, str] = field(default_factory=dict)
+    #: Scalars that the source does not hold: name -> (dtype, whole number).
+    counters: dict[str, tuple[str, int]] = field(default_factory=dict)
     name: str = "orbax"
     names = ("orbax",)
     options = (ZARR2,)
@@ -79,16 +79,16 @@ class OrbaxTarget(Target):
             items = math.prod(tensor.shape)
             item = tensor.bytes // items if items else 1
             arrays.append((name, name, block_of(tensor.shape, item)))
-        arrays += [(name, name, []) for name in self.zeros]
+        arrays += [(name, name, []) for name in self.counters]
         shapes = {name: tensor.shape for name, tensor in bound.tensors.items()} | {
-            name: [] for name in self.zeros
+            name: [] for name in self.counters
         }
         self._distinct([name for name, *_ in arrays])
         self._writable({name: tensor.dtype for name, tensor in bound.tensors.items()})
         folder = f"{self.step}/{self.item}"
         how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
-        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays, "zeros": self.zeros}}}]
-        return Completed(self.texts(shapes, arrays), self._changed(shapes), files)
+        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays}}}]
+        return Completed(self.texts(shapes, arrays), self._changed(shapes), files, constants=self.counters)
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""

@@ -14,11 +14,12 @@ from .maxtext_store import MaxTextStore
 from .megatron import MegatronTarget
 from .orbax import OrbaxTarget
 from .tp_ranks import TpTarget
+from .universal import UniversalTarget
 
 __all__ = ["TARGETS", "check", "keeps_all", "target_of"]
 
 _CLASSES: tuple[type[Target], ...] = (
-    HfTarget, NeoxTarget, MegatronTarget, TpTarget, DcpTarget, MaxTextStore, OrbaxTarget,
+    HfTarget, NeoxTarget, MegatronTarget, TpTarget, DcpTarget, UniversalTarget, MaxTextStore, OrbaxTarget,
 )  # fmt: skip
 #: Targets that are written.
 TARGETS: dict[str, type[Target]] = {name: target for target in _CLASSES for name in target.names}

@@ -3,7 +3,10 @@
 Tensor parallelism is always gathered before a save, pipeline stages write files of their own. The merged
 index takes in whatever indexes of stages lie on rank 0's disk, so a stage on another disk is lost from it
 without a word; here stages are counted by the files' names, and layers by the config.
-source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,index_file,utils}.py (0.4.5 to 0.5.0)
+
+A mixture of experts has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E: its experts, under
+the names that they have among all, and a copy of all else; the index names one of the copies.
+source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,index_file,utils}.py (0.4.5 to 0.5.0)
 """
 
 from __future__ import annotations
@@ -24,17 +27,21 @@ from ..base import Contents, Found, Options, lacking, missing
 from ..indices import read_json
 from ..steps import Chosen, folder_of, is_step
 from . import optim as colossalai_optim
-from .index import PARTIAL, join, read_indexes
+from .index import PARTIAL, join, rank_of, read_indexes
 
 _SHARD = re.compile(
-    r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-(\d{5})\.(safetensors|bin)$"
+    r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
+    r"\.(?P<kind>safetensors|bin)$"
 )
 _INDEX = re.compile(
-    r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5})?\.json$"
+    r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
 #: Storages up to this size are checked for being zeros before they are called copies.
 _CONSTANT_BYTES = 1 << 30
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+#: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 class ColossalAI:
@@ -55,7 +62,7 @@ class ColossalAI:
         merged = [f for f in listing.within(folder) if (m := _INDEX.match(f.name)) and not m[3]]
         partial = [f for f in listing.within(join(folder, PARTIAL)) if _INDEX.match(f.name)]
         kinds = {m[1] or m[2] for f in [*merged, *partial] if (m := _INDEX.match(f.name))}
-        kinds = kinds or {m[3] for name in copies if (m := _SHARD.match(name))}
+        kinds = kinds or {m["kind"] for name in copies if (m := _SHARD.match(name))}
         # Of a save in both forms take one, the one that transformers prefers.
         kind = "safetensors" if "safetensors" in kinds else "bin"
         indexes = [f for f in [*merged, *partial] if (m := _INDEX.match(f.name)) and kind in m.groups()]
@@ -63,17 +70,20 @@ class ColossalAI:
         if not any(f in merged for f in indexes):
             findings.append(_unfinished(folder, partial, options))
         named = list(dict.fromkeys(weight_map.values()))
-        stages = {int(m[1]) for name in named if (m := _SHARD.match(name)) and m[1]}
-        stages_indexed = set(stages)
+        writers = {_writer(name) for name in named} - {None}
+        indexed = set(writers)
         whole: list[str] = []
         for name in sorted(copies):
             match = _SHARD.match(name)
-            if match is None or match[3] != kind or name in named:
+            if match is None or match["kind"] != kind or name in named:
                 continue
-            stage = int(match[1]) if match[1] else None
-            if not weight_map or (stage is not None and stage not in stages_indexed):
+            writer = _writer(name)
+            if not weight_map or (writer is not None and writer not in indexed):
                 whole.append(name)
-                stages |= {stage} if stage is not None else set()
+                writers.add(writer)
+            elif match["ep"]:
+                what = "the index does not name this file of copies of what another expert-parallel rank has"
+                findings.append(Finding.of("FS108", what, severity="note", file=copies[name][0].path))
             else:
                 findings.append(
                     Finding.of("FS108", "the index does not name this file", file=copies[name][0].path)
@@ -89,9 +99,17 @@ class ColossalAI:
                 )
             )
         stem = next((n.split("-stage-")[0] for n in [*named, *whole] if "-stage-" in n), "model")
+        written = {writer for writer in writers if writer is not None}
+        stages = {stage for stage, _ in written}
+        experts = max((ep for _, ep in written), default=0)
         for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
             why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
-            findings.append(_stage_missing(folder, stem, stage, kind, why))
+            findings.append(_stage_missing(folder, stem, stage, kind, why, 1 if experts else 0))
+        for stage in sorted(stages):
+            for ep, last in lacking((e for s, e in written if s == stage), 1, experts) if experts else ():
+                why = f"expert-parallel ranks 1 to {experts} by the files"
+                why += f"; {ep} to {last}" if last > ep else ""
+                findings.append(_stage_missing(folder, stem, stage, kind, why, ep))
         counts = Counter(weight_map.values())
         files: list[File] = []
         roots: list[tuple[str, list[int]]] = []
@@ -99,16 +117,17 @@ class ColossalAI:
             have = copies.get(name) or [f for f in [listing.find(join(folder, name))] if f]
             if not have:
                 count = counts[name]
-                match = _SHARD.match(name)
-                rank = f"pp {int(match[1]) - 1}" if match and match[1] else None
+                rank = rank_of(_SHARD.match(name))
                 where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
                 help = f"copy it {where}, or name that node's directory as a further CKPT"
                 findings.append(missing(join(folder, name), rank, f"{count} tensors by the index", help))
                 continue
             roots.append((name, list(range(len(files), len(files) + len(have)))))
             files += have
+        # An index that was not merged of several has the names in the model's own order.
+        order = list(weight_map) if len(indexes) == 1 and not written else []
         notes: dict[str, Any] = {
-            "folder": folder, "files": roots, "map": weight_map, "stages": stages, "stem": stem, "kind": kind,
+            "order": order, "folder": folder, "files": roots, "map": weight_map, "stages": stages, "experts": experts, "stem": stem, "kind": kind,
             "index": indexes[0] if len(indexes) == 1 else None, "whole": set(whole),
         }  # fmt: skip
         notes["optim"] = colossalai_optim.detect(listing, folder, files)
@@ -125,13 +144,17 @@ class ColossalAI:
         hf_names.describe(source, listing, config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
+        seen: set[tuple[str, int]] = set()
         expected: dict[str, int] = {}
         for name, copies in notes["files"]:
             expected |= {t: copies[0] for t, file in notes["map"].items() if file == name}
             for i in copies:
                 for number, tensor in enumerate(contents.tensors(i) if contents.readable(i) else []):
                     key = ".".join(tensor["path"])
-                    held.setdefault(key, []).append((i, number, tensor["shape"]))
+                    # What all expert-parallel ranks have is one tensor of their directory.
+                    if (key, found.files[i].root) not in seen or not notes["experts"]:
+                        held.setdefault(key, []).append((i, number, tensor["shape"]))
+                    seen.add((key, found.files[i].root))
                     if name in notes["whole"]:
                         expected.setdefault(key, copies[0])
         source.expected_names = set(expected)
@@ -141,17 +164,25 @@ class ColossalAI:
             bool(notes["map"]) and not notes["stages"] and not notes["whole"]
         )
         source.findings += self._missing_layers(found, config, held)
+        source.findings += self._missing_experts(found, config, held)
         source.findings += _total_size(listing, notes["index"])
         whole = _Whole(source)
         together = self._slices(source, found, held, whole)
+        padded = _padded(source, held, whole)
         source.findings += _copied(listing, found, contents, {name: held[name] for name in sorted(together)})
-        for i in (i for _, copies in notes["files"] for i in copies):
+        for name, i in ((name, i) for name, copies in notes["files"] for i in copies):
             only = [".".join(t["path"]) for t in contents.tensors(i)] if contents.readable(i) else []
-            only = [name for name in only if name not in together]
-            rank = f"tp {found.files[i].root}" if together else None
-            source.units.append(Unit(file=i, only=only, rank=rank))
+            only = [name for name in only if name not in together | padded]
+            match = _SHARD.match(name)
+            ep = int(match["ep"]) - 1 if match and match["ep"] else None
+            rank = f"tp {found.files[i].root}" if together else None if ep is None else rank_of(match)
+            source.units.append(Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep}))
         shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
         colossalai_optim.declare(source, found, contents, shapes)
+        # The optimizer's index has numbers, not the names of what its files hold.
+        for i in range(sum(len(copies) for _, copies in notes["files"]), len(found.files)):
+            for name in contents.listed(i) if contents.readable(i) else ():
+                expected.setdefault(name, i)
         return source
 
     @staticmethod
@@ -163,7 +194,23 @@ class ColossalAI:
         if not notes["stages"] or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
             return []
         why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
-        return [_stage_missing(notes["folder"], notes["stem"], max(notes["stages"]) + 1, notes["kind"], why)]
+        stage, ep = max(notes["stages"]) + 1, 1 if notes["experts"] else 0
+        return [_stage_missing(notes["folder"], notes["stem"], stage, notes["kind"], why, ep)]
+
+    @staticmethod
+    def _missing_experts(found: Found, config: dict[str, Any] | None, held: dict[str, Any]) -> list[Finding]:
+        """The expert-parallel ranks after the last one that is there, by the number of experts."""
+        notes = found.notes
+        counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
+        experts = {int(m[1]) for name in [*held, *notes["map"]] if (m := _EXPERT.search(name))}
+        if not notes["experts"] or not counts or not experts or max(experts) + 1 >= counts[0]:
+            return []
+        why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
+        ep = notes["experts"] + 1
+        return [
+            _stage_missing(notes["folder"], notes["stem"], stage, notes["kind"], why, ep)
+            for stage in sorted(notes["stages"])
+        ]
 
     @staticmethod
     def _slices(source: Source, found: Found, held: dict[str, Any], whole: _Whole) -> set[str]:
@@ -267,13 +314,21 @@ def _unfinished(folder: str, partial: list[File], options: Options) -> Finding:
     )
 
 
-def _stage_missing(folder: str, stem: str, stage: int, kind: str, why: str) -> Finding:
-    name = f"{stem}-stage-{stage:05d}-shard-00001.{kind}"
+def _stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: int = 0) -> Finding:
+    """The first file of a stage, or of an expert-parallel rank of it."""
+    name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
+    ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
     return missing(
-        join(folder, name), f"pp {stage - 1}", why,
-        f"copy the files of stage {stage} from the node that ran pipeline stage {stage - 1} (counted from 0), or name that"
-        " node's directory as a further CKPT",
+        join(folder, name), rank_of(_SHARD.match(name)), why,
+        f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
+        " that node's directory as a further CKPT",
     )  # fmt: skip
+
+
+def _writer(name: str) -> tuple[int, int] | None:
+    """Pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in one piece."""
+    match = _SHARD.match(name)
+    return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
 
 
 def _total_size(listing: Listing, index: File | None) -> list[Finding]:
@@ -284,6 +339,31 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
         return []
     message = "total_size of the index is in MB, as ColossalAI counts it, not in bytes"
     return [Finding.of("FS108", message, severity="note", file=index.path, got=str(stated))]
+
+
+def _padded(source: Source, held: dict[str, list[tuple[int, int, list[int]]]], whole: _Whole) -> set[str]:
+    """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is saved with
+    the padding of its embedding.
+
+    source: checkpoint_io/moe_checkpoint.py (_model_sharder gathers and does not unpad), shardformer/layer/embedding.py
+    (VocabParallelEmbedding1D: padded to a multiple of 64 by default)
+    """
+    rows = source.axes.get("V", 0)
+    tensors: list[Any] = []
+    for name, places in held.items():
+        file, number, shape = places[0]
+        if len(places) == 1 and whole.vocabulary(name) and shape and shape[0] > rows > 0 == shape[0] % 64:
+            taken = [rows, *shape[1:]]
+            tensors.append((name, taken, [(math.prod(taken), file, number, 0)]))
+            source.findings.append(
+                Finding.of(
+                    "FS212", f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
+                    severity="note", tensor=name,
+                )
+            )  # fmt: skip
+    if tensors:
+        source.assembled.append(Assembled(tensors[0][2][0][1], {}, None, None, tensors, frozen=True))
+    return {name for name, *_ in tensors}
 
 
 def _copied(

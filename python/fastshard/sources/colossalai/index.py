@@ -5,12 +5,22 @@ source: colossalai/checkpoint_io/index_file.py, hybrid_parallel_checkpoint_io.py
 
 from __future__ import annotations
 
+import re
+
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ..indices import read_json, safe_relative
 
 #: Where stages leave their indexes until the first one merges and removes them.
 PARTIAL = "tmp_index_files"
+
+
+def rank_of(match: re.Match[str] | None) -> str | None:
+    """The ranks that wrote a shard, by its name, which counts stages and groups of experts from 1."""
+    if match is None or not match["stage"]:
+        return None
+    rank = f"pp {int(match['stage']) - 1}"
+    return f"{rank}, ep {int(match['ep']) - 1}" if match["ep"] else rank
 
 
 def join(folder: str, name: str) -> str:

@@ -1,8 +1,8 @@
 """ColossalAI's optimizer shards: states by the parameter's number, which is its place in the optimizer's groups.
 
-source: colossalai/checkpoint_io/hybrid_parallel_checkpoint_io.py (_optimizer_sharder), booster/plugin/
-hybrid_parallel_plugin.py (get_param_info: numbers run through the groups), utils/safetensors.py (async:
-``state.<number>.<name>``)
+source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint}.py (_optimizer_sharder), booster/plugin/
+hybrid_parallel_plugin.py (get_param_info: numbers run through the groups, of all experts, before any is taken away),
+utils/safetensors.py (async: ``state.<number>.<name>``)
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ...declared import Assembled, Optimizer, Source
 from ...discover import File, Listing
 from ...errors import Finding
 from ..base import Contents, Found, missing
+from ..in_order import by_shape
 from ..zero.model import ints, scalar
-from ..zero.stage0 import assign
-from .index import PARTIAL, join, read_indexes
+from .index import PARTIAL, join, rank_of, read_indexes
 
 _INDEX = re.compile(
-    r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5})?\.json$"
+    r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
 _SHARD = re.compile(
-    r"^(?:pytorch_optim|optimizer)(?:\.[^.]+)?(?:-stage-(\d{5})-shard)?-\d{5}\.(?:safetensors|bin)$"
+    r"^(?:pytorch_optim|optimizer)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
+    r"\.(?:safetensors|bin)$"
 )
 _GROUPS = re.compile(r"^pytorch_optim_group(?:\.[^.]+)?\.bin$")
 _STATE = re.compile(r"^(?:state\.)?(\d+)\.(\w+)$")
@@ -32,12 +33,15 @@ _STEP = "step"
 #: States with the parameter's shape, of Adam, LAMB and SGD.
 _SLOTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
-_LLAMA = [
+_ATTENTION = [
     *(f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")),
     "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-    *(f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")),
-    "input_layernorm.weight", "post_attention_layernorm.weight",
 ]  # fmt: skip
+_MLP = [f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")]
+_NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+#: In a layer's list, what there is one of for each expert.
+_EXPERT = "experts.*."
+_MIXTRAL = ["block_sparse_moe.gate.weight", *(f"block_sparse_moe.{_EXPERT}w{i}.weight" for i in (1, 2, 3))]
 _NEOX = [
     f"{part}.{kind}"
     for part in (
@@ -47,9 +51,11 @@ _NEOX = [
     for kind in ("weight", "bias")
 ]  # fmt: skip
 #: Family -> parameters before the layers, of a layer, and after them, in the order of named_parameters().
-#: source: transformers models/{llama,mistral,qwen2,qwen3,gpt_neox}/modeling_*.py
+#: source: transformers models/{llama,mistral,qwen2,qwen3,mixtral,gpt_neox}/modeling_*.py (4.51, the newest that ColossalAI takes)
+_FIRST, _LAST = ["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]
 _ORDER = {
-    "llama": (["model.embed_tokens.weight"], "model.layers", _LLAMA, ["model.norm.weight", "lm_head.weight"]),
+    "llama": (_FIRST, "model.layers", [*_ATTENTION, *_MLP, *_NORMS], _LAST),
+    "mixtral": (_FIRST, "model.layers", [*_ATTENTION, *_MIXTRAL, *_NORMS], _LAST),
     "gpt_neox": (
         ["gpt_neox.embed_in.weight"], "gpt_neox.layers", _NEOX,
         ["gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias", "embed_out.weight", "lm_head.weight"],
@@ -57,11 +63,22 @@ _ORDER = {
 }  # fmt: skip
 
 
-def parameter_order(family: str | None, names: set[str], layers: int, tied: bool) -> list[str] | None:
+#: What is gathered part by part, and its moments rank by rank, as they lie.
+#: source: shardformer/policies/gpt2.py (GPT2FusedLinearConv1D), checkpoint_io (gather_from_sharded_optimizer_state)
+_FUSED = (".attn.c_attn.weight", ".attn.c_attn.bias")
+
+
+def parameter_order(
+    family: str | None, names: set[str], layers: int, tied: bool, experts: int = 0
+) -> list[str] | None:
     """Names in the order of ``named_parameters()``; None if the family's order or a name's place is not known."""
     if family not in _ORDER:
         return None
     first, stack, layer, last = _ORDER[family]
+    one = [part for part in layer if _EXPERT in part]
+    at = layer.index(one[0]) if one else len(layer)
+    of_experts = [part.replace("*", str(e)) for e in range(experts) for part in one]
+    layer = [*layer[:at], *of_experts, *layer[at + len(one) :]]
     order = [*first, *(f"{stack}.{i}.{part}" for i in range(layers) for part in layer), *last]
     heads = {"lm_head.weight", "embed_out.weight"}
     known = set(order)
@@ -111,8 +128,7 @@ def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | 
             numbered[name] = len(files)
             files.append(inside[name])
             continue
-        match = _SHARD.match(name)
-        rank = f"pp {int(match[1]) - 1}" if match and match[1] else None
+        rank = rank_of(_SHARD.match(name))
         count = sum(1 for other in weight_map.values() if other == name)
         findings.append(
             missing(
@@ -202,6 +218,18 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             )
         )  # fmt: skip
         return
+    fused = next((name for name in names.values() if name.endswith(_FUSED)), None)
+    if fused is not None:
+        findings.append(
+            Finding.of(
+                "FS514",
+                "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
+                " key and value: no file tells how many ranks there were",
+                file=found.files[notes["groups"]].path, tensor=fused,
+                help="merge without --optimizer takes the parameters alone, which are in order",
+            )
+        )  # fmt: skip
+        return
     slots: dict[str, list[Any]] = {}
     every = {slot for state in states.values() for slot in state}
     for place, name in sorted(names.items()):
@@ -216,7 +244,9 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
                 )  # fmt: skip
                 continue
             at, moment, shape = states[place][slot]
-            if shape != shapes[name]:
+            # ZeRO's row of elements is stored where one data-parallel rank alone has a parameter, as it may have an expert.
+            # source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
+            if shape not in (shapes[name], [math.prod(shapes[name])]):
                 findings.append(
                     Finding.of(
                         "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[at].path, tensor=name,
@@ -225,7 +255,8 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
                     )
                 )  # fmt: skip
                 continue
-            slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), at, moment, 0)]))
+            whole = shapes[name]
+            slots.setdefault(slot, []).append((name, whole, [(math.prod(whole), at, moment, 0)]))
     first = min(notes["files"].values(), default=0)
     source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
     source.optimizer = replace(source.optimizer, unstepped=not every)
@@ -251,8 +282,10 @@ def _names(
 ) -> dict[int, str] | None:
     """Name of each numbered parameter."""
     layers = source.axes.get("L", 0)
-    order = parameter_order(source.model.family, set(shapes), layers, source.facts.get("tied", False))
-    if order is None:
+    tied, experts = source.facts.get("tied", False), source.axes.get("E", 0)
+    order = parameter_order(source.model.family, set(shapes), layers, tied, experts)
+    order = order or [name for name in found.notes["order"] if name in shapes]
+    if not order:
         return None
     if len(groups) == 1 and len(groups[0]) == len(order):
         return dict(zip(groups[0], order, strict=True))
@@ -260,7 +293,12 @@ def _names(
     shaped = [[next((s for _, _, s in states.get(n, {}).values()), None) for n in group] for group in groups]
     if any(shape is None for group in shaped for shape in group):
         return None
-    assigned = assign([(name, shapes[name]) for name in order], shaped)
+    told = {name: shapes[name] for name in order}
+    if any(shape not in told.values() for group in shaped for shape in group):
+        # Some lie in a row: their sizes decide.
+        told = {name: [math.prod(shape)] for name, shape in told.items()}
+        shaped = [[[math.prod(shape or [])] for shape in group] for group in shaped]
+    assigned = by_shape(list(told.items()), shaped)
     if assigned is None:
         return None
     return {

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...declared import Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from .. import hf_names, zero
-from ..base import Contents, Found, Options, as_dict, lacking, missing
+from ..base import Contents, Found, Options, as_dict, counted, lacking, missing
 from ..steps import Step, choose
 from ..zero import stage3
 from ..zero.across import same_step
 from ..zero.model import tensor_index
 from ..zero.pipelines import pipeline_names
+from . import autotp, experts
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_MOE = re.compile(r"^layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_")
+_EXPERT = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_EXPERTS_STATE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+#: Before DeepSpeed 0.6, without layers.
+_OLD_EXPERT = re.compile(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 
 
 def steps_of(listing: Listing) -> dict[str, Step]:
@@ -55,20 +59,25 @@ class Files:
     sliced: list[tuple[int, int, File]] = field(default_factory=list)
     #: (data-parallel rank, model-parallel rank, file)
     optim: list[tuple[int, int, File]] = field(default_factory=list)
+    #: (mixture, expert, model-parallel rank, file)
+    experts: list[tuple[int, int, int, File]] = field(default_factory=list)
+    #: (expert-parallel rank, model-parallel rank, file)
+    expp: list[tuple[int, int, File]] = field(default_factory=list)
 
     @classmethod
     def of(cls, inside: list[File]) -> Files:
         """Sorts files by what their names say.
 
         Raises:
-            FastshardError: ``FS514`` for mixtures of experts.
+            FastshardError: ``FS514`` for experts of before DeepSpeed 0.6.
         """
         files = cls()
         for file in inside:
-            if _MOE.match(file.name):
+            if _OLD_EXPERT.match(file.name):
                 raise FastshardError.of(
-                    "FS514", "a mixture-of-experts checkpoint of DeepSpeed", file=file.path
-                )
+                    "FS514", "experts of DeepSpeed before 0.6, whose files do not tell their layer: not read", file=file.path,
+                    help="load it with DeepSpeed, which still does, and save it again",
+                )  # fmt: skip
             if match := _LAYER.match(file.name):
                 files.layers.append((int(match[1]), int(match[2] or 0), file))
             elif match := _RANK.match(file.name):
@@ -77,6 +86,12 @@ class Files:
                 files.sliced.append((int(match[1]), int(match[2]), file))
             elif match := _OPTIM.match(file.name):
                 files.optim.append((int(match[1]), int(match[2]), file))
+            elif match := _EXPERT.match(file.name):
+                files.experts.append((counted(match[1], file), counted(match[2], file), int(match[3]), file))
+            elif match := _EXPERTS_STATE.match(file.name):
+                files.expp.append((counted(match[1], file), int(match[2]), file))
+        files.experts.sort(key=lambda t: (*t[:3], t[3].root))
+        files.expp.sort(key=lambda t: (t[1], t[0], t[2].root))
         files.layers.sort(key=lambda t: (t[0], t[1], t[2].root))
         files.ranks.sort(key=lambda t: (t[0], t[1].root))
         files.sliced.sort(key=lambda t: (t[1], t[0], t[2].root))
@@ -124,7 +139,8 @@ class DeepSpeed:
         layer_files = [file for _, _, file in files.layers]
         # The rank files come first: their arguments say what else must be there.
         order = [file for _, file in ranks] + layer_files
-        order += [file for _, _, file in others] + [file for _, _, file in files.optim]
+        order += [file for _, _, file in [*others, *files.optim]]
+        order += [t[-1] for t in files.experts] + [t[-1] for t in files.expp]
         index = {id(file): i for i, file in enumerate(order)}
         notes: dict[str, Any] = {
             "folder": places[0][1],
@@ -135,6 +151,8 @@ class DeepSpeed:
             "widths": _widths(files.layers),
             "sliced": [(dp, mp, index[id(file)]) for dp, mp, file in files.sliced],
             "optim": [(dp, mp, index[id(file)]) for dp, mp, file in files.optim],
+            "experts": [(*at, index[id(file)]) for *at, file in files.experts],
+            "expp": [(ep, mp, index[id(file)]) for ep, mp, file in files.expp],
         }
         return Found(self, "DeepSpeed", order, list(chosen.findings), step=chosen.name, notes=notes)
 
@@ -142,6 +160,7 @@ class DeepSpeed:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
         states = [as_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
         _refuse(found, states)
+        experts.refuse(found, states)
         declared = next(
             (
                 one
@@ -160,7 +179,8 @@ class DeepSpeed:
                 state = states[unit.file] if unit.file < len(states) else {}
                 unit.only = stage3.buffers(contents, unit.file, state)
                 source.findings += stage3.buffers_left_out(found, unit, state)
-        zero.attach(source, found, contents, states, name_of)
+        mixture = experts.take(source, found, contents, states)
+        zero.attach(source, found, contents, states, name_of, mixture)
         return source
 
 
@@ -177,15 +197,10 @@ def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
     for i, state in enumerate(states):
         config = as_dict(state.get("ds_config"))
         zero_config = as_dict(config.get("zero_optimization"))
-        size = as_dict(config.get("tensor_parallel")).get("autotp_size")
         mics = zero_config.get("mics_shard_size")
         what = None
-        if isinstance(size, int) and size > 1:
-            what = f"DeepSpeed automatic tensor parallelism (autotp_size {size})"
-        elif isinstance(mics, int) and mics > 0:
+        if isinstance(mics, int) and mics > 0:
             what = f"DeepSpeed MiCS (mics_shard_size {mics})"
-        elif state.get("num_experts") not in (None, [], [0], 0) or state.get("moe") is True:
-            what = "a mixture-of-experts checkpoint of DeepSpeed"
         if what:
             raise FastshardError.of("FS514", f"{what}: not read", file=found.files[i].path)
 
@@ -207,7 +222,10 @@ def _plain(
             if notes["pipeline"]
             else len(set(notes["ranks"]))
         )
-    if tp > 1 and options.layout is None:
+    divided = autotp.degree(states) > 1
+    if divided and options.layout is None:
+        autotp.take(source, found, contents, states)
+    elif tp > 1 and options.layout is None:
         raise FastshardError.of(
             "FS514",
             "tensor-parallel shards of a model whose layout is not known",
@@ -256,6 +274,11 @@ def _plain(
     config, path = hf_names.config_of(listing, notes["folder"], options)
     names = {str(name) for state in states for name in as_dict(state.get("module"))}
     hf_names.describe(source, listing, config, path, names)
+    if divided and source.generic:
+        # The model file itself tells how ranks divide each tensor, whatever the model.
+        source.layout, source.table = None, None
+        why = "AutoTP's ranks are merged by what the model file tells of them: convert what a merge makes"
+        source.model = replace(source.model, family=None, no_table=why)
     return source, str
 
 

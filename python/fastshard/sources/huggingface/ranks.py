@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from ... import layouts
-from ...declared import Assembled, Description, Source
+from ...declared import Description, Source
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import config_json, huggingface
 from .. import hf_names
 from ..base import Contents, Found, Options, lacking, missing
+from ..boxes import Boxes
 from ..steps import folder_of, is_step, within_this
 from .saved import slices_as_wholes
 
@@ -98,9 +99,7 @@ class HfRankShards:
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
-        chunks: dict[str, list[Any]] = {}
-        #: What is held at the same place again.
-        again: dict[str, list[Any]] = {}
+        boxes = Boxes()
         for i, file in enumerate(found.files):
             offsets = _offsets(contents(i), file)
             for number, tensor in enumerate(contents.tensors(i)):
@@ -115,59 +114,38 @@ class HfRankShards:
                         expected=f"{len(tensor['shape'])} numbers",
                         got=str(lo),
                     )
-                pieces = chunks.setdefault(name, [])
-                piece = (lo, tensor["shape"], i, number)
-                held = any(p[0] == lo and p[1] == tensor["shape"] for p in pieces)
-                (again.setdefault(name, []) if held else pieces).append(piece)
-        tensors = [
-            (
-                name,
-                [max(lo[d] + size[d] for lo, size, _, _ in pieces) for d in range(len(pieces[0][0]))],
-                pieces,
-            )
-            for name, pieces in chunks.items()
-        ]
-        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
-        source.assembled += _copies(tensors, again, found.files)
+                boxes.add(name, lo, tensor["shape"], i, number)
+        for name, lo, size, holders in boxes.shared():
+            # What no rank divides is in the file of every rank.
+            if size != boxes.shape(name):
+                raise _twice(found.files, name, lo, holders)
+        source.assembled += boxes.assembled()
+        names = boxes.names()
         config, path = hf_names.config_of(listing, found.notes["folder"], options)
-        hf_names.describe(source, listing, config, path, chunks)
-        if config is None and (layout := config_json.layout_by_names(chunks)) is not None:
+        hf_names.describe(source, listing, config, path, names)
+        if config is None and (layout := config_json.layout_by_names(names)) is not None:
             source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
-            facts = layouts.table(layout).describe(None, list(chunks))[1]
-            # Rows of heads are enough to check shapes; how they divide only a config tells.
-            source.facts, source.axes = facts | {"tied": not facts["head"]}, {"d": 1}
+            facts = layouts.table(layout).describe(None, names)[1]
+            # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one head each.
+            source.facts = facts | {"tied": not facts["head"]}
+            source.axes = {} if facts.get("qk_norm") else {"d": 1}
         source.findings += slices_as_wholes(
             listing, found.notes["folder"], found.files, contents, "shards of ranks"
         )
         return source
 
 
-def _copies(
-    tensors: list[tuple[str, list[int], list[Any]]], again: dict[str, list[Any]], files: list[File]
-) -> list[Assembled]:
-    """Copies of tensors that no rank divides, which are in the file of every rank: to be compared.
-
-    Raises:
-        FastshardError: ``FS206`` for a part of a tensor that two files hold.
-    """
-    sets: list[list[tuple[str, list[int], list[Any]]]] = []
-    for name, shape, pieces in tensors:
-        for n, piece in enumerate(again.get(name, [])):
-            if piece[1] != shape:
-                first = next(p for p in pieces if p[0] == piece[0])
-                raise FastshardError.of(
-                    "FS206",
-                    "two files hold the same part of the tensor",
-                    file=files[piece[2]].path,
-                    tensor=name,
-                    expected=f"only {files[first[2]].path}",
-                    got=f"offset {piece[0]} in both",
-                    help="one of the two is of another save: keep the one that belongs here",
-                )
-            if n == len(sets):
-                sets.append([])
-            sets[n].append((name, shape, [piece]))
-    return [Assembled(copies[0][2][0][2], {}, None, None, copies, frozen=True) for copies in sets]
+def _twice(files: list[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
+    """A part of a tensor that two files hold."""
+    return FastshardError.of(
+        "FS206",
+        "two files hold the same part of the tensor",
+        file=files[holders[1]].path,
+        tensor=name,
+        expected=f"only {files[holders[0]].path}",
+        got=f"offset {lo} in both",
+        help="one of the two is of another save: keep the one that belongs here",
+    )
 
 
 def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:

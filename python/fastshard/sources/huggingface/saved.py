@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 from ... import companions, regular
 from ...configs import shown
@@ -11,7 +12,7 @@ from ...declared import Description, Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import huggingface
-from .. import hf_names
+from .. import hf_names, nests
 from ..base import Contents, Found, Options, lacking, missing
 from ..indices import read_json, safe_relative
 from ..steps import Chosen, folder_of, is_step
@@ -257,6 +258,25 @@ class HuggingFace:
         above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
         source.places = companions.places(listing, folder, above=above)
         config, path = hf_names.config_of(listing, folder, options, above=above)
+        names = _in_order(values, len(found.files))
+        if _by_a_trainer(values, found):
+            source.model = replace(source.model, saved_whole=False)
+        is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
+        if is_torch or options.under is not None or all(name.startswith("module.") for name in names):
+            nests.recognise(source, names, config, options.under)
         if config is not None:
-            hf_names.describe(source, listing, config, path, values.names())
+            hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
         return source
+
+
+def _in_order(contents: Contents, files: int) -> list[str]:
+    """Names of all tensors, in the files' order."""
+    return list(
+        dict.fromkeys(name for i in range(files) if contents.readable(i) for name in contents.listed(i))
+    )
+
+
+def _by_a_trainer(contents: Contents, found: Found) -> bool:
+    """True for what ``torch.save`` of a script or of Lightning wrote: a state dict below a key."""
+    torch_files = (i for i, file in enumerate(found.files) if not file.name.endswith(".safetensors"))
+    return any(len(t["path"]) > 1 for i in torch_files if contents.readable(i) for t in contents.tensors(i))

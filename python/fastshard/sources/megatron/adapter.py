@@ -19,7 +19,7 @@ from ...errors import FastshardError, Finding
 from ...models import megatron
 from ..base import Contents, Found, Options, counted, missing
 from ..steps import Step, choose
-from . import arguments
+from . import arguments, optim_legacy
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -146,12 +146,17 @@ class Megatron:
             "suffixes": [tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen],
         }
         files = [f for f, _ in chosen]
+        # Beside a rank file may lie its distributed optimizer.
+        own = {(f.root, f.folder): f for f in listing.files if f.name == optim_legacy.NAME}
+        beside = {n: own[f.root, f.folder] for n, f in enumerate(files) if (f.root, f.folder) in own}
+        notes["beside"] = {n: len(files) + i for i, n in enumerate(beside)}
+        files += beside.values()
         return Found(self, "Megatron-LM", files, list(taken.findings), step=taken.name, notes=notes)
 
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
-        states = [contents(i) for i in range(len(found.files))]
-        for file, state in zip(found.files, states, strict=True):
+        states = [contents(i) for i in range(len(found.notes["suffixes"]))]
+        for file, state in zip(found.files, states, strict=False):
             version = state.get("checkpoint_version") if isinstance(state, dict) else None
             if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
                 raise FastshardError.of(
@@ -179,15 +184,7 @@ class Megatron:
         self._units(grid, models, _experts_of_rank(args, grid, names), source)
         if source.facts["experts_flat"]:
             _flat_experts(grid, contents, source)
-        if args.get("use_distributed_optimizer"):
-            source.findings.append(
-                Finding.of(
-                    "FS108",
-                    "the distributed optimizer keeps its state in files of its own, which were not read",
-                    severity="note",
-                    file=found.notes["folder"] or None,
-                )
-            )
+        optim_legacy.attach(source, found, contents, states, args, grid.ep)
         return source
 
     @staticmethod

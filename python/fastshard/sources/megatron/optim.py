@@ -1,60 +1,199 @@
-"""Optimizer state in Megatron-LM's torch_dist checkpoints: by parameter, or in flat buffers.
+"""Optimizer state in Megatron-LM's torch_dist checkpoints, in the forms that the distributed optimizer has.
 
-source: megatron/core/optimizer/distrib_optimizer.py (`sharded_param_state_*`),
-megatron/core/dist_checkpointing/optimizer.py
+- ``fully_reshardable``, and any optimizer that is not distributed: tensors with the parameters' shapes;
+- ``fully_sharded_model_space`` (0.8 to 0.15): by parameter, shards flat (:mod:`.optim_model_space`);
+- ``dp_reshardable``: flat buckets without names (:mod:`.optim_buckets`);
+- ``dp_zero_gather_scatter``: pickled objects, which are refused.
+
+source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (`sharded_state_dict`, `sharded_param_state_*`)
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ...declared import Assembled, Optimizer, Source
 from ...errors import Finding
+from ..base import as_dict
+from . import optim_buckets, optim_model_space
+from .optim_buckets import Stored
+from .optim_flat import UnknownPlaces
+from .optim_order import BUFFERS, Weights
 
 #: Several optimizers are counted: chained_0, chained_1, ...
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _SLOT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
+_PICKLED = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
+#: What fp32 masters are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later param)
+MASTERS = ("param", "fp32_param")
+#: Groups of parameters are looked for as deep as several optimizers nest them.
+_DEPTH = 4
+_MOST_STEPS = 1 << 62
 
 
 def divide(
-    source: Source, tensors: list[tuple[str, list[int], list[Any]]]
-) -> list[tuple[str, list[int], list[Any]]]:
-    """The weights among the tensors; what the optimizer keeps by parameter becomes slots of the source.
+    source: Source,
+    tensors: list[Stored],
+    described: dict[str, Any],
+    args: dict[str, Any],
+    common: dict[str, Any],
+) -> list[Stored]:
+    """The weights among the tensors; masters and optimizer state become the source's.
 
-    State in flat buffers (``dp_reshardable``) has no parameters' names in the files: it is reported.
+    Args:
+        source: what is declared.
+        tensors: all of the checkpoint's.
+        described: what ``.metadata`` says.
+        args: the run's arguments.
+        common: the common part of the checkpoint.
     """
     weights = [t for t in tensors if not _STATE.match(t[0])]
     shapes = {name: shape for name, shape, _ in weights}
-    slots: dict[str, list[tuple[str, list[int], list[Any]]]] = {}
-    unread = []
+    state: dict[str, list[Stored]] = {}
+    flat: list[Stored] = []
+    unread: list[str] = []
     for name, shape, pieces in tensors:
         if name in shapes:
             continue
         match = _SLOT.match(name)
-        if match and shapes.get(match[2]) == shape:
-            slots.setdefault(match[1], []).append((match[2], shape, pieces))
+        boxes = None
+        if match and match[2] in shapes:
+            whole = shapes[match[2]]
+            boxes = pieces if whole == shape else optim_model_space.boxes(whole, shape, pieces)
+        if match and boxes is not None:
+            state.setdefault(match[1], []).append((match[2], shapes[match[2]], boxes))
+        elif optim_buckets.KEY.match(name):
+            flat.append((name, shape, pieces))
         else:
             unread.append(name)
-    # fp32 masters are one slot among others: nothing in these files is compared with them.
-    source.assembled += [Assembled(0, {}, None, slot, found) for slot, found in slots.items()]
-    source.optimizer = Optimizer(moments_only=bool(slots or unread))
+    there = {name for name, *_ in tensors}
+    if any(_STATE.match(entry["name"]) and entry["name"] not in there for entry in described["tensors"]):
+        # Files that are missing are findings already.
+        source.optimizer = Optimizer(masters=True)
+        return weights
+    held = [Assembled(0, {}, None, _slot(kind), found) for kind, found in state.items()]
+    findings = _refused(described, args, unread)
+    if flat and not findings:
+        dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
+        whole_weights: Weights = {
+            name: (shape, [(lo, size) for lo, size, _, _ in pieces], dtypes.get(name) or "")
+            for name, shape, pieces in weights
+        }
+        try:
+            held += optim_buckets.read(whole_weights, args, flat)
+        except UnknownPlaces as error:
+            findings.append(
+                Finding.of(
+                    "FS402",
+                    f"the optimizer's flat buffers carry no names, and where parameters lie in them is not certain: {error}",
+                    severity="error",
+                    tensor=flat[0][0],
+                    expected=error.expected,
+                    got=error.got,
+                    help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer",
+                )
+            )
+    masters = not findings and any(group.slot is None for group in held)
+    source.optimizer = Optimizer(
+        masters=masters,
+        moments_only=not masters and bool(held or flat or unread or findings),
+        findings=findings,
+    )
+    if findings:
+        return weights
+    source.assembled += held
+    known = {name for group in held for name, *_ in group.tensors}
+    # One file lists all tensors: what it lists no state of has none.
+    source.optimizer.untrained.update(
+        n for n in shapes if held and n not in known and not n.endswith("_extra_state")
+    )
+    source.optimizer.frozen.update(n for n in source.optimizer.untrained if not BUFFERS.search(n))
+    groups = list(param_groups(common.get("optimizer")))
+    if groups:
+        source.values["optimizer"] = {"param_groups": groups}
+        source.optimizer.steps[0] = steps(groups)
+    if args.get("overlap_grad_reduce") and "param" in state:
+        # source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19
+        source.findings.append(
+            Finding.of(
+                "FS212",
+                "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of several buckets is padded:"
+                " masters that are not the parameters (FS401) say so, and then it cannot be had from these files",
+                severity="note",
+            )
+        )
+    slots = sorted({group.slot for group in held if group.slot})
+    if slots:
+        count = len({(group.slot, name) for group in held if group.slot for name, *_ in group.tensors})
+        source.findings.append(
+            Finding.of(
+                "FS212",
+                f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer only",
+            )
+        )
+    return weights
+
+
+def _slot(kind: str) -> str | None:
+    return None if kind in MASTERS else kind
+
+
+def _refused(described: dict[str, Any], args: dict[str, Any], unread: list[str]) -> list[Finding]:
+    """Why the optimizer's part is not read, if it is not."""
+    again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer"
+    pickled = [name for name in described["objects"] if _PICKLED.match(name)]
+    if pickled:
+        return [
+            Finding.of(
+                "FS514",
+                "the optimizer's state lies in one pickled object for each model-parallel rank (dp_zero_gather_scatter): it is not read",
+                tensor=pickled[0],
+                severity="error",
+                help=again,
+            )
+        ]
     if unread:
-        source.optimizer.findings.append(
+        return [
             Finding.of(
                 "FS514",
                 f"{len(unread)} tensors of the optimizer's state are not kept by parameter: they are not read",
                 tensor=unread[0],
                 severity="error",
-                help="save it in the fully_reshardable form, or do without --optimizer",
+                help=again,
             )
-        )
-    if slots:
-        count = sum(map(len, slots.values()))
-        source.findings.append(
-            Finding.of(
-                "FS212",
-                f"{count} tensors of the optimizer's state ({', '.join(sorted(slots))}) are taken with --optimizer only",
-            )
-        )
-    return weights
+        ]
+    for name in ("fp8_param_gather", "fp8_param", "fp4_param"):
+        if args.get(name) and any(_STATE.match(entry["name"]) for entry in described["tensors"]):
+            # Parameters were rounded twice: nothing tells whether masters are theirs.
+            return [
+                Finding.of(
+                    "FS514",
+                    f"masters of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
+                    severity="error",
+                    help="do without --optimizer",
+                )
+            ]
+    return []
+
+
+def param_groups(optimizer: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The groups of all optimizers, without their parameters' numbers."""
+    if isinstance(optimizer, list):
+        optimizer = dict(enumerate(optimizer))
+    if not isinstance(optimizer, dict) or depth > _DEPTH:
+        return
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        for group in groups:
+            yield {key: value for key, value in as_dict(group).items() if key != "params"}
+        return
+    for value in optimizer.values():
+        yield from param_groups(value, depth + 1)
+
+
+def steps(groups: list[dict[str, Any]]) -> list[float]:
+    """The steps that groups tell."""
+    told = [group.get("step") for group in groups]
+    return [float(step) for step in told if isinstance(step, (int, float)) and abs(step) < _MOST_STEPS]

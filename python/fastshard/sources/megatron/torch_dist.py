@@ -9,7 +9,7 @@ from typing import Any
 
 from ...declared import Source
 from ...discover import Listing
-from ..base import Contents, Found
+from ..base import Contents, Found, as_dict
 from . import arguments, optim
 
 
@@ -29,9 +29,10 @@ class TorchDist:
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
             return None
         common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
-        args = arguments.arguments(contents(common)) if common is not None else {}
+        state = as_dict(contents(common)) if common is not None else {}
+        args = arguments.arguments(state)
         names = {entry["name"] for entry in found.notes["described"]["tensors"]}
-        weights = optim.divide(source, tensors)
+        weights = optim.divide(source, tensors, found.notes["described"], args, state)
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
         # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers

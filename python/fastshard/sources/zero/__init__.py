@@ -9,14 +9,16 @@ utils/zero_to_fp32.py, utils/tensor_fragment.py
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from ...declared import Optimizer, Source
 from ...errors import Finding
-from ..base import Contents, Found, missing
+from ..base import Contents, Found, lacking, missing
 from . import stage0, stage3, stage12
 from .across import copied_files, steps_agree
+from .experts import Experts
 from .model import Model, Naming, name_list
 from .partitions import Partitions
 
@@ -24,7 +26,12 @@ __all__ = ["Naming", "attach"]
 
 
 def attach(
-    source: Source, found: Found, contents: Contents, states: list[dict[str, Any]], name_of: Naming
+    source: Source,
+    found: Found,
+    contents: Contents,
+    states: list[dict[str, Any]],
+    name_of: Naming,
+    experts: Experts | None = None,
 ) -> None:
     """Adds masters and optimizer slots to a declaration, and what is wrong with them."""
     notes = found.notes
@@ -41,11 +48,14 @@ def attach(
             continue
         coords, label = _place(mp, tp, notes["pipeline"])
         plain = source.layout is None and source.pass_unknown
-        model = Model(found, contents, states[i], i, mp, coords, label, name_of, own_names=plain)
+        model = Model(
+            found, contents, states[i], i, mp, coords, label, name_of, own_names=plain, experts=experts
+        )
         if notes["pipeline"]:
             model.layers = _layers(notes, coords.get("tp", 0))
             model.stages = len(set(notes["ranks"])) // tp
         trained: set[str] = set()
+        renamed: set[str] = set()
         if mp in by_mp:
             group = Partitions(model, by_mp.pop(mp), is_stage3)
             shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
@@ -62,24 +72,26 @@ def attach(
                 named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
                 if named is not None:
                     group.keep(named)
+                    renamed = {name for name, *_ in named[0]}
                     state.state_files.extend(group.state_files())
             source.assembled += group.assembled
-            trained = {name for shape in shapes or [] for name in shape}
+            trained = {name for shape in shapes or [] for name in shape} | renamed
             findings += group.findings
             state.steps.update(group.steps)
             unstepped = group.unstepped
             source.values.setdefault("optimizer", group.values)
-        elif not is_stage3 and (held := stage0.read(model)) is not None:
-            source.assembled += held.assembled
-            state.unread.extend(held.unread())
-            trained = {name for name, *_ in held.members()}
-            state.steps[i] = held.steps()
-            if held.key is None:
-                moments_only, unstepped = True, held.states == {}
-            elif held.named:
-                state.state_files.append(held.state_file())
-            else:
-                findings.append(held.unnamed())
+        elif not is_stage3 and (each := _stage0(model, experts, findings)):
+            for held in each:
+                source.assembled += held.assembled
+                state.unread.extend(held.unread())
+                trained |= {name for name, *_ in held.members()}
+                state.steps[held.model.file] = held.steps()
+                if held.key is None:
+                    moments_only, unstepped = True, held.states == {}
+                elif held.named:
+                    state.state_files.append(held.state_file())
+                else:
+                    findings.append(held.unnamed())
         elif is_stage3 or stage0.partitioned(model):
             findings.append(model.missing(0, 1, bf16=True))
         untrained = model.names() - trained if trained else set()
@@ -117,6 +129,49 @@ def attach(
         params_stored=not is_stage3,
         files=set() if is_stage3 else {found.files[file].path for _, _, file in notes["optim"]},
     )
+
+
+def _stage0(model: Model, experts: Experts | None, findings: list[Finding]) -> list[stage0.Held]:
+    """What the files hold of optimizers of stage 0: the model file, or of a mixture of experts one file per
+    expert-parallel rank (of which the model file holds the first once more)."""
+    if experts is None or not experts.optimizers:
+        held = stage0.read(model)
+        return [] if held is None else [held]
+    dense = model.stored()[0]
+    each: list[tuple[int, Model]] = []
+    width = max(rank for rank, _ in experts.optimizers) + 1
+    every = sum(math.prod(shape) for shape in experts.tensors.values())
+    for rank, file in experts.optimizers:
+        content = model.contents(file)
+        state = {"optimizer": content.get("optimizer")} if isinstance(content, dict) else {}
+        label = f"ep {rank}, {model.label}"
+        of_rank = replace(model, file=file, state=state, coords={**model.coords, "ep": rank}, label=label)
+        own = stage0.of_experts(of_rank)
+        if own and every % own == 0:
+            width = max(width, every // own)
+        each.append((rank, of_rank))
+    absent = lacking((rank for rank, _ in each), 0, width - 1)
+    if absent:
+        why = f"one of {width} parts of the experts"
+        findings += [_no_experts_state(model, first, last, why) for first, last in absent]
+        return []
+    found: list[stage0.Held] = []
+    for rank, of_rank in each:
+        apart = [*dense, *((name, shape, 0) for name, shape in experts.held_by(rank, width))]
+        one = stage0.read(of_rank, apart)
+        found += [] if one is None else [one]
+    return found
+
+
+def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
+    name, end = (f"expp_rank_{n}_mp_rank_{model.mp:02d}_optim_states.pt" for n in (first, last))
+    folder = model.found.notes["folder"]
+    return missing(
+        f"{folder}/{name}" if folder else name, f"ep {first}, {model.label}", why,
+        f"copy {name} from the node that ran expert-parallel rank {first}"
+        " (to take the parameters without looking at the optimizer: --weights params)",
+        upto=end if last > first else None,
+    )  # fmt: skip
 
 
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from ...declared import Assembled
 from ...errors import Finding
 from ..base import Contents, Found, missing
+from .experts import Experts
 
 #: From the name in ``param_shapes`` to the layout's name.
 Naming = Callable[[str], str]
@@ -73,6 +74,8 @@ class Model:
     layers: list[tuple[int, int]] = field(default_factory=list)
     #: Pipeline stages.
     stages: int = 1
+    #: Of a mixture of experts, those that lie in files of their own.
+    experts: Experts | None = None
 
     @property
     def path(self) -> str:
@@ -124,7 +127,8 @@ class Model:
     def names(self) -> set[str]:
         """All names that the model file knows, of buffers too."""
         module = self.state.get("module")
-        return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases()}
+        own = self.experts.tensors if self.experts else ()
+        return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases(), *own}
 
     def stored(self) -> tuple[list[Parameter], dict[str, str]]:
         """Parameters that the module holds, in order, and further names of them: {alias: owner}."""

@@ -132,9 +132,8 @@ class Partitions:
         """Number of partitions: what the model file says, else what most partitions say."""
         counts: list[int] = []
         for rank in self.ranks.values():
-            value = rank.state.get("partition_count")
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int) and 0 < value <= 1 << 20:
+            value = _partitions(rank)
+            if value is not None and 0 < value <= 1 << 20:
                 counts.append(value)
         stated = self.model.state.get("dp_world_size")
         world = stated if isinstance(stated, int) and 0 < stated <= 1 << 20 else None
@@ -143,9 +142,8 @@ class Partitions:
                 max(set(counts), key=counts.count) if counts else (world or max(self.ranks, default=0) + 1)
             )
         for rank in self.ranks.values():
-            value = rank.state.get("partition_count")
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int) and value != world and rank.dp < world:
+            value = _partitions(rank)
+            if value is not None and value != world and rank.dp < world:
                 self.problem(
                     "FS110",
                     "partition_count",
@@ -186,6 +184,9 @@ class Partitions:
             return False
         rank.masters = [f for f in flat if f is not None]
         base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
+        if isinstance(base, list) and len(base) == len(flat):
+            # Elastic checkpoints list the groups' states, without padding. source: stage_1_and_2.py (_get_base_optimizer_state)
+            base = {"state": {str(g): state for g, state in enumerate(base)}}
         base = base if isinstance(base, dict) else {}
         states = base.get("state")
         self.unstepped = self.unstepped and states == {}
@@ -266,3 +267,11 @@ class Partitions:
             self.assembled.append(extra)
         for slot, tensors in slots.items():
             self.assembled.append(model.assembled(slot, tensors, file))
+
+
+def _partitions(rank: Rank) -> int | None:
+    """Number of partitions by a rank's own word: the largest of its groups, since those of experts have fewer."""
+    value = rank.state.get("partition_count")
+    return max(
+        (n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)), default=None
+    )

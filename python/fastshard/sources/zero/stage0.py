@@ -14,10 +14,9 @@ from typing import Any
 
 from ...declared import Assembled, StateFile
 from ...errors import Finding
+from ..in_order import by_shape, by_size
+from .experts import is_expert
 from .model import Model, Parameter, Parts, ints, scalar, state_below, tensor_index, tensors_below
-
-#: Places to be at while names are given, at most; beyond that shapes do not tell.
-_MOST_STATES = 4096
 
 
 @dataclass
@@ -48,6 +47,8 @@ class Held:
     #: ``fp32_groups``, ``fp32_groups_flat``, or None for an optimizer without masters.
     key: str | None
     groups: list[list[Vector]]
+    #: Parameters that lie in other files, with no further names: those of a mixture of experts.
+    apart: list[Parameter] | None = None
     assembled: list[Assembled] = field(default_factory=list)
     #: True if each tensor has its parameters.
     named: bool = False
@@ -125,16 +126,33 @@ class Held:
         return found
 
 
-def read(model: Model) -> Held | None:
-    """What the model file holds of an optimizer, under the parameters' names; None if there is nothing."""
+def read(model: Model, apart: list[Parameter] | None = None) -> Held | None:
+    """What the model file holds of an optimizer, under the parameters' names; None if there is nothing.
+
+    Args:
+        model: the model-parallel rank.
+        apart: its parameters, where the file holds none.
+    """
     held = _held(model)
     if held is not None:
-        parameters, aliases = model.stored()
+        held.apart = apart
+        parameters, aliases = model.stored() if apart is None else (apart, {})
         # Nothing says which layers are those of a stage.
         held.named = model.stages == 1 and _name(held, parameters)
         if held.named:
             held.assembled = _assembled(held, aliases)
     return held
+
+
+def of_experts(model: Model) -> int:
+    """Elements of the parameters that an optimizer has in groups of experts; 0 if it does not tell."""
+    held = _held(model)
+    if held is None:
+        return 0
+    held.apart = []
+    groups = [group for group, kind in zip(held.groups, _of_experts(held), strict=True) if kind]
+    shapes = [vector.shape for group in groups for vector in group]
+    return 0 if None in shapes else sum(math.prod(shape) for shape in shapes if shape is not None)
 
 
 def partitioned(model: Model) -> bool:
@@ -184,8 +202,9 @@ def _name(held: Held, parameters: list[Parameter]) -> bool:
     """Gives the optimizer's tensors the parameters that they are; False if that is not told."""
     if held.key == "fp32_groups_flat":
         return _name_flat(held, parameters)
-    shaped = [[vector.shape for vector in group] for group in held.groups]
-    found = assign([(name, shape) for name, shape, _ in parameters], shaped)
+    found = _apart(
+        held, parameters, lambda g: [vector.shape for vector in held.groups[g]], lambda shape: shape, by_shape
+    )
     if found is None:
         return False
     shapes = {name: shape for name, shape, _ in parameters}
@@ -193,6 +212,36 @@ def _name(held: Held, parameters: list[Parameter]) -> bool:
         for vector, name in zip(group, names, strict=True):
             vector.members = [(name, shapes[name], 0)]
     return True
+
+
+def _apart(
+    held: Held,
+    parameters: list[Parameter],
+    sized: Callable[[int], Any],
+    decides: Callable[[list[int]], Any],
+    assign: Callable[[list[tuple[str, Any]], list[Any]], list[list[str]] | None],
+) -> list[list[str]] | None:
+    """Names of each group's parameters, those of experts by themselves; None if they are not told."""
+    of_experts = _of_experts(held)
+    found: list[list[str]] = [[] for _ in held.groups]
+    for kind in sorted(set(of_experts)):
+        places = [g for g, is_kind in enumerate(of_experts) if is_kind is kind]
+        named = [(n, decides(s)) for n, s, _ in parameters if True not in of_experts or is_expert(n) is kind]
+        assigned = assign(named, [sized(g) for g in places])
+        if assigned is None:
+            return None
+        for g, names in zip(places, assigned, strict=True):
+            found[g] = names
+    return found
+
+
+def _of_experts(held: Held) -> list[bool]:
+    """Which groups are of experts: DeepSpeed keeps them apart from others. source: deepspeed/moe/utils.py"""
+    groups = held.base.get("param_groups")
+    told = [isinstance(g, dict) and g.get("moe") is True for g in groups] if isinstance(groups, list) else []
+    if held.apart is None or len(told) != len(held.groups):
+        return [False] * len(held.groups)
+    return told
 
 
 def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
@@ -203,9 +252,10 @@ def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
     # What has no elements is in no place that tells whether it is frozen.
     filled = [p for p in parameters if math.prod(p[1])]
     # Layer files hold copies.
-    found = None if held.model.layers else _views(held.model, filled, lengths)
+    elsewhere = held.model.layers or held.apart is not None
+    found = None if elsewhere else _views(held.model, filled, lengths)
     if found is None:
-        found = _assigned_by_size([(name, math.prod(shape)) for name, shape, _ in filled], lengths)
+        found = _apart(held, filled, lambda g: lengths[g], math.prod, by_size)
     if found is None:
         return False
     for vector, names in zip(vectors, found, strict=True):
@@ -258,70 +308,3 @@ def _assembled(held: Held, aliases: dict[str, str]) -> list[Assembled]:
     masters += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
     found = [model.assembled(None, masters, model.file)] if masters else []
     return found + [model.assembled(slot, parts, model.file) for slot, parts in slots.items()]
-
-
-def assign(
-    names: list[tuple[str, list[int]]], groups: list[list[list[int] | None]]
-) -> list[list[str]] | None:
-    """The one way in which groups of shapes are subsequences of the parameters in order, if it is one.
-
-    A shape that is not known fits any parameter. What is left over are frozen parameters. Several ways, or none,
-    give None.
-    """
-    ends = [len(group) for group in groups]
-    ends.append(len(names) - sum(ends))
-
-    def advance(g: int, at: int, shape: list[int]) -> int | None:
-        if at == ends[g] or (g < len(groups) and groups[g][at] not in (None, shape)):
-            return None
-        return at + 1
-
-    return _one_way(names, ends, advance)
-
-
-def _assigned_by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]] | None:
-    """The one way in which parameters in order fill vectors of these lengths, if it is one; the rest are frozen."""
-    ends = [*lengths, sum(size for _, size in names) - sum(lengths)]
-
-    def advance(g: int, at: int, size: int) -> int | None:
-        return at + size if at + size <= ends[g] else None
-
-    return _one_way(names, ends, advance)
-
-
-def _one_way(
-    names: list[tuple[str, Any]], ends: list[int], advance: Callable[[int, int, Any], int | None]
-) -> list[list[str]] | None:
-    """Walks the parameters in order and puts each into one of several places, the last for those left over.
-
-    Args:
-        names: parameters, and what of them decides.
-        ends: where each place must have come to at the end.
-        advance: from (place, how far it is, parameter) to how far it is then, or None if it does not fit.
-    """
-    if ends[-1] < 0:
-        return None
-    # Ways to be at a position per place, as linked lists; at most two per state matter.
-    paths: dict[tuple[int, ...], list[Any]] = {(0,) * len(ends): [None]}
-    for _, decides in names:
-        following: dict[tuple[int, ...], list[Any]] = {}
-        for state, ways in paths.items():
-            for g, at in enumerate(state):
-                if (moved := advance(g, at, decides)) is not None:
-                    kept = following.setdefault((*state[:g], moved, *state[g + 1 :]), [])
-                    kept.extend((way, g) for way in ways[: 2 - len(kept)])
-        if len(following) > _MOST_STATES:
-            return None
-        paths = following
-    ways = paths.get(tuple(ends), [])
-    if len(ways) != 1:
-        return None
-    places, way = [], ways[0]
-    while way is not None:
-        way, g = way
-        places.append(g)
-    assigned: list[list[str]] = [[] for _ in ends[:-1]]
-    for (name, _), g in zip(names, reversed(places), strict=True):
-        if g < len(assigned):
-            assigned[g].append(name)
-    return assigned

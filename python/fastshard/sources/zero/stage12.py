@@ -27,21 +27,60 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
     masters: list[Parts] = []
     slots: dict[str, list[Parts]] = {}
     for g, group in enumerate(shapes):
-        offsets, needed = _offsets(partitions, g, group)
-        lengths = [rank.masters[g].numel for rank in order]
-        if not (_mappings(partitions, g, group, offsets, lengths) and _tiles(partitions, g, lengths, needed)):
-            continue
-        starts = [sum(lengths[:r]) for r in range(len(order))]
-        for name, shape in group.items():
-            pieces = list(cut(offsets[name], math.prod(shape), starts, lengths))
-            masters.append((name, shape, _ranges(order, pieces, [rank.masters[g] for rank in order])))
-            for slot in order[0].slots:
-                vectors = [rank.slots[slot][g] if slot in rank.slots else None for rank in order]
-                if all(vectors[r] is not None for _, r, _ in pieces):
-                    slots.setdefault(slot, []).append((name, shape, _ranges(order, pieces, vectors)))
+        for order, names in _vectors(partitions, g, group):
+            offsets, needed = _offsets(order[0], partitions, g, group)
+            lengths = [rank.masters[g].numel for rank in order]
+            if not (
+                _mappings(partitions, order, g, group, offsets, lengths)
+                and _tiles(partitions, order, g, lengths, needed)
+            ):
+                continue
+            starts = [sum(lengths[:r]) for r in range(len(order))]
+            for name, shape in group.items():
+                pieces = list(cut(offsets[name], math.prod(shape), starts, lengths))
+                called, whole = names.get(name, name), [rank.masters[g] for rank in order]
+                masters.append((called, shape, _ranges(order, pieces, whole)))
+                for slot in order[0].slots:
+                    vectors = [rank.slots[slot][g] if slot in rank.slots else None for rank in order]
+                    if all(vectors[r] is not None for _, r, _ in pieces):
+                        parts = _ranges(order, pieces, vectors)
+                        slots.setdefault(slot, []).append((called, shape, parts))
     if any(f.severity == "error" for f in partitions.findings):
         return None
     return masters, slots
+
+
+def _vectors(
+    partitions: Partitions, g: int, group: dict[str, list[int]]
+) -> list[tuple[list[Rank], dict[str, str]]]:
+    """The ranks that a flat vector of the group is divided over, and what it calls otherwise; one for each
+    expert-parallel rank, where the group is of experts."""
+    order, experts = partitions.order, partitions.model.experts
+    if experts is None or not experts.has(group):
+        return [(order, {})]
+    if not experts.whole:
+        return []
+    counts = [ints(rank.state.get("partition_count")) or [] for rank in order]
+    told = {count[g] if g < len(count) else len(order) for count in counts}
+    divided = experts.divided(order, told.pop()) if len(told) == 1 else None
+    if divided is None:
+        partitions.problem(
+            "FS404", f"partition_count of group {g}, which is of experts", order[0].path, None,
+            f"one divisor of {len(order)}, the data-parallel ranks", "others",
+        )  # fmt: skip
+        return []
+    found: list[tuple[list[Rank], dict[str, str]]] = []
+    for rank, among in enumerate(divided):
+        names = {name: experts.name_of(name, rank, len(divided)) for name in group}
+        wrong = next((name for name, called in names.items() if called is None), None)
+        if wrong is not None:
+            partitions.problem(
+                "FS404", f"experts of group {g}, by the model file and by their own files: {wrong}", among[0].path,
+                among[0].dp, f"as many as {len(divided)} expert-parallel ranks have equal parts of", "others",
+            )  # fmt: skip
+            return []
+        found.append((among, {name: called for name, called in names.items() if called is not None}))
+    return found
 
 
 def _ranges(
@@ -54,9 +93,10 @@ def _ranges(
     ]
 
 
-def _offsets(partitions: Partitions, g: int, group: dict[str, list[int]]) -> tuple[dict[str, int], int]:
+def _offsets(
+    first: Rank, partitions: Partitions, g: int, group: dict[str, list[int]]
+) -> tuple[dict[str, int], int]:
     """Where each parameter begins in the group's flat vector, and where the last one ends."""
-    first = partitions.order[0]
     paddings = first.state.get("param_alignment_paddings")
     pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
     if pads is not None and len(pads) != len(group):
@@ -72,9 +112,9 @@ def _offsets(partitions: Partitions, g: int, group: dict[str, list[int]]) -> tup
     return offsets, end
 
 
-def _tiles(partitions: Partitions, g: int, lengths: list[int], needed: int) -> bool:
+def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int], needed: int) -> bool:
     """Partitions are equal in length but for tail padding, and hold the parameters exactly."""
-    order, largest = partitions.order, max(lengths)
+    largest = max(lengths)
     # Tail padding is cut off at the last ranks; those before them are full.
     full = max(r for r, length in enumerate(lengths) if length == largest)
     for rank, length in zip(order[:full], lengths, strict=False):
@@ -99,13 +139,14 @@ def _tiles(partitions: Partitions, g: int, lengths: list[int], needed: int) -> b
 
 def _mappings(
     partitions: Partitions,
+    order: list[Rank],
     g: int,
     group: dict[str, list[int]],
     offsets: dict[str, int],
     lengths: list[int],
 ) -> bool:
     """Each rank's own account of what it holds must be what its place gives it."""
-    order, largest, before = partitions.order, max(lengths), len(partitions.findings)
+    largest, before = max(lengths), len(partitions.findings)
 
     def by(offsets: dict[str, int]) -> list[dict[str, tuple[int, int]]]:
         expected = []

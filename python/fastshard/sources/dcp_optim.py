@@ -1,0 +1,127 @@
+"""Moments beside the weights of a DCP checkpoint: ``optim.state.PARAMETER.SLOT``, and groups among the records that are no tensors.
+
+torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each hyperparameter
+(flattened); both become names that are joined with dots.
+source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flatten_optim_state_dict)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..declared import Group, Moments, Source
+from ..errors import from_core
+from ..optimizer_state import CARRIED
+from .base import Contents
+
+#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
+_MOMENT = re.compile(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
+_STEP = "step"
+#: Bytes of a step: a float or an integer.
+_SCALAR = 8
+
+#: A record that is no tensor: file, offset and bytes by name.
+Objects = dict[str, tuple[Path, int, int]]
+
+
+def attach(
+    source: Source,
+    contents: Contents,
+    tensors: list[tuple[str, list[int], list[Any]]],
+    objects: Objects,
+) -> None:
+    """Adds what the names tell of an optimizer to a declaration.
+
+    Args:
+        source: the declaration, which knows where the model begins.
+        contents: of all files.
+        tensors: name, shape and pieces of every tensor.
+        objects: the records that are no tensors.
+    """
+    own = {name: source.names.get(name, name) for name, *_ in tensors}
+    shapes = {own[name]: shape for name, shape, _ in tensors}
+    slots: dict[str, tuple[str, str]] = {}
+    steps: list[tuple[int, int]] = []
+    top = ""
+    for name, shape, pieces in tensors:
+        match = _MOMENT.match(own[name])
+        if match is None or (
+            match["top"] is None and own[name] in shapes and shapes.get(match["name"]) is None
+        ):
+            continue
+        parameter = next(
+            (p for p in (source.weights_prefix + match["name"], match["name"]) if p in shapes), None
+        )
+        if parameter is None:
+            continue
+        if match["slot"] == _STEP:
+            if not shape and len(pieces) == 1:
+                steps.append((pieces[0][2], pieces[0][3]))
+        elif shape == shapes[parameter]:
+            slots[name] = (parameter, match["slot"])
+            top = match["top"] or ""
+    if not slots:
+        return
+    trained = {parameter for parameter, _ in slots.values()}
+    state = set(slots)
+    weights = {name for name in shapes if name.startswith(source.weights_prefix) and name not in state}
+    source.optimizer = replace(
+        source.optimizer,
+        moments_named=True,
+        untrained={name for name in weights if name not in trained and not _MOMENT.match(name)},
+        beside=Moments(
+            slots,
+            lambda: (
+                _groups(objects, top, source.weights_prefix, set(shapes)),
+                [_number(contents, file, number) for file, number in steps],
+            ),
+        ),
+    )
+
+
+def _number(contents: Contents, file: int, number: int) -> float:
+    """The value of a scalar."""
+    from .zero.model import scalar
+
+    value = scalar(contents, file, number, contents.tensors(file)[number]["dtype"])
+    return float("nan") if value is None else value
+
+
+def _groups(objects: Objects, top: str, prefix: str, names: set[str]) -> list[Group] | None:
+    """Groups of parameters by the records ``param_groups.N.KEY``, or ``param_groups.PARAMETER.KEY``."""
+    begin = f"{top}param_groups."
+    found: dict[str, dict[str, Any]] = {}
+    for name, (path, offset, length) in objects.items():
+        which, _, key = name.removeprefix(begin).rpartition(".")
+        if name.startswith(begin) and which and key in (*CARRIED, "params"):
+            try:
+                text = _core.dcp_object(path, offset, length)
+            except _core.CoreError as error:
+                raise from_core(error) from None
+            found.setdefault(which, {})[key] = json.loads(text)
+
+    def called(parameter: Any) -> str | None:
+        return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)
+
+    if found and all(which.isdigit() for which in found):
+        groups = []
+        for which in sorted(found, key=int):
+            values = found[which]
+            listed = values.pop("params", None)
+            members = [called(p) for p in listed] if isinstance(listed, list) else [None]
+            if None in members:
+                return None
+            groups.append(Group(values, frozenset(m for m in members if m is not None)))
+        return groups
+    alike: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for which, values in found.items():
+        parameter = called(which)
+        if parameter is None:
+            return None
+        alike.setdefault(json.dumps(values, sort_keys=True), (values, set()))[1].add(parameter)
+    return [Group(values, frozenset(members)) for values, members in alike.values()] or None

@@ -1,0 +1,105 @@
+"""deepspeed.moe: a file for each expert of each layer, ``layer_L_expert_E_mp_rank_TT_model_states.pt``.
+
+Experts have the numbers in it that they have among all, in names too; L counts the layers that are mixtures. The model
+file holds the rest, and the number of experts of each such layer.
+source: DeepSpeed runtime/engine.py (_save_moe_checkpoint, _get_expert_ckpt_name, num_experts)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...declared import Source, Unit
+from ...errors import FastshardError, Finding
+from ..base import Contents, Found, as_dict, lacking, missing
+from ..zero.experts import Experts
+
+
+def counts(states: list[dict[str, Any]]) -> list[int]:
+    """Experts of each layer that is a mixture, by the model file; empty for a model without."""
+    told = states[0].get("num_experts") if states else None
+    told = told if isinstance(told, list) else [told]
+    return [n for n in told if isinstance(n, int) and 0 < n <= 1 << 20]
+
+
+def refuse(found: Found, states: list[dict[str, Any]]) -> None:
+    """Mixtures of which the files do not tell enough.
+
+    Raises:
+        FastshardError: ``FS514`` for those of several model-parallel ranks, and for AutoEP.
+    """
+    notes = found.notes
+    what = None
+    if any(state.get("ds_autoep_layers") for state in states):
+        what = "a mixture of experts of DeepSpeed's AutoEP (expert_parallel.autoep_size)"
+    elif any(state.get("moe") is True for state in states):
+        what = "a mixture-of-experts checkpoint of DeepSpeed"
+    elif counts(states) or notes["experts"]:
+        ranks = {*notes["ranks"], *(mp for _, _, mp, _ in notes["experts"])}
+        if notes["pipeline"] or len(ranks) > 1:
+            what = (
+                f"a mixture of experts of DeepSpeed over {len(ranks)} model-parallel ranks or pipeline stages"
+            )
+        elif notes["sliced"]:
+            what = "a mixture of experts of DeepSpeed in ZeRO-3"
+    if what:
+        raise FastshardError.of(
+            "FS514",
+            f"{what}: not read",
+            file=found.files[0].path,
+            expected="deepspeed.moe in ZeRO 0 to 2, one model-parallel rank",
+            help="load it with DeepSpeed and save the engine's module with one expert-parallel rank",
+        )
+
+
+def take(source: Source, found: Found, contents: Contents, states: list[dict[str, Any]]) -> Experts | None:
+    """Adds the experts' files to a declaration, and those that are missing; None for a model without."""
+    notes = found.notes
+    wanted = counts(states)
+    if not notes["experts"] and not wanted:
+        return None
+    config = as_dict(states[0].get("ds_config"))
+    experts = Experts(data_first=config.get("use_data_before_expert_parallelism") is True)
+    experts.optimizers = list({rank: (rank, file) for rank, _, file in reversed(notes["expp"])}.values())[
+        ::-1
+    ]
+    held: dict[int, set[int]] = {}
+    for layer, expert, _, file in notes["experts"]:
+        held.setdefault(layer, set()).add(expert)
+        source.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
+        for tensor in contents.tensors(file) if contents.readable(file) else ():
+            experts.add(".".join(tensor["path"]), tensor["shape"])
+    for layer, count in enumerate(wanted):
+        absent = _missing(found, layer, held.get(layer, set()), count)
+        source.findings += absent
+        experts.whole = experts.whole and not absent
+    extra = [
+        (layer, max(have))
+        for layer, have in held.items()
+        if max(have) >= [*wanted, *[0] * (layer + 1)][layer]
+    ]
+    for layer, expert in extra if wanted else ():
+        name = next(found.files[file].path for n, e, _, file in notes["experts"] if (n, e) == (layer, expert))
+        source.findings.append(
+            Finding.of(
+                "FS110", "more experts than the model file tells", file=name,
+                expected=f"num_experts {wanted} in {found.files[0].name}", got=f"expert {expert} of mixture {layer}",
+                help="remove what an older save left, or take all files from one step",
+            )
+        )  # fmt: skip
+    return experts
+
+
+def _missing(found: Found, layer: int, held: set[int], count: int) -> list[Finding]:
+    folder, findings = found.notes["folder"], []
+    for first, last in lacking(held, 0, count - 1):
+        name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name, f"expert {first} of mixture {layer}",
+                f"num_experts {count} of this layer in {found.files[0].name}",
+                "copy it from the node that ran the expert-parallel rank with this expert",
+                upto=end if last > first else None,
+            )
+        )  # fmt: skip
+    return findings

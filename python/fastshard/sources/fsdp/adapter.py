@@ -1,0 +1,240 @@
+"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, those of accelerate, and others' ``*rank_R.pt``.
+
+Each rank saves its own state dict. A DTensor names the mesh, the rank's place in it and the placements, a ShardedTensor its
+shards and their offsets, and both the shape of the whole: that the boxes tile it is proven, and a file under another rank's
+name is found. Plain tensors are on every rank alike, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+from typing import Any
+
+from ...declared import Assembled, Source
+from ...discover import File, Listing
+from ...errors import FastshardError, Finding
+from .. import hf_names, nests
+from ..base import Contents, Found, Options
+from ..boxes import Boxes
+from ..indices import read_json
+from . import files, flat, optim
+from .ranks import Ranks
+
+#: Most tensors that one kind of disagreement is told of.
+_TOLD = 8
+
+
+class FsdpRanks:
+    """Directories in which each rank of FSDP has a file of its own."""
+
+    def __init__(self, name: str = "fsdp_ranks", *, any_name: bool = False) -> None:
+        self.name = name
+        self._any_name = any_name
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for files that are numbered by ranks."""
+        save = files.saved(listing, options, any_name=self._any_name)
+        if save is None:
+            return None
+        kinds = (("model", save.model), ("optim", save.optim), ("extra", save.extra))
+        order: list[File] = []
+        notes: dict[str, Any] = {"folder": save.folder, "world": save.world}
+        for kind, held in kinds:
+            notes[kind] = {rank: len(order) + i for i, rank in enumerate(held)}
+            order += held.values()
+        return Found(
+            self, "FSDP rank files", order, save.findings, step=save.step, notes=notes, reads_parts=True
+        )
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every tensor as the boxes that ranks hold."""
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.vocab_size = options.vocab_size
+        ranks = Ranks(found, contents, found.notes["model"])
+        source.findings += ranks.findings
+        folder = found.notes["folder"]
+        source.findings += _stated(listing, folder, found.notes["world"] or len(ranks.files))
+        config, path = hf_names.config_of(listing, folder, options)
+        is_flat = flat.is_flat(ranks.told)
+        shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
+        nests.recognise(source, shapes, config, options.under)
+        if config is not None:
+            hf_names.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
+        if is_flat:
+            shapes = _shaped(source, shapes)
+        if optim_files := found.notes["optim"]:
+            optim.attach(source, contents, ranks, Ranks(found, contents, optim_files), shapes)
+        if extra := found.notes["extra"]:
+            optim.trainer(source, contents, ranks, Ranks(found, contents, extra))
+        return source
+
+
+def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]:
+    """Declares the tensors that ranks hold boxes of; with their shapes, in their order."""
+    if any_name and not ranks.parameters() and len(ranks.files) > 1:
+        source.findings.append(_no_parts(ranks))
+    boxes = Boxes()
+    for rank in ranks.files:
+        _collect(source, ranks, rank, boxes)
+    overlaps = [_overlap(ranks, *one) for one in boxes.overlapping()]
+    # What a file takes with it that is missing, or another's, is said once, by its name.
+    source.findings += [] if ranks.broken else overlaps[:_TOLD]
+    if not overlaps:
+        source.assembled += boxes.assembled(holes=not ranks.broken)
+    return {name: boxes.shape(name) for name in boxes.names()}
+
+
+def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
+    """Declares pieces of flat parameters, one after another: they are vectors until a config tells their shapes."""
+    held, whole = flat.pieces(
+        ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
+    )
+    tensors = [(name, [sum(n for n, *_ in ranges)], ranges) for name, ranges in held.items()]
+    if not ranks.broken:
+        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+    boxes = Boxes()
+    for rank in ranks.files:
+        _collect(source, ranks, rank, boxes, only=whole)
+    source.assembled += boxes.assembled()
+    return {name: shape for name, shape, _ in tensors} | {name: boxes.shape(name) for name in boxes.names()}
+
+
+def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Gives vectors the shapes that the model's table has for them.
+
+    Raises:
+        FastshardError: ``FS209`` where nothing tells a shape.
+    """
+    table = source.usual_table if source.table is None else source.table
+    known = dict(shapes)
+    for group in source.assembled[:1]:
+        for n, (name, shape, ranges) in enumerate(group.tensors):
+            told = table.shape(name, source.axes) if table is not None else None
+            if told is None or None in told:
+                raise FastshardError.of(
+                    "FS209",
+                    "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
+                    tensor=name,
+                    got=f"{shape[0]} elements",
+                    help="give the model's config.json with --config, of a family that has a table",
+                )
+            whole = [d for d in told if d is not None]
+            if prod(whole) != shape[0]:
+                raise FastshardError.of(
+                    "FS201",
+                    "elements of a parameter that is saved flat",
+                    tensor=name,
+                    expected=f"{prod(whole)}, as {whole} by the config",
+                    got=str(shape[0]),
+                    help="a rank's part is missing, or the config is another model's",
+                )
+            group.tensors[n] = (name, whole, ranges)
+            known[name] = whole
+    return known
+
+
+def _stated(listing: Listing, folder: str, ranks: int) -> list[Finding]:
+    """``fsdp_config.json`` beside the files says how many ranks there were. source: verl, SkyRL"""
+    file = listing.find(f"{folder}/fsdp_config.json" if folder else "fsdp_config.json")
+    said = read_json(listing, file) if file is not None else None
+    world = said.get("world_size") if isinstance(said, dict) else None
+    if file is None or not isinstance(world, int) or world == ranks:
+        return []
+    return [
+        Finding.of(
+            "FS110",
+            "fsdp_config.json and the files disagree on the number of ranks",
+            file=file.path,
+            expected=f"{world} files, one of each rank",
+            got=str(ranks),
+            help="copy all files of this step again: some are of another run, or missing",
+        )
+    ]
+
+
+def _collect(
+    source: Source, ranks: Ranks, rank: int, boxes: Boxes, only: Collection[str] | None = None
+) -> None:
+    """Adds what one rank's file holds, or what of it has these names."""
+    file = ranks.files[rank]
+    if not ranks.contents.readable(file):
+        return
+    told = ranks.told[rank]
+    listed = ranks.contents.tensors(file)
+    parts = {".".join(part["path"]): part for part in told["parts"]}
+    parts = {name: part for name, part in parts.items() if only is None or name in only}
+    said = 0
+    for name, part in parts.items():
+        if (before := boxes.state(name, part["shape"])) != part["shape"]:
+            ranks.broken, said = True, said + 1
+            if said <= _TOLD:
+                source.findings.append(_other_shape(ranks, rank, name, before, part["shape"]))
+            continue
+        for lo, size, number in ranks.boxes_of(rank, part):
+            if listed[number]["shape"] != size:
+                ranks.broken, said = True, said + 1
+                if said <= _TOLD:
+                    source.findings.append(_other_part(ranks, rank, name, lo, size, listed[number]["shape"]))
+            elif 0 not in size or 0 in part["shape"]:
+                boxes.add(name, lo, size, file, number)
+    for number, tensor in enumerate(listed):
+        name = ".".join(tensor["path"])
+        if name not in parts and (only is None or name in only):
+            shape = tensor["shape"]
+            if (before := boxes.state(name, shape)) != shape:
+                ranks.broken, said = True, said + 1
+                if said <= _TOLD:
+                    source.findings.append(_other_shape(ranks, rank, name, before, shape))
+                continue
+            boxes.add(name, [0] * len(shape), shape, file, number)
+
+
+def _other_shape(ranks: Ranks, rank: int, name: str, expected: list[int], got: list[int]) -> Finding:
+    return Finding.of(
+        "FS201",
+        "shape of the whole tensor, as this rank has it",
+        file=ranks.path(rank),
+        rank=ranks.label(rank),
+        tensor=name,
+        expected=f"{expected} as on other ranks",
+        got=str(got),
+        help="the file is of another run or model: copy the right one from the node that ran this rank",
+    )
+
+
+def _other_part(
+    ranks: Ranks, rank: int, name: str, lo: list[int], size: list[int], got: list[int]
+) -> Finding:
+    return Finding.of(
+        "FS201",
+        "shape of this rank's part",
+        file=ranks.path(rank),
+        rank=ranks.label(rank),
+        tensor=name,
+        expected=f"{size}, from {lo}, by its mesh and placements",
+        got=str(got),
+        help="the file was changed after it was saved, or divides tensors in a way that is not known: please report it",
+    )
+
+
+def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int) -> Finding:
+    return Finding.of(
+        "FS206",
+        "two ranks hold overlapping parts of the tensor",
+        file=ranks.found.files[file].path,
+        tensor=name,
+        expected="parts that are alike or apart",
+        got=f"{size} from {lo}, of which others hold elements too",
+        help="the files are of different runs: copy all of them from one step of one run",
+    )
+
+
+def _no_parts(ranks: Ranks) -> Finding:
+    return Finding.of(
+        "FS109",
+        "no rank's file says of what its tensors are parts: they are taken for copies of the whole, and compared",
+        severity="warning",
+        file=ranks.path(next(iter(ranks.files))),
+        help="if they are slices, describe how they are divided in a layout of your own (--layout FILE.toml)",
+    )

@@ -1,0 +1,238 @@
+"""The optimizer's state of ranks: ``optim_world_size_N_rank_R.pt``, and what trainers keep beside it.
+
+torch's optimizers number their parameters; the order is that of the model, frozen ones keep their number. FSDP2 keeps each
+moment as a DTensor of its parameter's shape, FSDP1 the elements of the flat parameter that the rank holds, one after another.
+source: torch/optim/optimizer.py (state_dict), verl utils/checkpoint/fsdp_checkpoint_manager.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...declared import Assembled, Optimizer, Source
+from ...errors import Finding
+from ..base import Contents, Found, as_dict
+from ..boxes import Boxes
+from ..in_order import by_shape
+from ..zero.model import ints, scalar, tensor_index
+from .ranks import Ranks
+
+_STEP = "step"
+
+
+def attach(
+    source: Source, contents: Contents, model: Ranks, ranks: Ranks, shapes: dict[str, list[int]]
+) -> None:
+    """Adds moments to a declaration.
+
+    Args:
+        source: the declaration.
+        contents: of all files.
+        model: the ranks' files of the model.
+        ranks: those of the optimizer.
+        shapes: of the model's tensors by name, in their order.
+    """
+    found = ranks.found
+    states = {rank: as_dict(contents(file)) for rank, file in ranks.files.items()}
+    state = Optimizer(
+        moments_only=True,
+        findings=list(ranks.findings),
+        unstepped=all(one.get("state") == {} for one in states.values()),
+        files={found.files[file].path for file in ranks.files.values()},
+    )
+    state.steps.update(
+        {ranks.files[rank]: _steps(contents, ranks.files[rank], one) for rank, one in states.items()}
+    )
+    taken = {rank: state.steps[file] for rank, file in ranks.files.items()}
+    source.findings += _agree(model, ranks, taken, "optimizer's step")
+    parameters = [name for name in shapes if name in model.parameters()]
+    aliases = model.aliases()
+    parameters = [name for name in parameters if name not in aliases]
+    held = _Slots(ranks, contents)
+    named = _named(states, parameters, shapes, held)
+    if named is None:
+        if not state.unstepped:
+            state.unread.append(_unnamed(found, ranks))
+    else:
+        source.assembled += held.assembled(named, shapes, holes=not ranks.broken)
+        state.unread.extend(held.unread)
+        state.untrained.update(set(shapes) - {named[key] for key in held.every_key() if key in named})
+    groups = next((one.get("param_groups") for one in states.values()), None)
+    if isinstance(groups, list):
+        source.values["optimizer"] = {"param_groups": groups}
+    source.optimizer = state
+
+
+class _Slots:
+    """What is kept of each parameter, by slot and by the optimizer's own key."""
+
+    def __init__(self, ranks: Ranks, contents: Contents) -> None:
+        #: DTensors and wholes.
+        self.boxes: dict[str, dict[str, None]] = {}
+        self.all: dict[str, Boxes] = {}
+        #: Ranges of a flat parameter, by rank.
+        self.flat: dict[str, dict[str, list[tuple[int, int, int, int]]]] = {}
+        self.unread: list[Finding] = []
+        for rank, file in sorted(ranks.files.items()):
+            told = ranks.told[rank]
+            listed = contents.tensors(file) if contents.readable(file) else []
+            parts = {tuple(part["path"]): part for part in told["parts"]}
+            for path, part in parts.items():
+                if (place := _place(path)) is not None:
+                    boxes = self.all.setdefault(place[1], Boxes())
+                    self.boxes.setdefault(place[1], {})[place[0]] = None
+                    boxes.state(place[0], part["shape"])
+                    for lo, size, number in ranks.boxes_of(rank, part):
+                        if 0 not in size or 0 in part["shape"]:
+                            boxes.add(place[0], lo, size, file, number)
+            for number, tensor in enumerate(listed):
+                path = tuple(tensor["path"])
+                if path in parts or (place := _place(path)) is None or not tensor["shape"]:
+                    continue
+                if len(tensor["shape"]) == 1:
+                    piece = (prod(tensor["shape"]), file, number, 0)
+                    self.flat.setdefault(place[1], {}).setdefault(place[0], []).append(piece)
+                else:
+                    boxes = self.all.setdefault(place[1], Boxes())
+                    self.boxes.setdefault(place[1], {})[place[0]] = None
+                    boxes.state(place[0], tensor["shape"])
+                    boxes.add(place[0], [0] * len(tensor["shape"]), tensor["shape"], file, number)
+
+    def every_key(self) -> set[str]:
+        """The optimizer's keys of which something is kept."""
+        return {key for slot in self.boxes.values() for key in slot} | {
+            key for slot in self.flat.values() for key in slot
+        }
+
+    def shape(self, key: str) -> list[int] | None:
+        """Shape of the parameter that a key is of, by its moments; None if they do not tell."""
+        told = {tuple(self.all[slot].shape(key)) for slot, keys in self.boxes.items() if key in keys}
+        return list(told.pop()) if len(told) == 1 else None
+
+    def elements(self, key: str) -> int | None:
+        """Elements of the parameter, where moments are flat."""
+        counts = {sum(n for n, *_ in keys[key]) for keys in self.flat.values() if key in keys}
+        return counts.pop() if len(counts) == 1 else None
+
+    def assembled(
+        self, named: dict[str, str], shapes: dict[str, list[int]], *, holes: bool
+    ) -> list[Assembled]:
+        """The slots under the parameters' names."""
+        found = []
+        for slot, boxes in self.all.items():
+            for one in boxes.assembled(holes=holes):
+                tensors = [
+                    (named[key], shape, pieces)
+                    for key, shape, pieces in one.tensors
+                    if key in named and shape == shapes[named[key]]
+                ]
+                found.append(replace(one, slot=slot, tensors=tensors, frozen=False))
+        for slot, keys in self.flat.items():
+            flat = [
+                (named[key], shapes[named[key]], ranges)
+                for key, ranges in keys.items()
+                if key in named and sum(n for n, *_ in ranges) == prod(shapes[named[key]])
+            ]
+            if flat:
+                found.append(Assembled(flat[0][2][0][1], {}, None, slot, flat))
+        return found
+
+
+def _place(path: tuple[str, ...]) -> tuple[str, str] | None:
+    """Key and slot of what ``state.KEY.SLOT`` leads to."""
+    return (path[1], path[2]) if len(path) == 3 and path[0] == "state" else None
+
+
+def _named(
+    states: dict[int, dict[str, Any]], parameters: list[str], shapes: dict[str, list[int]], held: _Slots
+) -> dict[str, str] | None:
+    """The parameter of each of the optimizer's keys; None if that is not told, or told in two ways."""
+    keys = held.every_key()
+    if keys and keys <= set(shapes):
+        # FSDP.optim_state_dict gives names.
+        return {key: key for key in keys}
+    groups = next((one.get("param_groups") for one in states.values()), None)
+    numbers = [ints(as_dict(group).get("params")) for group in groups] if isinstance(groups, list) else []
+    if not numbers or any(group is None for group in numbers):
+        return None
+    ordered = [[str(n) for n in group or []] for group in numbers]
+    every = [key for group in ordered for key in group]
+    if len(ordered) == 1 and len(every) == len(parameters):
+        named = [parameters]
+    else:
+        shaped = [[held.shape(key) for key in group] for group in ordered]
+        assigned = by_shape([(name, shapes[name]) for name in parameters], shaped)
+        if assigned is None:
+            return None
+        named = assigned
+    found = {
+        key: name
+        for keys_, names in zip(ordered, named, strict=True)
+        for key, name in zip(keys_, names, strict=True)
+    }
+    fits = all(
+        (shape := held.shape(key)) in (None, shapes[name])
+        and (shape is not None or (n := held.elements(key)) is None or n == prod(shapes[name]))
+        for key, name in found.items()
+    )
+    return found if fits else None
+
+
+def _unnamed(found: Found, ranks: Ranks) -> Finding:
+    file = next(iter(ranks.files.values()))
+    return Finding.of(
+        "FS402",
+        "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than one way or in none",
+        severity="error",
+        file=found.files[file].path,
+        help="do without --optimizer; a state saved by torch.distributed.checkpoint has names",
+    )
+
+
+def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
+    """Steps of the optimizer, one per parameter."""
+    steps = []
+    tensors = contents.tensors(file) if contents.readable(file) else []
+    for entry in as_dict(state.get("state")).values():
+        value = as_dict(entry).get(_STEP)
+        index = tensor_index(value)
+        if index is not None and not tensors[index]["shape"]:
+            value = scalar(contents, file, index, tensors[index]["dtype"])
+        if isinstance(value, (int, float)):
+            steps.append(float(value))
+    return steps
+
+
+def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) -> list[Finding]:
+    """All ranks are of one step: the model's file tells none, so what lies beside it speaks for it."""
+    seen = {rank: tuple(sorted(set(steps))) for rank, steps in told.items() if steps}
+    usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
+    return [
+        Finding.of(
+            "FS107",
+            f"the {what} that was saved with it is not that of the other ranks: the file may be of another step too",
+            file=model.path(rank),
+            rank=ranks.label(rank),
+            expected=f"{', '.join(f'{s:g}' for s in usual)}, as on the other ranks",
+            got=f"{', '.join(f'{s:g}' for s in steps)} in {ranks.path(rank)}",
+            help="take all files of all ranks from one step",
+        )
+        for rank, steps in sorted(seen.items())
+        if steps != usual and rank in model.files
+    ]
+
+
+def trainer(source: Source, contents: Contents, model: Ranks, ranks: Ranks) -> None:
+    """What ``extra_state_*`` says: where the scheduler is, which all ranks must agree on."""
+    told: dict[int, list[float]] = {}
+    for rank, file in ranks.files.items():
+        scheduler = as_dict(as_dict(contents(file)).get("lr_scheduler"))
+        epoch = scheduler.get("last_epoch")
+        if isinstance(epoch, int):
+            told[rank] = [float(epoch)]
+    source.findings += _agree(model, ranks, told, "scheduler's step")
+    if told:
+        source.values["lr_scheduler"] = {"last_epoch": int(next(iter(told.values()))[0])}

@@ -1,0 +1,75 @@
+"""Which box of a tensor a rank holds, by the placements that its DTensor names.
+
+source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's own
+compute_local_shape_and_global_offset reads strided shards from left to right, which for uneven extents is not what FSDP2
+has put there: it divides what tensor parallelism has left (fsdp/_fully_shard/_fsdp_param.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+
+class Unreadable(Exception):
+    """Why a placement is not read."""
+
+
+def box(
+    shape: Sequence[int], mesh: dict[str, Any], part: dict[str, Any]
+) -> tuple[list[int], list[int]] | None:
+    """First index and extent of what a rank holds; None for one that is not in the mesh.
+
+    Args:
+        shape: of the whole.
+        mesh: ``shape`` and ``coordinate``, as the core tells it.
+        part: ``placements`` and ``order``.
+
+    Raises:
+        Unreadable: for terms of a sum, and for placements that do not say which box it is.
+    """
+    sizes, at = mesh["shape"], mesh["coordinate"]
+    lo, extent = [0] * len(shape), list(shape)
+    for dim, dims in _order(part, sizes, len(shape)):
+        for d in dims:
+            if at is None:
+                return None
+            start, end = _chunk(extent[dim], sizes[d], at[d])
+            lo[dim] += start
+            extent[dim] = end - start
+    return None if at is None else (lo, extent)
+
+
+def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
+    """The range of one of ``count`` chunks, as torch.chunk divides: the last ones may be short, or empty."""
+    each = -(-extent // count) if count else 0
+    return min(index * each, extent), min((index + 1) * each, extent)
+
+
+def _order(part: dict[str, Any], sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
+    """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did so first."""
+    found: dict[int, list[int]] = {}
+    stated: dict[int, list[int]] = dict(part["order"] or [])
+    for d in reversed(range(len(part["placements"]))):
+        placement = part["placements"][d]
+        if placement["kind"] == "partial":
+            raise Unreadable("it is a term of a sum that was not taken (Partial)")
+        if placement["kind"] == "replicate":
+            continue
+        dim = placement["dim"]
+        if dim >= ndim:
+            raise Unreadable(f"it divides dimension {dim} of {ndim}")
+        before = found.setdefault(dim, [])
+        split = placement.get("split", 1)
+        # A strided shard divides what the dimensions to its right have divided into so many pieces.
+        place = next((n for n in range(len(before) + 1) if prod(sizes[b] for b in before[:n]) == split), None)
+        if place is None:
+            raise Unreadable(f"_StridedShard(dim={dim}, split_factor={split}) on a mesh of {sizes}")
+        before.insert(place, d)
+    for dim, dims in stated.items():
+        strided = any(p.get("split", 1) != 1 for p in part["placements"] if p.get("dim") == dim)
+        if strided or sorted(dims) != sorted(found.get(dim, [])):
+            raise Unreadable(f"shard_order {dims} of dimension {dim} does not fit its placements")
+        found[dim] = dims
+    return sorted(found.items())

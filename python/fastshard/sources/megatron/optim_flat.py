@@ -1,0 +1,149 @@
+"""What the flat vectors of Megatron's distributed optimizer hold, by the rules of its gradient buffers.
+
+Parameters lie in reverse order, each start a multiple of 64 elements; a bucket ends where it is full, and around an
+embedding that stages share. What is between two parameters was never written: nothing of it is taken.
+source: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+#: Elements that the start of a parameter is a multiple of.
+ALIGNED = 64
+
+#: First index, extent, first element in the flat range.
+Run = tuple[list[int], list[int], int]
+
+
+class UnknownPlaces(Exception):
+    """That the places of parameters in flat vectors are not known for certain."""
+
+    def __init__(self, message: str, expected: str | None = None, got: str | None = None) -> None:
+        super().__init__(message)
+        self.expected, self.got = expected, got
+
+
+@dataclass
+class Part:
+    """A parameter of one rank."""
+
+    #: Name of the tensor that it is a part of.
+    name: str
+    shape: list[int]
+    dtype: str
+    #: True for an embedding that the first and the last stage share.
+    shared: bool = False
+    #: Where its elements belong: (first index, extent) of boxes of that tensor, one after another; empty if it is that tensor.
+    boxes: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+#: A parameter, and the range of its elements in a vector.
+Place = tuple[Part, int, int]
+
+
+def aligned(at: int) -> int:
+    """The next place where a parameter may begin."""
+    return -(-at // ALIGNED) * ALIGNED
+
+
+def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]] | None:
+    """The parameters' places in buckets of these sizes (padding at their ends left out); None if they do not fill them.
+
+    Args:
+        parts: parameters of one buffer, in the model's order.
+        sizes: elements of each bucket.
+    """
+    buckets: list[list[Place]] = []
+    rest = deque(reversed(parts))
+    for size in sizes:
+        held: list[Place] = []
+        end = 0
+        while rest and aligned(end) + rest[0].numel <= size:
+            # Before a shared embedding a bucket ends, where it would begin.
+            if held and (held[-1][0].shared or rest[0].shared):
+                break
+            start = aligned(end)
+            end = start + rest[0].numel
+            held.append((rest.popleft(), start, end))
+        closes = aligned(end) if rest and rest[0].shared and not (held and held[-1][0].shared) else end
+        if not held or size != closes:
+            return None
+        buckets.append(held)
+    return None if rest else buckets
+
+
+def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Place] | None:
+    """The parameters' places in one vector that buckets were put into, one after another, without their padding.
+
+    Args:
+        parts: parameters of one buffer, in the model's order.
+        bucket: elements after which a bucket is closed; None for never.
+        length: elements of the vector.
+    """
+    found: list[Place] = []
+    # Where the bucket begins in the vector, and how far it is filled.
+    base = end = 0
+    for part in reversed(parts):
+        if part.shared and end:
+            base, end = base + aligned(end), 0
+        start = aligned(end)
+        end = start + part.numel
+        found.append((part, base + start, base + end))
+        if part.shared or (bucket is not None and end >= bucket):
+            base, end = base + end, 0
+    return found if base + end == length else None
+
+
+def runs(shape: Sequence[int], first: int, count: int) -> Iterator[Run]:
+    """The boxes that a range of a box's C-ordered elements is made of, with where each begins in the range."""
+    if count <= 0:
+        return
+    if first == 0 and count == prod(shape):
+        yield [0] * len(shape), list(shape), 0
+        return
+    inner = prod(shape[1:])
+    rest = len(shape) - 1
+    row, into = divmod(first, inner)
+    done = 0
+    if into:
+        done = min(inner - into, count)
+        yield from _in_row(row, shape[1:], into, done, 0)
+        row += 1
+    if full := (count - done) // inner:
+        yield [row, *[0] * rest], [full, *shape[1:]], done
+        done += full * inner
+        row += full
+    if done < count:
+        yield from _in_row(row, shape[1:], 0, count - done, done)
+
+
+def _in_row(row: int, shape: Sequence[int], first: int, count: int, at: int) -> Iterator[Run]:
+    for lo, size, begin in runs(shape, first, count):
+        yield [row, *lo], [1, *size], at + begin
+
+
+def pieces(part: Part, first: int, count: int, file: int, number: int, at: int) -> Iterator[tuple[Any, ...]]:
+    """Boxes of the whole tensor for a range of a parameter's elements, which lies in a flat tensor from `at` on."""
+    begin = 0
+    for lo, size in part.boxes:
+        volume = prod(size)
+        a, b = max(first, begin), min(first + count, begin + volume)
+        for inner, extent, offset in runs(size, a - begin, b - a) if a < b else ():
+            yield (
+                [corner + i for corner, i in zip(lo, inner, strict=True)],
+                extent,
+                file,
+                number,
+                at + a - first + offset,
+            )
+        begin += volume

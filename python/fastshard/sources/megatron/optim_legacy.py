@@ -1,0 +1,415 @@
+"""Optimizer state of rank files: ``distrib_optim.pt`` beside them, or what is in them without the distributed optimizer.
+
+``distrib_optim.pt`` holds a flat vector for each buffer, its buckets one after another without the padding at their ends, and
+no names; a mixture of experts has a list of two, the first of which only one rank of several has. Parameters come as in
+the model's own file; where buckets end follows from the arguments. What masters hold is compared with the parameters by the core.
+source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (save_parameter_state, get_parameter_state_dp_zero, state_dict),
+megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...declared import Assembled, Optimizer, Source, Unit
+from ...errors import Finding
+from ..base import Contents, Found, as_dict, missing
+from ..in_order import by_shape
+from .optim import MASTERS, param_groups, steps
+from .optim_flat import Part, Place, UnknownPlaces, in_vector
+from .optim_order import BUFFERS, count
+
+NAME = "distrib_optim.pt"
+_EXPERT = re.compile(r"\.mlp\.experts\.")
+#: source: megatron/core/distributed/distributed_data_parallel.py
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
+
+
+@dataclass
+class _Chunk:
+    """A model, or what one virtual stage has of it: the unit that holds its parameters, and these in order."""
+
+    unit: Unit
+    parts: list[Part]
+    #: Names and shapes that the source gives tensors which are not declared as they are stored.
+    flat: dict[str, tuple[str, list[int]]]
+
+
+@dataclass
+class _Rank:
+    """One rank's files."""
+
+    file: int
+    path: str
+    label: str
+    chunks: list[_Chunk]
+    #: The file of its distributed optimizer.
+    beside: int | None
+    state: dict[str, Any]
+
+
+#: Slot -> chunk -> name, shape, and ranges.
+_Slots = dict[str, dict[int, list[tuple[str, list[int], list[Any]]]]]
+
+
+@dataclass
+class _Reading:
+    found: Found
+    contents: Contents
+    args: dict[str, Any]
+    #: True if experts are in buffers of their own.
+    apart: bool
+    assembled: list[Assembled] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    trained: set[str] = field(default_factory=set)
+
+
+def attach(
+    source: Source, found: Found, contents: Contents, states: list[Any], args: dict[str, Any], ep: int
+) -> None:
+    """Adds masters and slots to a declaration, and what is wrong with them."""
+    beside: dict[int, int] = found.notes["beside"]
+    ranks = [_rank(source, found, contents, n, as_dict(state), beside) for n, state in enumerate(states)]
+    ranks = [rank for rank in ranks if rank.chunks]
+    reading = _Reading(found, contents, args, ep > 1)
+    within = any(_held(rank.state) for rank in ranks)
+    if not (beside or within):
+        if args.get("use_distributed_optimizer") and any("optimizer" in rank.state for rank in ranks):
+            source.findings.append(
+                Finding.of(
+                    "FS108",
+                    f"the distributed optimizer keeps its state in files of its own ({NAME}), and none is here",
+                    severity="note",
+                    file=found.notes["folder"] or None,
+                )
+            )
+        return
+    told: dict[int, list[float]] = {}
+    values: list[dict[str, Any]] = []
+    for rank in ranks:
+        groups = list(param_groups(rank.state.get("optimizer")))
+        values = values or groups
+        told[rank.file] = sorted(set(steps(groups)))
+        try:
+            if beside:
+                _distributed(reading, rank, ranks)
+            else:
+                _whole(reading, rank)
+        except UnknownPlaces as error:
+            reading.findings.append(
+                Finding.of(
+                    "FS402",
+                    f"the optimizer's state carries no names, and where parameters lie in it is not certain: {error}",
+                    severity="error",
+                    file=found.files[rank.beside if rank.beside is not None else rank.file].path,
+                    rank=rank.label,
+                    expected=error.expected,
+                    got=error.got,
+                    help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+                )
+            )
+    reading.findings += _steps_agree(found, ranks, told)
+    absent = any(f.code == "FS101" for f in reading.findings)
+    unknown = any(f.code != "FS101" for f in reading.findings)
+    masters = not unknown and (absent or any(a.slot is None for a in reading.assembled))
+    source.optimizer = Optimizer(
+        masters=masters,
+        moments_only=not masters,
+        findings=reading.findings,
+        files={found.files[file].path for file in beside.values()},
+        steps={} if unknown else told,
+    )
+    if values:
+        source.values["optimizer"] = {"param_groups": values}
+    if unknown or absent:
+        # What is there of some ranks would be held against nothing of others.
+        return
+    source.assembled += reading.assembled
+    every = {p.name for rank in ranks for chunk in rank.chunks for p in chunk.parts}
+    source.optimizer.untrained.update(name for name in _buffers(source, contents) if name not in every)
+    slots = sorted({a.slot for a in reading.assembled if a.slot})
+    if slots:
+        source.findings.append(
+            Finding.of("FS212", f"the optimizer's state ({', '.join(slots)}) is taken with --optimizer only")
+        )
+
+
+def _rank(
+    source: Source, found: Found, contents: Contents, n: int, state: dict[str, Any], beside: dict[int, int]
+) -> _Rank:
+    """The rank's parameters, in the order of its file: that of the module, buffers aside."""
+    units = [unit for unit in source.units if unit.file == n]
+    declared = {
+        pieces[0][2]: (name, shape)
+        for group in source.assembled
+        if group.file == n
+        for name, shape, pieces in group.tensors
+    }
+    chunks: list[_Chunk] = []
+    tensors = contents.tensors(n) if contents.readable(n) else []
+    for unit in units:
+        chunk = _Chunk(unit, [], {})
+        for number, tensor in enumerate(tensors):
+            path = [str(p) for p in tensor["path"]]
+            if path[: len(unit.under)] != unit.under or len(path) != len(unit.under) + 1:
+                continue
+            name = path[-1]
+            if BUFFERS.search(name):
+                continue
+            chunk.parts.append(Part(name, tensor["shape"], tensor["torch_dtype"]))
+            if number in declared:
+                chunk.flat[name] = declared[number]
+        chunks.append(chunk)
+    label = units[0].rank or "" if units else ""
+    return _Rank(n, found.files[n].path, label, chunks, beside.get(n), state)
+
+
+def _held(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a rank file holds of optimizers that are not distributed: one, or those of dense parameters and of experts."""
+    held = state.get("optimizer")
+    several = held if isinstance(held, list) else [held]
+    found = [one for one in several if isinstance(one, dict)]
+    inner = [as_dict(one.get("optimizer")) or one for one in found]
+    return found if any(isinstance(one.get("state"), dict) and one["state"] for one in inner) else []
+
+
+def _buffers(source: Source, contents: Contents) -> Iterator[str]:
+    """Tensors of the rank files that are no parameters."""
+    for unit in source.units:
+        for tensor in contents.tensors(unit.file) if contents.readable(unit.file) else []:
+            path = [str(p) for p in tensor["path"]]
+            if path[:-1] == unit.under and BUFFERS.search(path[-1]):
+                yield path[-1]
+
+
+def _divided(rank: _Rank, apart: bool) -> tuple[list[list[Part]], list[list[Part]]]:
+    """Parameters of each chunk: those of the first optimizer, and the experts of the second."""
+    chunks = [chunk.parts for chunk in rank.chunks]
+    dense = [[p for p in parts if not (apart and _EXPERT.search(p.name))] for parts in chunks]
+    return dense, [[p for p in parts if apart and _EXPERT.search(p.name)] for parts in chunks]
+
+
+def _keep(reading: _Reading, rank: _Rank, slots: _Slots, file: int) -> None:
+    """Declares what was found, under the names of the unit that holds the parameters."""
+    for kind, chunks in slots.items():
+        slot = None if kind in MASTERS else kind
+        for n, tensors in chunks.items():
+            chunk = rank.chunks[n]
+            own = [t for t in tensors if t[0] not in chunk.flat]
+            renamed = [(*chunk.flat[t[0]], t[2]) for t in tensors if t[0] in chunk.flat]
+            for held, bases in ((own, chunk.unit.bases), (renamed, {})):
+                if held:
+                    reading.assembled.append(
+                        Assembled(file, chunk.unit.coords, chunk.unit.rank, slot, held, bases=dict(bases))
+                    )
+
+
+def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
+    """The flat vectors of ``distrib_optim.pt``."""
+    found = reading.found
+    if rank.beside is None:
+        path = f"{rank.path.rpartition('/')[0]}/{NAME}"
+        reading.findings.append(
+            missing(
+                path,
+                rank.label,
+                f"{NAME} beside each rank file, as beside others",
+                "copy it from the node that wrote it (to take the parameters without looking at the optimizer: --weights params)",
+            )
+        )
+        return
+    stored = reading.contents(rank.beside)
+    if stored is None:
+        # An unreadable file is a finding already.
+        return
+    parts = stored if isinstance(stored, list) else [stored]
+    dense, experts = _divided(rank, reading.apart)
+    wanted = [dense, experts] if any(experts) else [dense]
+    if len(parts) != len(wanted):
+        raise UnknownPlaces("optimizers in the file", str(len(wanted)), str(len(parts)))
+    for n, (held, chunks) in enumerate(zip(parts, wanted, strict=True)):
+        if held is not None:
+            slots = _vectors(reading, rank, as_dict(held), chunks, rank.beside)
+            _keep(reading, rank, slots, rank.beside)
+        elif n or not (first := _same_dense(reading, rank, ranks)):
+            raise UnknownPlaces(f"no state of optimizer {n} in {found.files[rank.beside].path}")
+        else:
+            # Other ranks of the same parameters keep them: held against this rank's copies too.
+            owner, content = first
+            slots = _vectors(reading, rank, content, chunks, owner)
+            _keep(reading, rank, slots, owner)
+
+
+def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int, dict[str, Any]] | None:
+    """The file of another rank that has the same dense parameters, and what it holds of them."""
+
+    def place(one: _Rank) -> list[dict[str, int]]:
+        return [{d: n for d, n in chunk.unit.coords.items() if d != "ep"} for chunk in one.chunks]
+
+    for other in ranks:
+        if other.beside is not None and other is not rank and place(other) == place(rank):
+            stored = reading.contents(other.beside)
+            if isinstance(stored, list) and stored and isinstance(stored[0], dict):
+                return other.beside, stored[0]
+    return None
+
+
+def _vectors(
+    reading: _Reading, rank: _Rank, held: dict[str, Any], chunks: list[list[Part]], file: int
+) -> _Slots:
+    """Buffers by number: those of the first chunk, one for each dtype, then those of the next."""
+    wanted: list[tuple[int, str, list[Part]]] = []
+    for n, parts in enumerate(chunks):
+        by_dtype: dict[str, list[Part]] = {}
+        for part in parts:
+            by_dtype.setdefault(part.dtype, []).append(part)
+        wanted += [(n, dtype, of_one) for dtype, of_one in by_dtype.items()]
+    numbers = sorted(int(key) for key in held if key.isdecimal())
+    if held.get("buckets_coalesced") is not True:
+        raise UnknownPlaces("buckets apart, as versions before core 0.7 wrote them: not read")
+    if numbers != list(range(len(wanted))):
+        raise UnknownPlaces("buffers of the rank", str(len(wanted)), str(len(numbers)))
+    slots: _Slots = {}
+    lengths = {i: t["shape"] for i, t in enumerate(reading.contents.tensors(file))}
+    for number, (n, dtype, parts) in enumerate(wanted):
+        buffer = as_dict(held[str(number)])
+        if len(buffer) != 1 or not next(iter(buffer)).startswith(f"(torch.{dtype}, "):
+            raise UnknownPlaces(f"buffer {number}", f"of {dtype}", ", ".join(buffer))
+        vectors = {
+            slot: index
+            for slot, value in as_dict(next(iter(buffer.values()))).items()
+            if (index := _tensor(value, len(lengths))) is not None
+        }
+        sizes = {tuple(lengths[index]) for index in vectors.values()}
+        if "param" not in vectors:
+            raise UnknownPlaces("there are no masters that would show where parameters lie")
+        if len(sizes) != 1 or len(next(iter(sizes))) != 1:
+            raise UnknownPlaces(f"vectors of buffer {number}", "one length", str(sorted(sizes)))
+        for part, start, end in _placed(reading, rank, n, parts, next(iter(sizes))[0]):
+            for slot, index in vectors.items():
+                entry = (part.name, part.shape, [(end - start, file, index, start)])
+                slots.setdefault(slot, {}).setdefault(n, []).append(entry)
+    return slots
+
+
+def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], length: int) -> list[Place]:
+    """Where parameters lie in a vector: by the arguments, or by its length where these do not tell."""
+    stage = rank.chunks[chunk].unit.coords.get("pp", 0)
+    pp = count(reading.args, "pipeline_model_parallel_size") or 1
+    tied = reading.args.get("untie_embeddings_and_output_weights") is False
+    for part in parts:
+        part.shared = (
+            tied and pp > 1 and part.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        )
+    for bucket in dict.fromkeys((_bucket(reading.args, rank) if stage == 0 and chunk == 0 else None, None)):
+        places = in_vector(parts, bucket, length)
+        if places is not None:
+            return places
+    raise UnknownPlaces(
+        "the vector does not hold what the model has",
+        f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
+        f"{length} elements",
+    )
+
+
+def _bucket(args: dict[str, Any], rank: _Rank) -> int | None:
+    """Elements after which a bucket is closed. source: megatron/training/training.py (get_model)"""
+    if not args.get("overlap_grad_reduce"):
+        return None
+    if number := count(args, "ddp_num_buckets"):
+        return sum(part.numel for chunk in rank.chunks for part in chunk.parts) // number
+    if size := count(args, "ddp_bucket_size"):
+        return size
+    world = count(args, "world_size") or 1
+    model = prod(
+        count(args, f"{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context")
+    )
+    return max(_BUCKET, _BUCKET_OF_RANK * (world // model))
+
+
+def _whole(reading: _Reading, rank: _Rank) -> None:
+    """Masters and moments by parameter, numbered: an optimizer that is not distributed.
+
+    source: megatron/core/optimizer/optimizer.py (Float16OptimizerWithFloat16Params, FP32Optimizer)
+    """
+    held = _held(rank.state)
+    dense, experts = _divided(rank, reading.apart)
+    wanted = [dense, experts] if any(experts) else [dense]
+    if len(held) != len(wanted):
+        raise UnknownPlaces("optimizers in the file", str(len(wanted)), str(len(held)))
+    tensors = reading.contents.tensors(rank.file)
+    for one, chunks in zip(held, wanted, strict=True):
+        masters = one.get("fp32_from_fp16_params")
+        base = as_dict(one.get("optimizer")) or one
+        numbered = [_listed(as_dict(group).get("params")) for group in _listed(base.get("param_groups"))]
+        states = as_dict(base.get("state"))
+        groups = [[_stepped(states.get(str(n)), tensors) for n in group] for group in numbered]
+        names = [(f"{n}:{p.name}", p.shape) for n, parts in enumerate(chunks) for p in parts]
+        parts = {f"{n}:{p.name}": p for n, parts in enumerate(chunks) for p in parts}
+        whole = sum(map(len, groups)) == len(names) and not any(None in group for group in groups)
+        told = by_shape(names, groups) if whole else None
+        if told is None:
+            raise UnknownPlaces(
+                "the shapes of its moments fit the parameters in more than one way or in none",
+                f"{len(names)} parameters",
+                f"moments of {sum(map(len, groups))}",
+            )
+        slots: _Slots = {}
+        for g, group in enumerate(told):
+            firsts = _listed(masters[g]) if isinstance(masters, list) and g < len(masters) else []
+            if masters is not None and len(firsts) != len(group):
+                raise UnknownPlaces(f"masters of group {g}", str(len(group)), str(len(firsts)))
+            for at, key in enumerate(group):
+                kept = {s: v for s, v in as_dict(states.get(str(numbered[g][at]))).items() if s != "step"}
+                kept |= {"param": firsts[at]} if masters is not None else {}
+                for slot, value in kept.items():
+                    index = _tensor(value, len(tensors))
+                    part = parts[key]
+                    if index is None or tensors[index]["shape"] != part.shape:
+                        raise UnknownPlaces(f"{slot} of {part.name} is not laid out as the parameter is")
+                    chunk = int(key.partition(":")[0])
+                    entry = (part.name, part.shape, [(part.numel, rank.file, index, 0)])
+                    slots.setdefault(slot, {}).setdefault(chunk, []).append(entry)
+        _keep(reading, rank, slots, rank.file)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _tensor(value: Any, most: int) -> int | None:
+    """The tensor that a value stands for."""
+    index = as_dict(value).get("__tensor__")
+    return index if isinstance(index, int) and 0 <= index < most else None
+
+
+def _stepped(state: Any, tensors: list[dict[str, Any]]) -> list[int] | None:
+    """The shape of a parameter, by its moments."""
+    shapes = [
+        tensors[index]["shape"]
+        for slot, value in as_dict(state).items()
+        if slot != "step" and (index := _tensor(value, len(tensors))) is not None
+    ]
+    return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
+
+
+def _steps_agree(found: Found, ranks: list[_Rank], told: dict[int, list[float]]) -> list[Finding]:
+    """All ranks' optimizers must have taken as many steps."""
+    first = next((told[rank.file] for rank in ranks if told[rank.file]), None)
+    return [
+        Finding.of(
+            "FS107",
+            "steps of the optimizer differ between ranks",
+            file=found.files[rank.file].path,
+            rank=rank.label,
+            expected=str(first),
+            got=str(told[rank.file]),
+            help="take all files from one step",
+        )
+        for rank in ranks
+        if told[rank.file] and told[rank.file] != first
+    ]

@@ -1,0 +1,97 @@
+"""What the names of an adapter's tensors say: which module they are of, and which factor.
+
+A saved adapter leaves its own name out and begins with ``base_model.model.``; a live one has its name in each
+(``lora_A.default.weight``) and its base's tensors below ``base_layer``.
+source: peft utils/save_and_load.py (get_peft_model_state_dict), tuners/lora/layer.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+OUTER = "base_model.model."
+#: Factor by the word for it; what follows the adapter's own name.
+_FACTORS = re.compile(
+    r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!weight$|bias$)\w+))?(?:\.(?P<part>weight|bias))?$"
+)
+_TOKENS = re.compile(r"^(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>\w+))?$")
+_SAVED = re.compile(r"^(?P<module>.+?)\.modules_to_save\.(?P<adapter>\w+)\.(?P<rest>.+)$")
+#: Parts of names that a live model's base is behind.
+_BEHIND = ("base_layer", "original_module", "token_adapter")
+
+
+@dataclass
+class Module:
+    """What is kept of one module: names of its factors by their word."""
+
+    #: Its own name, without wrappers.
+    name: str
+    #: How many further wrappers are around its factors: one for each parameter of it that is adapted besides.
+    depth: int = 0
+    factors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Told:
+    """What all names say."""
+
+    modules: dict[tuple[str, int], Module] = field(default_factory=dict)
+    #: Names of adapters, in live models.
+    adapters: set[str] = field(default_factory=set)
+    #: Whole tensors that stand in for the base's: stored name by own.
+    whole: dict[str, str] = field(default_factory=dict)
+    #: The base's own tensors behind wrappers: stored name by own.
+    base: dict[str, str] = field(default_factory=dict)
+    #: Tensors of the base that nothing computes with any more.
+    unused: set[str] = field(default_factory=set)
+
+
+def told(names: Iterable[str], *, saved: bool) -> Told:
+    """Reads names.
+
+    Args:
+        names: of all tensors.
+        saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the base's tensor.
+    """
+    found = Told()
+    for name in names:
+        own = name.removeprefix(OUTER)
+        if match := _FACTORS.match(own):
+            module, kind = match["module"], match["kind"]
+            if match["part"] == "bias":
+                kind += ".bias"
+        elif match := _TOKENS.match(own):
+            module, kind = match["module"], "tokens"
+        elif match := _SAVED.match(own):
+            found.adapters.add(match["adapter"])
+            found.whole[f"{bare(match['module'])}.{match['rest']}"] = name
+            continue
+        elif ".original_module." in own:
+            found.unused.add(name)
+            continue
+        elif saved:
+            found.whole[bare(own)] = name
+            continue
+        else:
+            if bare(own) != name:
+                found.base[bare(own)] = name
+            continue
+        if match["adapter"]:
+            found.adapters.add(match["adapter"])
+        depth = sum(part in _BEHIND for part in module.split("."))
+        one = found.modules.setdefault((bare(module), depth), Module(bare(module), depth))
+        one.factors[kind] = name
+    return found
+
+
+def bare(name: str) -> str:
+    """A name without what wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _BEHIND)
+
+
+def is_of_adapters(names: Iterable[str]) -> bool:
+    """True if there are factors among the names."""
+    return any(_FACTORS.match(name) or _TOKENS.match(name) for name in names)

@@ -1,0 +1,80 @@
+"""deepspeed.moe: experts are divided over expert-parallel ranks, and each rank counts its own from 0.
+
+A parameter group of experts is cut into partitions among the data-parallel ranks that have the same experts, so there
+are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0; the files of experts have the
+numbers that they have among all.
+source: DeepSpeed runtime/engine.py (_save_moe_checkpoint), runtime/zero/stage_1_and_2.py (_configure_moe_settings),
+utils/groups.py (_create_expert_and_data_parallel), moe/{layer,experts}.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+_Rank = TypeVar("_Rank")
+_NAME = re.compile(r"^((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)$")
+
+
+def is_expert(name: str) -> bool:
+    """True for a tensor of one of the experts."""
+    return _NAME.match(name) is not None
+
+
+@dataclass
+class Experts:
+    """The experts of a model, by the files that hold them."""
+
+    #: Name of each module's experts up to their number -> numbers that there are.
+    numbers: dict[str, set[int]] = field(default_factory=dict)
+    #: All tensors of experts, in order.
+    tensors: dict[str, list[int]] = field(default_factory=dict)
+    #: Files of optimizers of ZeRO stage 0: (expert-parallel rank, file).
+    optimizers: list[tuple[int, int]] = field(default_factory=list)
+    #: Data-parallel ranks with the same experts follow one another.
+    #: source: runtime/constants.py (use_data_before_expert_parallelism)
+    data_first: bool = False
+    #: False if files of experts are missing, which is a finding already.
+    whole: bool = True
+
+    def add(self, name: str, shape: list[int]) -> None:
+        """Takes in a tensor of a file."""
+        self.tensors.setdefault(name, shape)
+        if match := _NAME.match(name):
+            self.numbers.setdefault(match[1], set()).add(int(match[2]))
+
+    def has(self, names: Iterable[str]) -> bool:
+        """True if any of the names is an expert's."""
+        return bool(self.numbers) and any(map(is_expert, names))
+
+    def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:
+        """The data-parallel ranks of each expert-parallel rank, where ``count`` of them have the same experts each."""
+        if count < 1 or len(order) % count:
+            return None
+        width = len(order) // count
+        if self.data_first:
+            return [order[e * count : (e + 1) * count] for e in range(width)]
+        return [order[e::width] for e in range(width)]
+
+    def held_by(self, rank: int, width: int) -> list[tuple[str, list[int]]]:
+        """Names and shapes of what an expert-parallel rank has of the experts."""
+        found = []
+        for name, shape in self.tensors.items():
+            match = _NAME.match(name)
+            own = len(self.numbers[match[1]]) // width if match else 0
+            if match and own and int(match[2]) // own == rank:
+                found.append((name, shape))
+        return found
+
+    def name_of(self, name: str, rank: int, width: int) -> str | None:
+        """The name among all experts of one that an expert-parallel rank has; None if there is no such expert."""
+        match = _NAME.match(name)
+        if match is None:
+            return name
+        every = self.numbers.get(match[1], set())
+        own = len(every) // width
+        if len(every) % width or int(match[2]) >= own:
+            return None
+        return f"{match[1]}{rank * own + int(match[2])}{match[3]}"
