@@ -1,4 +1,4 @@
-"""Starts the ranks of `training.py`."""
+"""Starts the ranks of `training.py`, or of another script beside it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HERE = Path(__file__).parent
 WORLD = 2
 
 
-def launch(what: str, folder: Path) -> None:
-    """Runs `training.py` on two ranks, with imports from this folder only."""
+def launch(what: str, folder: Path, script: str = "training.py") -> None:
+    """Runs a script on two ranks, with imports from this folder only."""
     common = {
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(WORLD),
     }  # fmt: skip
@@ -20,7 +20,7 @@ def launch(what: str, folder: Path) -> None:
     ranks = []
     for rank, log in enumerate(logs):
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, str(HERE / "training.py"), what, str(folder)]
+        command = [sys.executable, str(HERE / script), what, str(folder)]
         with log.open("wb") as out:
             ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
     try:

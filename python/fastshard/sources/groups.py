@@ -10,6 +10,10 @@ from .base import as_dict
 
 #: What a group says besides hyperparameters.
 _MEMBERS = ("params", "param_names")
+#: How much of the weight decay Megatron-LM gives a group: none to biases and vectors.
+_DECAY = "wd_mult"
+#: A run that decays some vectors.
+_QK_TOO = "apply_wd_to_qk_layernorm"
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -17,23 +21,69 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _MEMBERS}
 
 
-def numbered(groups: Any, order: Sequence[Iterable[str]]) -> list[Group] | None:
-    """Groups whose parameters are numbers.
+def listed(groups: Any, members: Mapping[str, Iterable[str]]) -> list[Group] | None:
+    """Groups that list their parameters.
 
     Args:
         groups: ``param_groups`` as stored.
-        order: the names that each number stands for: one parameter, or all of a flat vector.
+        members: the names that each number (or name) stands for: one parameter, or all of a flat vector.
 
     Returns:
-        The groups; None where a number stands for nothing, or some of `order` are in no group or in two.
+        The groups; None where one lists nothing, or what stands for nothing.
     """
     found: list[Group] = []
-    used: list[int] = []
     for group in groups if isinstance(groups, list) else ():
-        numbers = as_dict(group).get("params")
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(order) for n in numbers):
+        keys = as_dict(group).get("params")
+        if not isinstance(keys, list) or any(str(key) not in members for key in keys):
             return None
-        used += numbers
-        names = frozenset(name for number in numbers for name in order[number])
+        names = frozenset(name for key in keys for name in members[str(key)])
         found.append(Group(hyperparameters(group), names))
-    return found if found and sorted(used) == list(range(len(order))) else None
+    return found or None
+
+
+def numbered(groups: Any, order: Sequence[Iterable[str]]) -> list[Group] | None:
+    """As :func:`listed`, where numbers count through what is stepped, in order."""
+    return listed(groups, {str(number): names for number, names in enumerate(order)})
+
+
+def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
+    """The groups of several ranks, each of which has a part of every group's parameters; None if they are not alike."""
+    ranks = list(each)
+    first = next(iter(ranks), None)
+    if first is None:
+        return None
+    found = list(first)
+    for other in ranks[1:]:
+        if other is None or [group.values for group in other] != [group.values for group in found]:
+            return None
+        found = [
+            Group(group.values, (group.names or frozenset()) | (more.names or frozenset()))
+            for group, more in zip(found, other, strict=True)
+        ]
+    return found
+
+
+def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[Group] | None:
+    """Groups of Megatron-LM, which do not list their parameters: those with weight decay have matrices, those without the
+    biases and vectors. Experts have groups of their own, with the same values.
+
+    source: megatron/core/optimizer/__init__.py (_get_param_groups, get_standard_config_overrides)
+
+    Args:
+        groups: as stored.
+        args: the run's.
+
+    Returns:
+        The groups; None where there are others, which a run has by conditions of its own.
+    """
+    kept: list[dict[str, Any]] = []
+    for group in groups:
+        values = {key: value for key, value in group.items() if key != "is_expert_parallel"}
+        if hyperparameters(values) not in kept:
+            kept.append(hyperparameters(values))
+    if len(kept) == 1:
+        return [Group(kept[0])]
+    decays = [values.get(_DECAY) for values in kept]
+    if decays not in ([0, 1], [1, 0]) or args.get(_QK_TOO):
+        return None
+    return [Group(values, decays=bool(values[_DECAY])) for values in kept]

@@ -221,6 +221,8 @@ _DEFAULTS: dict[str, Any] = {
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
     """All that a loader may ask of a group."""
-    values: dict[str, Any] = _DEFAULTS | {key: value for key, value in given.items() if key != "bias_correction"}
+    values: dict[str, Any] = _DEFAULTS | {
+        key: value for key, value in given.items() if key != "bias_correction"
+    }
     values["betas"] = tuple(values["betas"])
     return {**values, "initial_lr": given.get("initial_lr", values["lr"])}

@@ -16,6 +16,7 @@ from ...declared import Assembled, Optimizer, Source
 from ...discover import File, Listing
 from ...errors import Finding
 from ..base import Contents, Found, missing
+from ..groups import listed
 from ..in_order import by_shape
 from ..zero.model import ints, scalar
 from .index import PARTIAL, join, rank_of, read_indexes
@@ -259,13 +260,20 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             slots.setdefault(slot, []).append((name, whole, [(math.prod(whole), at, moment, 0)]))
     first = min(notes["files"].values(), default=0)
     source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
-    source.optimizer = replace(source.optimizer, unstepped=not every)
+    given = listed(_listed(contents(notes["groups"])), {str(number): [name] for number, name in names.items()})
+    source.optimizer = replace(source.optimizer, unstepped=not every, groups=given)
+
+
+def _listed(content: Any) -> Any:
+    """The groups as stored."""
+    if isinstance(content, dict):
+        return content.get("param_groups", list(content.values()) if "params" not in content else None)
+    return content
 
 
 def _groups(content: Any) -> list[list[int]] | None:
     """The parameters' numbers, group by group."""
-    if isinstance(content, dict):
-        content = content.get("param_groups", list(content.values()) if "params" not in content else None)
+    content = _listed(content)
     if not isinstance(content, list) or not content:
         return None
     groups = [ints(group.get("params")) if isinstance(group, dict) else None for group in content]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from ...declared import Assembled, Optimizer, Source, Unit
 from ...discover import File, Listing
 from ...errors import Finding
 from .. import hf_names
-from ..base import Contents, Found, Options, counted, missing
+from ..base import Contents, Found, Options, as_dict, counted, missing
+from ..groups import joined, numbered
 from ..steps import Step, choose
 from ..zero import stage3
 from ..zero.model import Model, name_list, scalar, tensor_index
@@ -25,6 +27,8 @@ _MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 #: The parameter itself among the files of a parameter's folder.
 _VALUES = "fp32"
 _STEP = "step"
+#: What the optimizer has of all parameters.
+_OF_ALL = "zero/optimizer_state.pt"
 
 
 class Universal:
@@ -52,16 +56,25 @@ class Universal:
         parts: dict[tuple[str, str], File] = {}
         models: dict[tuple[int, int], File] = {}
         sliced: set[tuple[int, int]] = set()
+        others: list[File] = []
+        of_all: list[File] = []
         for file in sorted(listing.files, key=lambda f: (f.path, f.root)):
+            folder = file.path.removesuffix(_OF_ALL).rstrip("/")
+            if file.path.endswith(_OF_ALL) and (file.root, folder) in places:
+                of_all.append(file)
             match = _PARAMETER.match(file.path)
             if match and (file.root, match[1] or "") in places:
                 parts.setdefault((match[2], match[3]), file)
             elif (match := _MODEL.match(file.name)) and (file.root, file.folder) in places:
                 place = counted(match[2], file), counted(match[1] or "0", file)
-                if models.setdefault(place, file) is file and match[1]:
+                known = models.setdefault(place, file)
+                if known is file and match[1]:
                     sliced.add(place)
+                elif known is not file and known.root == file.root:
+                    # A checkpoint for all stages has a model file by either name.
+                    others.append(file)
         ordered = sorted(models)
-        files = [*(models[place] for place in ordered), *parts.values()]
+        files = [*(models[place] for place in ordered), *parts.values(), *of_all[:1], *others]
         # The first model file of each model-parallel rank says what the others say too.
         first = {mp: i for i, (mp, _) in reversed(list(enumerate(ordered)))}
         notes = {
@@ -70,6 +83,7 @@ class Universal:
             "ranks": sorted(first.items()),
             "sliced": [(dp, mp, i) for i, (mp, dp) in enumerate(ordered) if (mp, dp) in sliced],
             "parts": list(parts),
+            "of_all": len(models) + len(parts) if of_all else None,
         }
         findings = list(chosen.findings)
         return Found(self, "DeepSpeed universal", files, findings, step=chosen.name, notes=notes)
@@ -163,6 +177,11 @@ class Universal:
                     )
                 )
         _steps_agree(found, steps, source)
+        if notes["of_all"] is not None:
+            # A number stands for a group as the model files list them. source: ds_to_universal.py (_save_optimizer_state)
+            groups = as_dict(contents(notes["of_all"])).get("param_groups")
+            each = [numbered(groups, [list(group) for group in rank.shapes() or []]) for rank in ranks]
+            source.optimizer = replace(source.optimizer, groups=joined(each))
         if steps:
             source.values["optimizer"] = {"step": max(max(s) for s in steps.values())}
         return source

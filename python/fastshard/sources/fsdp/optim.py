@@ -16,6 +16,7 @@ from ...declared import Assembled, Optimizer, Source
 from ...errors import Finding
 from ..base import Contents, Found, as_dict
 from ..boxes import Boxes
+from ..groups import listed
 from ..in_order import by_shape
 from ..zero.model import ints, scalar, tensor_index
 from .ranks import Ranks
@@ -63,7 +64,8 @@ def attach(
     groups = next((one.get("param_groups") for one in states.values()), None)
     if isinstance(groups, list):
         source.values["optimizer"] = {"param_groups": groups}
-    source.optimizer = state
+    told = listed(groups, {key: [name] for key, name in (named or {}).items()})
+    source.optimizer = replace(state, groups=told)
 
 
 class _Slots:

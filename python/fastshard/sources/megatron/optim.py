@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...declared import Assembled, Optimizer, Source
 from ...errors import Finding
 from ..base import as_dict
+from ..groups import by_decay
 from . import optim_buckets, optim_model_space
 from .optim_buckets import Stored
 from .optim_flat import UnknownPlaces
@@ -113,6 +115,7 @@ def divide(
     groups = list(param_groups(common.get("optimizer")))
     if groups:
         source.values["optimizer"] = {"param_groups": groups}
+        source.optimizer = replace(source.optimizer, groups=by_decay(groups, args))
         source.optimizer.steps[0] = steps(groups)
     if args.get("overlap_grad_reduce") and "param" in state:
         # source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19

@@ -18,6 +18,7 @@ from typing import Any
 from ...declared import Assembled, Optimizer, Source, Unit
 from ...errors import Finding
 from ..base import Contents, Found, as_dict, missing
+from ..groups import by_decay
 from ..in_order import by_shape
 from .optim import MASTERS, param_groups, steps
 from .optim_flat import Part, Place, UnknownPlaces, in_vector
@@ -122,6 +123,7 @@ def attach(
         findings=reading.findings,
         files={found.files[file].path for file in beside.values()},
         steps={} if unknown else told,
+        groups=by_decay(values, args),
     )
     if values:
         source.values["optimizer"] = {"param_groups": values}

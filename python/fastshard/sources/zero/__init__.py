@@ -13,9 +13,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...declared import Optimizer, Source
+from ...declared import Group, Optimizer, Source
 from ...errors import Finding
 from ..base import Contents, Found, lacking, missing
+from ..groups import joined
 from . import stage0, stage3, stage12
 from .across import copied_files, steps_agree
 from .experts import Experts
@@ -42,6 +43,7 @@ def attach(
     tp = source.degrees.get("tp", 1)
     state = Optimizer()
     findings, moments_only, unstepped = state.findings, False, False
+    groups: list[list[Group] | None] = []
     for i, mp in enumerate(notes["ranks"]):
         # The first file of a rank, where several roots hold it.
         if mp in notes["ranks"][:i]:
@@ -74,6 +76,7 @@ def attach(
                     group.keep(named)
                     renamed = {name for name, *_ in named[0]}
                     state.state_files.extend(group.state_files())
+                    groups.append(group.groups(named))
             source.assembled += group.assembled
             trained = {name for shape in shapes or [] for name in shape} | renamed
             findings += group.findings
@@ -86,6 +89,7 @@ def attach(
                 state.unread.extend(held.unread())
                 trained |= {name for name, *_ in held.members()}
                 state.steps[held.model.file] = held.steps()
+                groups.append(held.listed())
                 if held.key is None:
                     moments_only, unstepped = True, held.states == {}
                 elif held.named:
@@ -125,6 +129,7 @@ def attach(
         masters=bool(masters) or is_stage3 or bool(notes["optim"]) or untaken,
         moments_only=moments_only,
         unstepped=unstepped,
+        groups=joined(groups),
         weights="masters" if is_stage3 else "params",
         params_stored=not is_stage3,
         files=set() if is_stage3 else {found.files[file].path for _, _, file in notes["optim"]},

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...declared import Assembled, StateFile
+from ...declared import Assembled, Group, StateFile
 from ...errors import Finding
 from ..base import lacking
+from ..groups import numbered
 from .model import Flat, Model, Named, Rank, scalar, state_below, state_of, tensor_index
 
 
@@ -248,6 +249,16 @@ class Partitions:
             padding = [flat.tensor for flat in rank.masters if (rank.file, flat.tensor) not in self.filled]
             files.append(StateFile(rank.file, masters, [*tensors, *padding], numbers))
         return files
+
+    def groups(self, named: Named) -> list[Group] | None:
+        """The optimizer's groups: each lists flat vectors, of which the parameters are ranges."""
+        places = {(rank.file, flat.tensor): g for rank in self.order for g, flat in enumerate(rank.masters)}
+        members: list[dict[str, None]] = [{} for _ in self.order[0].masters]
+        for name, _, ranges in named[0]:
+            for count, file, tensor, _ in ranges:
+                if count:
+                    members[places[file, tensor]][self.model.name_of(name)] = None
+        return numbered(self.values.get("param_groups"), members)
 
     def keep(self, named: Named) -> None:
         """Takes what the stage made of the partitions, aliases included."""

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...declared import Assembled, StateFile
+from ...declared import Assembled, Group, StateFile
 from ...errors import Finding
+from ..groups import listed
 from ..in_order import by_shape, by_size
 from .experts import is_expert
 from .model import Model, Parameter, Parts, ints, scalar, state_below, tensor_index, tensors_below
@@ -104,6 +105,13 @@ class Held:
             [(k, tensor_index(v)) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
         )
         return [(slot, index) for slot, index in kept if index is not None]
+
+    def listed(self) -> list[Group] | None:
+        """The optimizer's groups."""
+        members = {
+            vector.key: [self.model.name_of(n) for n, *_ in vector.members] for vector in self.vectors()
+        }
+        return listed(self.base.get("param_groups"), members) if self.named else None
 
     def state_file(self) -> StateFile:
         """Masters, moments and steps in the model file."""
