@@ -334,6 +334,8 @@ def _stage0(folder: Path, run: Run) -> None:
 def universal(folder: Path, run: Run) -> Path:
     """Writes what ds_to_universal makes of the checkpoint. source: checkpoint/ds_to_universal.py of 0.19.8 (main)"""
     write(folder, run)
+    held = load(folder / optim_file(0, run))["optimizer_state_dict"]
+    base = held["optimizer_state_dict" if run.stage == 3 else "base_optimizer_state"]
     for dp in range(run.world):
         (folder / optim_file(dp, run)).unlink()
     (folder / "latest").rename(folder / "latest_universal")
@@ -345,6 +347,9 @@ def universal(folder: Path, run: Run) -> Path:
         stored = tensor.reshape(-1).clone() if run.stage == 3 else {"param": tensor.clone(), "cat_dim": 0}
         torch.save(torch.tensor(STEP) if slot == "step" else stored, path)
 
+    (folder / TAG / "zero").mkdir(exist_ok=True)
+    of_all = {"zero_stage": run.stage, "param_groups": base["param_groups"]}
+    torch.save(of_all, folder / TAG / "zero" / "optimizer_state.pt")
     for name, tensor in run.trained.items():
         put(name, "fp32", tensor)
         put(name, "step", tensor)

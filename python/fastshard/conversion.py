@@ -79,7 +79,8 @@ def plan(
         max_shard_size: most bytes of tensors in an output file, e.g. ``5GB``; its header comes on top.
         weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
-        optimizer: optimizer state too, as ``NAME.exp_avg`` and the like (merge only).
+        optimizer: optimizer state too: a merge has it as ``NAME.exp_avg`` and the like, ``dcp``, ``universal``, ``maxtext``
+            and ``orbax`` in their own form.
         tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
         more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.placing` lists them.
 

@@ -167,6 +167,8 @@ class Plan:
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
     check(request)
+    if request.to is not None and TARGETS[request.to].needs_optimizer:
+        request = replace(request, optimizer=True)
     source = _taken(opened, request)
     request = _with_masters(source, request)
     tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]

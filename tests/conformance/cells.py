@@ -146,7 +146,9 @@ def _leads_back(origin: Origin, root: Path, out: Path, to: str) -> None:
         assert hashes(back) == origin.merged()
         return
     assert origin.answer is not None, "a target took a model whose answers nobody told"
-    ran = made(out, back, origin.hub, origin)
+    # A universal checkpoint has the masters, which the weights are roundings of.
+    dtype = ("--dtype", "bf16") if to == "universal" and origin.masters else ()
+    ran = cli("convert", out, back, *options(origin, origin.hub), *dtype)
     assert ran.code == 0, ran.out
     rounded = origin.rounded and to.startswith("maxtext")
     _same(hashes(back), origin, rounded)

@@ -49,6 +49,8 @@ class Origin:
     stages: int = 2
     #: Its head's size is no power of four: MaxText's queries are rounded.
     rounded: bool = False
+    #: It holds fp32 masters of its bfloat16 weights too.
+    masters: bool = False
 
 
 def copied(source: Path) -> Callable[[Path], None]:
@@ -234,8 +236,8 @@ ORIGINS: dict[str, Origin] = {
         told(SHARDED / "megatron_torch_dist_tp2_pp2", "tensors", file="expected_hf.json"),
         vocab=1000, rounded=True,
     ),
-    "zero1": Origin("DeepSpeed", zero(1), hashed(), hashed(), vocab=1000, rounded=True),
-    "zero2": Origin("DeepSpeed", zero(2), hashed(), hashed(), vocab=1000, rounded=True),
+    "zero1": Origin("DeepSpeed", zero(1), hashed(), hashed(), vocab=1000, rounded=True, masters=True),
+    "zero2": Origin("DeepSpeed", zero(2), hashed(), hashed(), vocab=1000, rounded=True, masters=True),
     "zero3": Origin(
         "DeepSpeed", zero(3), hashed(torch.float32), hashed(torch.float32), vocab=1000, rounded=True,
     ),

@@ -121,7 +121,11 @@ def add_shaping(parser: argparse.ArgumentParser) -> None:
         choices=("params", "masters"),
         help="which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
     )
-    group.add_argument("--optimizer", action="store_true", help="optimizer state too (merge)")
+    group.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="optimizer state too (merge; --to dcp, universal, maxtext, orbax)",
+    )
 
 
 def add_choosing(parser: argparse._ActionsContainer) -> None:

@@ -129,6 +129,8 @@ class Target(ABC):
     #: It holds a model whatever its head is.
     takes_any_head: ClassVar[bool] = False
     holds_optimizer: ClassVar[bool] = False
+    #: It holds a model with its optimizer only, so that ``--optimizer`` goes without saying.
+    needs_optimizer: ClassVar[bool] = False
     #: It takes moments as slots of its weights (:class:`~fastshard.optimizer_state.State`), wherever they come from.
     takes_slots: ClassVar[bool] = False
     #: It has a place for the step of a train state.

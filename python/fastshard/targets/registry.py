@@ -73,7 +73,7 @@ def check(request: Request) -> None:
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",
-            help="`fastshard merge --optimizer` keeps it",
+            help="`fastshard merge --optimizer` keeps it; --to dcp and --to universal hold it",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..declared import Source
-from ..errors import FastshardError
+from ..errors import FastshardError, Finding
 from ..optimizer_state import ADAM, State
 from ..placing import STACKED_EXPERTS
 from ..request import Request
@@ -38,23 +38,16 @@ class UniversalTarget(Target):
     names = ("universal",)
     options = (STACKED_EXPERTS,)
     takes_any_head = is_whole = holds_optimizer = takes_slots = True
+    # DeepSpeed loads no universal checkpoint without one.
+    needs_optimizer = True
 
     @classmethod
     def of(cls, source: Source, request: Request) -> UniversalTarget:
         """What the source allows.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` without the optimizer: DeepSpeed loads no universal
-                checkpoint that has none.
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors.
         """
-        if not request.optimizer:
-            raise FastshardError.of(
-                "FS515",
-                "a universal checkpoint holds the optimizer's state",
-                expected="--optimizer",
-                got="a model alone",
-                help="DeepSpeed starts from a model in Hugging Face's form: --to hf",
-            )
         if request.is_narrowed:
             raise FastshardError.of(
                 "FS515",
@@ -86,6 +79,7 @@ class UniversalTarget(Target):
                 "a universal checkpoint needs the optimizer's step and groups, which the source does not tell",
                 help="`fastshard merge --optimizer` keeps the moments under their own names",
             )
+        findings = [*whole.findings, *_one_for_all(state)]
         folder = f"global_step{state.step}"
         constants: dict[str, tuple[str, int]] = {}
         files: list[dict[str, Any]] = []
@@ -111,6 +105,7 @@ class UniversalTarget(Target):
             files=files,
             pointers=(_TRACKER,),
             constants=constants,
+            findings=findings,
         )
 
     def _model(self, bound: Bound, state: State) -> dict[str, Any]:
@@ -128,6 +123,15 @@ class UniversalTarget(Target):
             "mp_world_size": 1, "ds_config": {}, "ds_version": _VERSION,
             "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
         }  # fmt: skip
+
+
+def _one_for_all(state: State) -> list[Finding]:
+    """That ZeRO-3 gives every group what the first one has. source: stage3.py (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19"""
+    groups = [given for given, _ in state.groups or ()]
+    if all(given == groups[0] for given in groups):
+        return []
+    message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that goes on; stages 1 and 2 take each group's own"
+    return [Finding.of("FS212", message, severity="note")]
 
 
 def _optimizer(state: State) -> dict[str, Any]:

@@ -260,7 +260,9 @@ def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, 
             slots.setdefault(slot, []).append((name, whole, [(math.prod(whole), at, moment, 0)]))
     first = min(notes["files"].values(), default=0)
     source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
-    given = listed(_listed(contents(notes["groups"])), {str(number): [name] for number, name in names.items()})
+    given = listed(
+        _listed(contents(notes["groups"])), {str(number): [name] for number, name in names.items()}
+    )
     source.optimizer = replace(source.optimizer, unstepped=not every, groups=given)
 
 
