@@ -54,9 +54,8 @@ class MaxTextTarget:
         Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other orders.
 
         Raises:
-            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, ``FS209`` if
-                a fact that decides values is unknown, ``FS402`` for state that is not there, ``FS515`` for
-                options that do not fit.
+            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or another framework's
+                optimizer; ``FS209`` if a fact that decides values is unknown, ``FS515`` for options that do not fit.
         """
         to, optimizer, multiple = str(request.to), request.optimizer, request[MULTIPLE]
         fused_qkv, rope_type = request[FUSED_QKV], request[ROPE_TYPE]
@@ -64,7 +63,11 @@ class MaxTextTarget:
         positive(request, MULTIPLE)
         if optimizer and not source.optimizer.moments_named:
             raise FastshardError.of(
-                "FS402", "the checkpoint holds no optimizer state that MaxText has", severity="error"
+                "FS514",
+                f"the optimizer's state of {source.framework} is not converted to MaxText's",
+                expected="a train state of MaxText or Paxml",
+                got=source.framework,
+                help="--to dcp and --to universal hold it; do without --optimizer for the weights alone",
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
         own = source.model.dialect is maxtext.DIALECT

@@ -451,8 +451,11 @@ impl Made {
         let global = |t: u32| pass.tensors[t as usize];
         self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
         self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
-        self.findings.extend(resolved.findings);
-        self.findings.extend(composed.findings);
+        let told = resolved.findings.into_iter().chain(composed.findings).map(|mut finding| {
+            finding.tensor = finding.tensor.map(|name| slot_name(&name, pass));
+            finding
+        });
+        self.findings.extend(told);
         self.findings.extend(casts(target.dtype, &outputs, stored));
         self.outputs.extend(outputs);
         self.rules.extend(table.entries.iter().map(|e| e.name.text().to_string()));
