@@ -621,6 +621,16 @@ impl Plan {
                 fail(codes::BAD_VALUE, "size of a tensor", "fewer than 2^63 bytes".into(), shape);
                 continue;
             }
+            if let Fill::Number(number) = output.fill {
+                if output.dtype.element(number).is_none() {
+                    fail(
+                        codes::BAD_VALUE,
+                        "type of a number",
+                        "one that has it".into(),
+                        output.dtype.to_string(),
+                    );
+                }
+            }
             let elements = output.elements();
             let mut covered = 0u64;
             for part in &output.parts {

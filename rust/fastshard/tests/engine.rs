@@ -605,3 +605,39 @@ fn an_output_that_no_file_can_hold_is_refused() {
         assert_eq!(error.findings()[0].code, codes::BAD_VALUE);
     }
 }
+
+/// The bytes that were written of the first output.
+#[derive(Default)]
+struct First(Mutex<Vec<u8>>);
+
+impl Sink for First {
+    fn write(&self, output: usize, _: u64, bytes: &[u8]) -> Result<(), Error> {
+        if output == 0 {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_number_is_written_in_the_outputs_type_or_refused() {
+    let dir = temp();
+    let (plan, files) = planned(dir.path());
+    let made = |dtype, number| {
+        let mut plan = plan.clone();
+        let fill = Fill::Number(number);
+        plan.outputs[0] =
+            Output { shape: vec![3], dtype, parts: Vec::new(), fill, ..plan.outputs[0].clone() };
+        let (sink, options) = (First::default(), options(1, dir.path()));
+        engine::execute(&plan, &files, &sink, &options, &Control::default())
+            .map(|_| sink.0.into_inner().unwrap())
+    };
+    assert_eq!(made(Dtype::F32, 7).unwrap(), [7f32.to_le_bytes(); 3].concat());
+    assert_eq!(made(Dtype::F64, 7).unwrap(), [7f64.to_le_bytes(); 3].concat());
+    assert_eq!(made(Dtype::I64, 7).unwrap(), [7i64.to_le_bytes(); 3].concat());
+    assert_eq!(made(Dtype::I32, 7).unwrap(), [7i32.to_le_bytes(); 3].concat());
+    for (dtype, number) in [(Dtype::I32, u32::MAX), (Dtype::F32, (1 << 24) + 1), (Dtype::Bool, 1)] {
+        let error = made(dtype, number).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::BAD_VALUE, "{dtype:?} {number}");
+    }
+}
