@@ -10,9 +10,11 @@ from typing import Any
 import fastshard
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import cli, copy, read_result
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM
 
 Saved = Callable[..., Path]
 WEIGHTS = ("fsdp2", "hsdp", "tp", "fsdp1_mesh", "fsdp1_sharded", "fsdp1_local", "tied", "bf16")
@@ -61,6 +63,28 @@ def test_moments_are_those_of_their_parameters(case: str, saved: Saved, tmp_path
     weights, moments = held(saved(case))
     assert moments
     equal(read_result(tmp_path / "out"), weights | moments)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp1_sharded", "tied"])
+def test_the_optimizer_goes_on_in_fsdp2(case: str, saved: Saved, tmp_path: Path) -> None:
+    """torch loads moments, step and groups under the names that it gives them."""
+    ran = cli("convert", saved(case), tmp_path / "out", "--to", "dcp", "--optimizer")
+    assert ran.code == 0, ran.out
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    weights, moments = held(saved(case))
+    equal(dict(state["model"]), weights)
+    loaded = state["optim"]["state"]
+    equal({f"{n}.{s}": t for n, held_ in loaded.items() for s, t in held_.items() if s != "step"}, moments)
+    assert {float(one["step"]) for one in loaded.values()} == {2.0}
+    (group,) = state["optim"]["param_groups"]
+    assert group["lr"] == 1e-2 and set(group["params"]) == set(loaded)
 
 
 def logits(model: Any) -> torch.Tensor:
