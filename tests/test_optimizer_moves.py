@@ -282,6 +282,37 @@ def test_masters_go_with_their_moments(tmp_path: Path) -> None:
     assert stored["model.lm_head.weight"].properties.dtype == torch.float32
 
 
+def test_a_universal_checkpoint_is_of_fp32(tmp_path: Path) -> None:
+    """Where there are no masters the weights are widened; nobody gets another type by --dtype."""
+    live = model("llama", tmp_path / "model").to(torch.bfloat16)
+    saved(tmp_path / "ckpt", live, trained(live))
+    ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "universal")
+    assert ran.code == 0, ran.out
+    stored = torch.load(tmp_path / "out/global_step3/zero/lm_head.weight/fp32.pt")["param"]
+    assert torch.equal(stored, live.lm_head.weight.float()) and stored.dtype == torch.float32
+    refused(tmp_path / "ckpt", tmp_path / "other", "FS515", "--to", "universal", "--dtype", "bf16")
+
+
+def test_a_step_that_nothing_tells_is_not_made_up(tmp_path: Path) -> None:
+    live = model("llama", tmp_path / "model")
+    optimizer = trained(live)
+    state = {
+        "model": get_model_state_dict(live),
+        "optim": get_optimizer_state_dict(live, optimizer),
+    }
+    for entry in state["optim"]["state"].values():
+        del entry["step"]
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    live.config.save_pretrained(tmp_path / "ckpt")
+    ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
+    assert ran.code == 0, ran.out
+    (told,) = [f for f in ran.having("FS212") if "step" in f["message"]]
+    assert told["severity"] == "warning"
+    stored = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert not [name for name in stored if name.endswith(".step")]
+    refused(tmp_path / "ckpt", tmp_path / "universal", "FS514", "--to", "universal")
+
+
 def test_the_manifest_vouches_for_moments(tmp_path: Path) -> None:
     root = zero2(tmp_path)
     assert cli("convert", root, tmp_path / "out", "--to", "universal").code == 0

@@ -77,6 +77,15 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
         )
     findings: list[Finding] = []
     state = State(slots, _step(source), _groups(source, slots, outputs, made_of, findings), findings)
+    if state.step is None:
+        findings.append(
+            Finding.of(
+                "FS212",
+                "the optimizer's step is not carried: the files do not tell it",
+                severity="warning",
+                help="set it in the run that goes on: Adam divides by what it makes of the step",
+            )
+        )
     dropped = sorted(
         {
             key
@@ -103,7 +112,11 @@ def _step(source: Source) -> int | None:
     Raises:
         FastshardError: ``FS514`` if they are at several.
     """
-    told = sorted({step for steps in source.optimizer.steps.values() for step in steps})
+    counts = [step for steps in source.optimizer.steps.values() for step in steps]
+    # Fused optimizers count by group.
+    by_group = [group.values.get("step") for group in source.optimizer.groups or ()]
+    counts += [float(step) for step in by_group if type(step) is int]
+    told = sorted(set(counts))
     if len(told) > 1:
         raise FastshardError.of(
             "FS514",

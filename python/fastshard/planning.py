@@ -168,7 +168,8 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
     check(request)
     if request.to is not None and TARGETS[request.to].needs_optimizer:
-        request = replace(request, optimizer=True)
+        # Its weights are the masters, or what they would be.
+        request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
     source = _taken(opened, request)
     request = _with_masters(source, request)
     tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]

@@ -46,8 +46,15 @@ class UniversalTarget(Target):
         """What the source allows.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors.
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors or another type.
         """
+        if request.dtype != "f32":
+            raise FastshardError.of(
+                "FS515",
+                "a universal checkpoint holds its weights in fp32",
+                expected="--dtype f32",
+                got=request.dtype,
+            )
         if request.is_narrowed:
             raise FastshardError.of(
                 "FS515",
