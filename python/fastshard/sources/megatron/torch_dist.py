@@ -5,12 +5,18 @@ source: megatron/core/dist_checkpointing (strategies/torch.py)
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from ... import _core, layouts
 from ...declared import Source
 from ...discover import Listing
+from ...errors import from_core
 from ..base import Contents, Found, as_dict
-from . import arguments, optim
+from . import arguments, fitting, optim
+
+#: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
+_COMMON = "common_state/shard_0_1"
 
 
 class TorchDist:
@@ -28,18 +34,51 @@ class TorchDist:
         folder = found.notes["folder"]
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
             return None
-        common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
-        state = as_dict(contents(common)) if common is not None else {}
+        state = _common(found, contents)
         args = arguments.arguments(state)
-        names = {entry["name"] for entry in found.notes["described"]["tensors"]}
         weights = optim.divide(source, tensors, found.notes["described"], args, state)
+        shapes = {name: shape for name, shape, _ in weights}
+        names = {entry["name"] for entry in found.notes["described"]["tensors"]}
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers
-        numbered = any(name.startswith("decoder.layers.0.") for name in names)
-        source.layout = "megatron.legacy" if numbered else "megatron.dist"
+        source.layout = "megatron.legacy" if fitting.is_numbered(names) else "megatron.dist"
         source.values |= {"iteration": args.get("iteration"), "args": args}
-        if arguments.mixture(args, names):
-            arguments.refuse_mixtures(args, folder or None)
         arguments.describe(source, args, names)
+        # What is stored is all that there is: no arguments call for more.
+        source.facts["output_layer"] = "output_layer.weight" in names
+        if "gated" not in source.facts and (gated := _gated(shapes)) is not None:
+            source.facts["gated"] = gated
+        lack = fitting.unnamed(layouts.table(source.layout), shapes, source.axes, source.facts, args)
+        if lack is not None:
+            fitting.leave_unnamed(source, lack, shapes, args)
         return weights
+
+
+def _common(found: Found, contents: Contents) -> dict[str, Any]:
+    """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
+
+    Raises:
+        FastshardError: if the object cannot be read.
+    """
+    file = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
+    if file is not None:
+        return as_dict(contents(file))
+    if _COMMON not in found.notes["objects"]:
+        return {}
+    try:
+        told = json.loads(_core.dcp_object(*found.notes["objects"][_COMMON]))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    # An object's value is kept as the only item of a list.
+    return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
+
+
+def _gated(shapes: dict[str, list[int]]) -> bool | None:
+    """Whether the first projection has a gate, by what the second one takes; None where shapes do not tell."""
+    found = set()
+    for name, first in shapes.items():
+        second = shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"))
+        if name.endswith("linear_fc1.weight") and first and second:
+            rows, columns = first[-2] if len(first) > 1 else 0, second[-1]
+            found.add(2 if rows == 2 * columns else 1 if rows == columns else 0)
+    return {1: False, 2: True}.get(found.pop()) if len(found) == 1 else None
