@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused, cli, read_result
+from helpers import assert_refused, cli, edit_pt, read_result
 from megatron_optimizer_maker import Run, Tensors, write_dcp
 
 State = dict[str, torch.Tensor]
@@ -166,3 +167,254 @@ def test_any_model_is_merged_as_metadata_has_it(name: str, form: str, tmp_path: 
     if rows and name != "value_head":
         assert cli("merge", tmp_path / "ckpt", tmp_path / "less", "--vocab-size", 60).code == 0
         same(tmp_path / "less", {n: t[:60] if n in rows else t for n, t in whole.items()})
+
+
+def of_rank(
+    whole: torch.Tensor, name: str, dimension: int, rank: int, degree: int, gated: bool
+) -> torch.Tensor:
+    """A rank's share: of a gated first projection one of each half."""
+    if dimension < 0:
+        return whole
+    halves = whole.chunk(2, 0) if gated and ".linear_fc1." in f".{name}" and "norm" not in name else [whole]
+    return torch.cat([half.chunk(degree, dimension)[rank] for half in halves], dimension).clone()
+
+
+def alike(entry: dict[str, tuple[list[int], int]]) -> dict[str, tuple[list[int], int]]:
+    """The same tensors as ranks divide them: those of one dimension and more that each rank has whole."""
+    return {
+        name: (shape, -1 if re.search(_WHOLE, name) else dimension)
+        for name, (shape, dimension) in entry.items()
+    }
+
+
+_WHOLE = r"norm|router|position_embeddings|gate_weight|linear_proj.bias|linear_fc2.bias|tokentype|\.extra\."
+
+
+def rank_files(
+    root: Path,
+    entries: dict[str, tuple[list[int], int]],
+    args: dict[str, Any],
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    gated: bool = True,
+) -> State:
+    """Rank files of a run; layers are numbered from the first of each stage."""
+    entries = alike(entries)
+    whole = drawn({name: shape for name, (shape, _) in entries.items()})
+    layers = 1 + max(int(m[1]) for name in entries if (m := re.match(r"decoder\.layers\.(\d+)", name)))
+    for rank in range(tp):
+        for stage in range(pp):
+            model = {}
+            for name, (_, dimension) in entries.items():
+                own, match = name, re.match(r"(decoder\.layers\.)(\d+)(.*)", name)
+                if match:
+                    if int(match[2]) // (layers // pp) != stage:
+                        continue
+                    own = f"{match[1]}{int(match[2]) - stage * (layers // pp)}{match[3]}"
+                elif stage != (0 if "embedding" in name else pp - 1):
+                    continue
+                model[own] = of_rank(whole[name], name, dimension, rank, tp, gated)
+            known = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "num_layers": layers,
+            }
+            folder = root / "iter_0000010" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            folder.mkdir(parents=True)
+            content = {
+                "args": Run(tp=tp).arguments(**args, **known),
+                "checkpoint_version": 3.0,
+                "iteration": 10,
+            }
+            torch.save({**content, "model": model}, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return whole
+
+
+RANKS: dict[str, tuple[dict[str, tuple[list[int], int]], dict[str, Any]]] = {
+    "gpt3": ({**_ENDS, **_POSITIONS, **numbered(_BLOCK | _PLAIN | _BIASES, _BLOCK | _PLAIN | _BIASES)}, words_of("gpt3")),
+    "mtp": ({n: e for n, e in MODELS["mtp"].items() if not n.startswith("decoder.layers")} | numbered(_BLOCK | _DENSE, _BLOCK | _DENSE),
+            {**words_of("mtp"), "mtp_num_layers": 1}),
+    "one_group": ({**_ENDS, **numbered(_BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([24, H], 0)}, _BLOCK | _DENSE
+                  | {"self_attention.linear_qkv.weight": ([24, H], 0)})}, {**words_of("mtp"), "num_query_groups": 1}),
+    "output_gate": ({**_ENDS, **numbered(_BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([64, H], 0)}, _BLOCK | _DENSE
+                    | {"self_attention.linear_qkv.weight": ([64, H], 0)})}, {**words_of("mtp"), "attention_output_gate": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("name", RANKS)
+def test_rank_files_are_merged_by_names_and_arguments(name: str, pp: int, tmp_path: Path) -> None:
+    entries, args = RANKS[name]
+    whole = rank_files(tmp_path / "ckpt", entries, args, pp=pp, gated=args.get("swiglu", True))
+    assert cli("verify", tmp_path / "ckpt").code == 0
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", whole)
+    if name != "one_group":
+        assert_refused(tmp_path / "ckpt", tmp_path / "hf", "FS514", exit=2, command=("convert", "--to", "hf"))
+
+
+def rank_file(root: Path, rank: int) -> Path:
+    return root / f"iter_0000010/mp_rank_{rank:02d}/model_optim_rng.pt"
+
+
+def gpt3(root: Path, **more: Any) -> State:
+    entries, args = RANKS["gpt3"]
+    return rank_files(root, entries, {**args, **more}, gated=False)
+
+
+def test_a_lost_rank_is_named(tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+    rank_file(tmp_path / "ckpt", 1).unlink()
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS101", exit=3, file="mp_rank_01")
+
+
+def test_a_copied_rank_is_named(tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+    rank_file(tmp_path / "ckpt", 1).write_bytes(rank_file(tmp_path / "ckpt", 0).read_bytes())
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS303", file="mp_rank_0")
+
+
+def test_copies_that_differ_are_named(tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"]["embedding.position_embeddings.weight"][3, 2] += 1
+
+    edit_pt(rank_file(tmp_path / "ckpt", 1), change)
+    assert_refused(
+        tmp_path / "ckpt", tmp_path / "out", "FS302", tensor="embedding.position_embeddings.weight"
+    )
+
+
+def test_a_tensor_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+    name = "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    edit_pt(rank_file(tmp_path / "ckpt", 1), lambda content: content["model"].pop(name))
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS102", exit=3, tensor=name, rank="tp 1")
+
+
+def test_a_layer_that_all_ranks_lack_is_named(tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+
+    def shorter(content: dict[str, Any]) -> None:
+        content["model"] = {n: t for n, t in content["model"].items() if "layers.1." not in n}
+
+    for rank in range(2):
+        edit_pt(rank_file(tmp_path / "ckpt", rank), shorter)
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS102", exit=3, tensor="decoder.layers.1")
+
+
+@pytest.mark.parametrize(
+    "change", [{"ffn_hidden_size": 48}, {"swiglu": True}, {"kv_channels": 8}, {"padded_vocab_size": 128}]
+)
+def test_arguments_of_another_model_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt", **change)
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS514", exit=2, message="not certain")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("mtp_num_layers", 1), ("moe_shared_expert_intermediate_size", 8)]
+)
+def test_what_the_arguments_call_for_must_be_there(key: str, value: int, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    if key == "mtp_num_layers":
+        gpt3(root, mtp_num_layers=value)
+    else:
+        entries = {**_ENDS, **_POSITIONS, **numbered(_BLOCK | _SEQUENTIAL)}
+        rank_files(root, entries, {**words_of("experts"), key: value}, tp=1)
+    assert_refused(root, tmp_path / "out", "FS514", exit=2, message=key)
+
+
+_SEQUENTIAL = {"pre_mlp_layernorm.weight": ([H], 0), "mlp.router.weight": ([4, H], 0)} | {
+    f"mlp.experts.local_experts.{e}.{name}": entry
+    for e in range(4)
+    for name, entry in (("linear_fc1.weight", ([2 * F, H], 0)), ("linear_fc2.weight", ([H, F], 1)))
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_module_that_nothing_is_known_of_is_whole_on_one_rank(tp: int, tmp_path: Path) -> None:
+    entries, args = RANKS["gpt3"]
+    entries = {**entries, "decoder.layers.0.mixer.in_proj.weight": ([16, H], 0)}
+    whole = rank_files(tmp_path / "ckpt", entries, args, tp=tp, gated=False)
+    if tp == 1:
+        assert cli("merge", tmp_path / "ckpt", tmp_path / "out").code == 0
+        same(tmp_path / "out", whole)
+        return
+    assert_refused(
+        tmp_path / "ckpt", tmp_path / "out", "FS514", exit=2, tensor="decoder.layers.0.mixer.in_proj.weight"
+    )
+
+
+def test_experts_that_fewer_ranks_divide(tmp_path: Path) -> None:
+    """tp 4, experts over 2 x 2 ranks: rank r has the files of tp r, and of experts the pair r // 2, half r % 2."""
+    entries = alike({**_ENDS, **numbered(_BLOCK | _SEQUENTIAL, _BLOCK | _SEQUENTIAL)})
+    whole = drawn({name: shape for name, (shape, _) in entries.items()})
+    words = {
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "tensor_model_parallel_size": 4,
+        "num_layers": 2,
+    }
+    for rank in range(4):
+        model = {}
+        for name, (_, dimension) in entries.items():
+            if match := re.match(r"(.*local_experts\.)(\d)(.*)", name):
+                if int(match[2]) // 2 == rank // 2:
+                    model[f"{match[1]}{int(match[2]) % 2}{match[3]}"] = of_rank(
+                        whole[name], name, dimension, rank % 2, 2, True
+                    )
+            else:
+                model[name] = of_rank(whole[name], name, dimension, rank, 4, True)
+        folder = tmp_path / f"ckpt/iter_0000010/mp_rank_{rank:02d}_{rank // 2:03d}"
+        folder.mkdir(parents=True)
+        content = {
+            "args": Run(tp=4).arguments(**words_of("experts"), **words),
+            "checkpoint_version": 3.0,
+            "iteration": 10,
+        }
+        torch.save({**content, "model": model}, folder / "model_optim_rng.pt")
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", whole)
+    (tmp_path / "ckpt/iter_0000010/mp_rank_02_001/model_optim_rng.pt").unlink()
+    assert_refused(tmp_path / "ckpt", tmp_path / "lost", "FS101", exit=3, file="mp_rank_02_001")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_names_of_before_core(tp: int, tmp_path: Path) -> None:
+    """GPT-2 as Megatron-LM saved it: nested dicts, of a language model and its encoder."""
+    shapes = {
+        "embedding.word_embeddings.weight": ([64, H], 0), "embedding.position_embeddings.weight": ([32, H], -1),
+        "encoder.layers.0.input_layernorm.weight": ([H], -1), "encoder.layers.0.self_attention.query_key_value.weight": ([48, H], 0),
+        "encoder.layers.0.self_attention.query_key_value.bias": ([48], 0), "encoder.layers.0.self_attention.dense.weight": ([H, H], 1),
+        "encoder.layers.0.self_attention.dense.bias": ([H], -1), "encoder.layers.0.mlp.dense_h_to_4h.weight": ([F, H], 0),
+        "encoder.layers.0.mlp.dense_h_to_4h.bias": ([F], 0), "encoder.layers.0.mlp.dense_4h_to_h.weight": ([H, F], 1),
+        "encoder.layers.0.mlp.dense_4h_to_h.bias": ([H], -1), "encoder.final_layernorm.weight": ([H], -1),
+    }  # fmt: skip
+    whole = drawn({name: shape for name, (shape, _) in shapes.items()})
+    for rank in range(tp):
+        own = {
+            name: of_rank(whole[name], name, dimension, rank, tp, False)
+            for name, (_, dimension) in shapes.items()
+        }
+        below = {n.removeprefix("encoder."): t for n, t in own.items() if n.startswith("encoder.")}
+        embedding: dict[str, Any] = {}
+        for name, tensor in own.items():
+            if name.startswith("embedding."):
+                embedding[name.split(".")[1]] = {"weight": tensor}
+        content = {
+            "args": Run(tp=tp).arguments(**words_of("gpt3"), num_layers=1),
+            "checkpoint_version": 3.0,
+            "iteration": 10,
+        }
+        folder = tmp_path / f"ckpt/iter_0000010/mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        model = {"language_model": {"embedding": embedding, "encoder": below}}
+        torch.save({**content, "model": model}, folder / "model_optim_rng.pt")
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", {f"language_model.{name}": tensor for name, tensor in whole.items()})

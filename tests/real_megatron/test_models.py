@@ -34,12 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
 @pytest.mark.parametrize("name", CASES)
-def test_torch_dist_is_merged_as_the_live_model_was(name: str, made: Path, tmp_path: Path) -> None:
-    _same(made / name, "torch_dist", tmp_path / "out")
-
-
-def _same(root: Path, form: str, out: Path) -> None:
+def test_merged_is_what_the_live_model_held(name: str, form: str, made: Path, tmp_path: Path) -> None:
+    root, out = made / name, tmp_path / "out"
     assert cli("verify", root / form).code == 0
     ran = cli("merge", root / form, out)
     assert ran.code == 0, ran.out

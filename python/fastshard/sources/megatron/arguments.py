@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...declared import Description, Source
-from ...errors import FastshardError
 from ...models import megatron
 
 
@@ -38,24 +37,6 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
         ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
     ]  # fmt: skip
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
-
-
-def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
-    """Mixtures of experts that the tables have no names for.
-
-    Raises:
-        FastshardError: ``FS514`` naming the argument.
-    """
-    if found := beyond(args):
-        name, expected, got = found
-        raise FastshardError.of(
-            "FS514",
-            f"a mixture of experts with this {name}: not read",
-            file=file,
-            expected=expected,
-            got=got,
-            help="describe its tensors in a layout of your own (--layout)",
-        )
 
 
 def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:

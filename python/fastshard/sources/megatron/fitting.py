@@ -23,11 +23,8 @@ _BLOCK = (
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
 )
 _DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-_MIXTURE = (
-    "mlp.router.weight",
-    "mlp.experts.experts.linear_fc1.weight",
-    "mlp.experts.experts.linear_fc2.weight",
-)
+_ROUTER = "mlp.router.weight"
+_EXPERTS = "mlp.experts."
 _ENDS = (
     ("embedding.word_embeddings.weight",),
     ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
@@ -81,15 +78,17 @@ def unnamed(
     for name in shapes:
         if match := _LAYER.match(name):
             layers.setdefault(match[1], set()).add(match[2])
-    mlp, other = (_MIXTURE, _DENSE) if facts["moe"] else (_DENSE, _MIXTURE)
-    needed = [*_BLOCK, *((name,) for name in mlp)]
+    moe = facts["moe"]
+    needed = [*_BLOCK, *((name,) for name in ((_ROUTER,) if moe else _DENSE))]
     for number, held in layers.items():
         first = next(iter(layers.values()))
         where = "" if number is None else f" in layer {number}"
         for names in needed:
             if not held.intersection(names):
                 return Lack("set of tensors", f"{names[0]}{where}", "none")
-        odd = sorted(held ^ first) or sorted(held.intersection(other))
+        odd = sorted(held ^ first) or sorted(held.intersection(_DENSE) if moe else ())
+        if moe and not any(name.startswith(_EXPERTS) for name in held):
+            return Lack("set of tensors", f"experts{where}", "none")
         for together in _TOGETHER:
             biases = {name for name in together if name.removesuffix("bias") + "weight" in held}
             if facts["linear_bias"] and not biases <= held:
