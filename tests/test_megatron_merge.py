@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_refused, cli, edit_pt, read_result
-from megatron_optimizer_maker import Run, Tensors, write_dcp
+from megatron_optimizer_maker import SLOTS, Run, Tensors, legacy, torch_dist, wanted, write_dcp
 
 State = dict[str, torch.Tensor]
 
@@ -418,3 +418,70 @@ def test_names_of_before_core(tp: int, tmp_path: Path) -> None:
     ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
     assert ran.code == 0, ran.out
     same(tmp_path / "out", {f"language_model.{name}": tensor for name, tensor in whole.items()})
+
+
+def test_what_megatron_fsdp_saves_is_merged_under_its_names(tmp_path: Path) -> None:
+    shapes = {"embedding.word_embeddings.weight": [64, H], "decoder.layers.0.mlp.linear_fc1.weight_w": [F, H],
+              "decoder.layers.0.mlp.linear_fc1.weight_v": [F, H], "decoder.layers.0.mlp.linear_fc2.weight": [H, F]}  # fmt: skip
+    whole = drawn({f"model.module.{name}": shape for name, shape in shapes.items()})
+    whole |= drawn({f"optimizer.state.module.{name}.exp_avg": shape for name, shape in shapes.items()})
+    objects = {
+        "args": Run().arguments(ckpt_format="fsdp_dtensor"),
+        "iteration": 10,
+        "checkpoint_version": 3.0,
+    }
+    folder = tmp_path / "ckpt/iter_0000010"
+    write_dcp(folder, {name: cut(tensor, 0) for name, tensor in whole.items()}, objects)
+    assert cli("inspect", tmp_path / "ckpt").doc["framework"] == "Megatron-LM (fsdp_dtensor)"
+    assert cli("verify", tmp_path / "ckpt").code == 0
+    assert cli("merge", tmp_path / "ckpt", tmp_path / "out").code == 0
+    same(tmp_path / "out", whole)
+    assert cli("merge", tmp_path / "ckpt", tmp_path / "less", "--vocab-size", 60).code == 0
+    same(tmp_path / "less", {n: t[:60] if "word_embeddings" in n else t for n, t in whole.items()})
+    for target in ("hf", "megatron"):
+        assert_refused(tmp_path / "ckpt", tmp_path / "hf", "FS514", exit=2, command=("convert", "--to", target),
+                       message="ckpt_format", got="fsdp_dtensor")  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable", "fully_sharded_model_space"])
+def test_optimizers_of_models_without_a_table(form: str, tmp_path: Path) -> None:
+    """By parameter they are read; flat buffers, whose order the model gives, are refused and the weights are not."""
+    run = Run(tp=2)
+    norm = torch.ones(32)
+    further: Tensors = {"mtp.layers.0.enorm.weight": ([32], [([0], norm.bfloat16())])}
+    if form == "fully_reshardable":
+        further |= {
+            f"optimizer.state.{kind}.mtp.layers.0.enorm.weight": ([32], [([0], norm)])
+            for kind in ("param", *SLOTS)
+        }
+    root = torch_dist(tmp_path / "ckpt", run, form, **further)
+    flat = form == "dp_reshardable"
+    assert cli("verify", root).code == 0
+    assert cli("merge", root, tmp_path / "weights").code == 0
+    have = read_result(tmp_path / "weights")
+    assert have.keys() == {"mtp.layers.0.enorm.weight", *wanted(run, optimizer=False)}
+    if flat:
+        assert_refused(root, tmp_path / "all", "FS402", exit=2, command=("merge", "--optimizer"))
+        return
+    for masters in (False, True):
+        out = tmp_path / f"all_{masters}"
+        flags = ("--weights", "masters") if masters else ()
+        assert cli("merge", root, out, "--optimizer", *flags).code == 0
+        have = read_result(out)
+        assert all(torch.equal(have[name], tensor) for name, tensor in wanted(run, masters=masters).items())
+        assert ("mtp.layers.0.enorm.weight.exp_avg" in have) == (form == "fully_reshardable")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_optimizers_beside_rank_files_without_a_table(distributed: bool, tmp_path: Path) -> None:
+    root = legacy(tmp_path / "ckpt", Run(tp=2), distributed)
+    for rank in range(2):
+        edit_pt(
+            rank_file(root, rank),
+            lambda c: c["model"].update({"embedding.position_embeddings.weight": torch.ones(8, 32)}),
+        )
+    assert cli("verify", root).code == 0
+    assert cli("merge", root, tmp_path / "weights").code == 0
+    assert "embedding.position_embeddings.weight" in read_result(tmp_path / "weights")
+    for flags in (("--optimizer",), ("--weights", "masters")):
+        assert_refused(root, tmp_path / "all", "FS402", exit=2, command=("merge", *flags))

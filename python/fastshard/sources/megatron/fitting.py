@@ -29,8 +29,8 @@ _ENDS = (
     ("embedding.word_embeddings.weight",),
     ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
 )
-#: What may have a row for each word. source: megatron/core/models (LanguageModelEmbedding, output_layer, lm_head)
-_WORDS = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
+#: What may have a row for each word, or is a moment of it. source: megatron/core/models (LanguageModelEmbedding, output_layer, lm_head)
+_WORDS = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$")
 #: Axes that shapes alone do not tell.
 _HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
 #: Biases that a table has in all such layers or in none.
@@ -136,8 +136,11 @@ def leave_unnamed(
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:
     """Rules for what has a row for each word of the padded vocabulary."""
     held = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
-    told = sorted(held, key=lambda name: not name.endswith("word_embeddings.weight"))
-    rows = megatron.size(args, "padded_vocab_size") or next((held[name][0] for name in told), None)
+    embeddings = [shape[0] for name, shape in held.items() if name.endswith("word_embeddings.weight")]
+    stated = megatron.size(args, "padded_vocab_size")
+    rows = next(
+        iter([*embeddings, *([stated] if stated else []), *(shape[0] for shape in held.values())]), None
+    )
     for n, (name, shape) in enumerate(held.items()):
         if shape[0] == rows:
             others = [f"n{n}d{d}" for d in range(1, len(shape))]

@@ -6,17 +6,22 @@ source: megatron/core/dist_checkpointing (strategies/torch.py)
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 from ... import _core, layouts
 from ...declared import Source
 from ...discover import Listing
 from ...errors import from_core
+from ...models.model import Lack
 from ..base import Contents, Found, as_dict
 from . import arguments, fitting, optim
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
 _COMMON = "common_state/shard_0_1"
+#: The model of a state, or a virtual stage's.
+_MODEL = re.compile(r"^model\d*\.")
 
 
 class TorchDist:
@@ -33,7 +38,7 @@ class TorchDist:
         """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
         folder = found.notes["folder"]
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
-            return None
+            return _of_torch(source, found, tensors)
         state = _common(found, contents)
         args = arguments.arguments(state)
         weights = optim.divide(source, tensors, found.notes["described"], args, state)
@@ -54,6 +59,36 @@ class TorchDist:
         return weights
 
 
+def _of_torch(
+    source: Source, found: Found, tensors: list[tuple[str, list[int], list[Any]]]
+) -> list[tuple[str, list[int], list[Any]]] | None:
+    """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
+
+    Everything is merged under the names stored. Megatron-FSDP splits gated projections into ``weight_w`` and ``weight_v``
+    and names are those of its wrappers, so that no table is for them.
+    source: megatron/training/checkpointing.py (generate_state_dict), megatron/core/transformer/fsdp_dtensor_checkpoint.py
+    """
+    objects = found.notes["objects"]
+    names = {name for name, *_ in tensors}
+    if not {"args", "iteration", "checkpoint_version"} <= objects.keys() or not any(map(_MODEL.match, names)):
+        return None
+    args = arguments.arguments({"args": _object(objects["args"])})
+    form = str(args.get("ckpt_format") or "fsdp_dtensor")[:80]
+    source.framework = f"Megatron-LM ({form if form.isidentifier() else 'torch DCP'})"
+    source.values |= {"iteration": args.get("iteration"), "args": args}
+    arguments.describe(source, args, names)
+    shapes = {name: shape for name, shape, _ in tensors}
+    fitting.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)
+    return tensors
+
+
+def _object(place: tuple[Path, int, int]) -> Any:
+    try:
+        return json.loads(_core.dcp_object(*place))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
 def _common(found: Found, contents: Contents) -> dict[str, Any]:
     """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
 
@@ -65,10 +100,7 @@ def _common(found: Found, contents: Contents) -> dict[str, Any]:
         return as_dict(contents(file))
     if _COMMON not in found.notes["objects"]:
         return {}
-    try:
-        told = json.loads(_core.dcp_object(*found.notes["objects"][_COMMON]))
-    except _core.CoreError as error:
-        raise from_core(error) from None
+    told = _object(found.notes["objects"][_COMMON])
     # An object's value is kept as the only item of a list.
     return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
 
