@@ -485,3 +485,22 @@ def test_optimizers_beside_rank_files_without_a_table(distributed: bool, tmp_pat
     assert "embedding.position_embeddings.weight" in read_result(tmp_path / "weights")
     for flags in (("--optimizer",), ("--weights", "masters")):
         assert_refused(root, tmp_path / "all", "FS402", exit=2, command=("merge", *flags))
+
+
+def test_a_lost_common_part_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", MODELS["gpt3"], words_of("gpt3"))
+    (tmp_path / "ckpt/iter_0000010/common.pt").unlink()
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS101", exit=3, file="common.pt")
+
+
+@pytest.mark.parametrize("number", ["999999999", "9" * 5000])
+def test_a_layer_that_counts_further_than_any_model(number: str, tmp_path: Path) -> None:
+    gpt3(tmp_path / "ckpt")
+    for rank in range(2):
+        edit_pt(
+            rank_file(tmp_path / "ckpt", rank),
+            lambda c: c["model"].update({f"mtp.layers.{number}.enorm.weight": torch.ones(H)}),
+        )
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code in (1, 2, 3)
+    assert ran.findings

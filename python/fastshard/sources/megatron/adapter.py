@@ -102,8 +102,8 @@ class _Grid:
         source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp), megatron/training/checkpointing.py
         """
         tensor, _, expert = place
-        saving = (r for r in range(self.etp) if (self.etp * expert + r) % self.tp == tensor)
-        return next(saving, None)
+        rank = (tensor - self.etp * expert) % self.tp
+        return rank if rank < self.etp else None
 
     def folder(self, place: tuple[int, int, int]) -> str:
         """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""

@@ -15,7 +15,7 @@ from ...declared import Source
 from ...discover import Listing
 from ...errors import from_core
 from ...models.model import Lack
-from ..base import Contents, Found, as_dict
+from ..base import Contents, Found, as_dict, missing
 from . import arguments, fitting, optim
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
@@ -39,7 +39,7 @@ class TorchDist:
         folder = found.notes["folder"]
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
             return _of_torch(source, found, tensors)
-        state = _common(found, contents)
+        state = _common(source, found, contents)
         args = arguments.arguments(state)
         weights = optim.divide(source, tensors, found.notes["described"], args, state)
         shapes = {name: shape for name, shape, _ in weights}
@@ -89,7 +89,7 @@ def _object(place: tuple[Path, int, int]) -> Any:
         raise from_core(error) from None
 
 
-def _common(found: Found, contents: Contents) -> dict[str, Any]:
+def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
     """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
 
     Raises:
@@ -99,6 +99,16 @@ def _common(found: Found, contents: Contents) -> dict[str, Any]:
     if file is not None:
         return as_dict(contents(file))
     if _COMMON not in found.notes["objects"]:
+        if _COMMON not in found.notes["lacking"]:
+            folder = found.notes["folder"]
+            source.findings.append(
+                missing(
+                    f"{folder}/common.pt" if folder else "common.pt",
+                    None,
+                    f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the records",
+                    "copy common.pt from the node that ran rank 0, or name that node's directory as a further CKPT",
+                )
+            )
         return {}
     told = _object(found.notes["objects"][_COMMON])
     # An object's value is kept as the only item of a list.

@@ -18,8 +18,8 @@ from ...errors import FastshardError, Finding
 from ...models import megatron
 
 #: The first count of layers in a name.
-_LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.)(\d+)\.")
-_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d+)")
+_LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
+_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d{1,9})(?!\d)")
 #: Scales of FP8, which each rank has of its own, and what is computed from the config.
 _NO_WEIGHTS = re.compile(r"(?:\._extra_state|\.inv_freq)$")
 #: What each rank has whole.
@@ -52,6 +52,8 @@ _DIVIDED = [
         (r"mlp\.(?:linear_fc2|dense_4h_to_h)\.weight", 1, "mlp"),
     )
 ]  # fmt: skip
+#: No model has as many layers for further tokens.
+_MOST = 1 << 16
 _FIRST = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*$")
 
 
@@ -165,7 +167,7 @@ class Wholes:
         for key, expected, got in (
             ("moe_layer_freq", called, mixed),
             ("moe_shared_expert_intermediate_size", mixed if self.args.get("moe_shared_expert_intermediate_size") else set(), shared),
-            ("mtp_num_layers", set(range(megatron.size(self.args, "mtp_num_layers") or 0)), further),
+            ("mtp_num_layers", set(range(min(megatron.size(self.args, "mtp_num_layers") or 0, _MOST))), further),
             ("moe_latent_size", bool(self.args.get("moe_latent_size")), latent),
         ):  # fmt: skip
             if layers and self.args and expected != got:
@@ -222,8 +224,9 @@ class Wholes:
         for (top, chunk, stage), numbers in sorted(counts.items()):
             base = bases[top, chunk, stage] = totals.get(top, 0)
             totals[top] = base + max(numbers) + 1
-            if lacking := sorted(set(range(max(numbers))) - numbers):
-                self._lacks_layer(f"{top}{base + lacking[0]}", f"pp {stage}")
+            if len(numbers) <= max(numbers):
+                lacking = next(n for n in range(len(numbers)) if n not in numbers)
+                self._lacks_layer(f"{top}{base + lacking}", f"pp {stage}")
         layers = megatron.size(self.args, "num_layers")
         for top in (
             "decoder.layers.",
