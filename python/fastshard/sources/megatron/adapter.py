@@ -13,13 +13,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ... import layouts
 from ...declared import Assembled, Source, Unit
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import megatron
+from ...models.model import Lack
 from ..base import Contents, Found, Options, counted, missing
 from ..steps import Step, choose
-from . import arguments, optim_legacy
+from . import arguments, fitting, optim_legacy, wholes
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -43,6 +45,8 @@ class _Grid:
     pp: int
     ep: int
     places: list[tuple[int, int, int]]
+    #: Ranks that divide the tensors of an expert.
+    etp: int
 
     @classmethod
     def of(cls, found: Found, args: dict[str, Any], mixture: bool) -> _Grid:
@@ -74,7 +78,8 @@ class _Grid:
         tp = megatron.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
         pp = pp or max(p[1] for p in places) + 1
         ep = ep or max(p[2] for p in places) + 1
-        if max(tp, pp, ep) > _MAX_DEGREE or tp * pp * ep > _MAX_RANKS:
+        etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
+        if max(tp, pp, ep, etp) > _MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
             raise FastshardError.of(
                 "FS211",
                 "args: tensor-, pipeline- and expert-parallel degrees",
@@ -82,13 +87,23 @@ class _Grid:
                 expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
                 got=f"{tp} x {pp} x {ep}",
             )
-        return cls(tp, pp, ep, places)
+        return cls(tp, pp, ep, places, etp)
 
     def lacking(self) -> list[tuple[int, int, int]]:
         """Every place that a file must be there for and is not."""
         there = set(self.places)
         every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
-        return [place for place in every if place not in there]
+        return [place for place in every if place not in there and self.of_expert(place) is not None]
+
+    def of_expert(self, place: tuple[int, int, int]) -> int | None:
+        """The rank among those that divide an expert's tensors; None for one of which no file is saved.
+
+        Ranks of both kinds are counted from the same first one, and those of the first copies of experts save.
+        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp), megatron/training/checkpointing.py
+        """
+        tensor, _, expert = place
+        rank = (tensor - self.etp * expert) % self.tp
+        return rank if rank < self.etp else None
 
     def folder(self, place: tuple[int, int, int]) -> str:
         """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
@@ -178,6 +193,9 @@ class Megatron:
         source.provable = bool(args)
         source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
         self._ranks(found, states, grid, source)
+        if (lack := _beyond(args, names, grid)) is not None:
+            _whole(source, found, contents, states, models, args, grid, lack)
+            return source
         if arguments.mixture(args, names):
             _check_experts(args, grid, found.files[0].path)
         arguments.describe(source, args, names)
@@ -297,27 +315,107 @@ class Megatron:
 
 
 def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
-    """What is read of mixtures of experts.
-
-    Raises:
-        FastshardError: ``FS514`` for another one, ``FS211`` where experts do not divide.
-    """
-    arguments.refuse_mixtures(args, file)
-    expert_tp = megatron.size(args, "expert_tensor_parallel_size")
-    if expert_tp not in (None, grid.tp):
-        raise FastshardError.of(
-            "FS514",
-            "experts with a tensor-parallel degree of their own: not read from rank files",
-            file=file,
-            expected=f"expert_tensor_parallel_size {grid.tp}, as tensor_model_parallel_size",
-            got=str(expert_tp),
-            help="save it in the torch_dist format, which says where each part belongs",
-        )
+    """Raises ``FS211`` where experts do not divide."""
     experts = megatron.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
             "FS211", "args.num_experts", file=file, expected=f"a multiple of {grid.ep}", got=str(experts)
         )
+
+
+def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
+    """What of the model or of how it is divided the table has no rule for."""
+    table = layouts.table("megatron.legacy")
+    strange = sorted(name for name in names if table.rule_of(name) is None)
+    strange.sort(key=lambda name: name.endswith("_extra_state"))
+    if strange:
+        return Lack("tensor", "one that Llama or Mixtral has", strange[0])
+    if arguments.mixture(args, names):
+        if found := arguments.beyond(args):
+            return Lack(*found)
+        if grid.etp != grid.tp:
+            return Lack("expert_tensor_parallel_size", str(grid.tp), str(grid.etp))
+    groups = megatron.axes_of(args, False).get("g")
+    if groups and groups % grid.tp:
+        return Lack("num_query_groups", f"a multiple of {grid.tp}", str(groups))
+    return Lack("attention_output_gate", "False", "True") if args.get("attention_output_gate") else None
+
+
+def _whole(
+    source: Source,
+    found: Found,
+    contents: Contents,
+    states: list[Any],
+    models: list[list[tuple[str, list[str]]]],
+    args: dict[str, Any],
+    grid: _Grid,
+    lack: Lack,
+) -> None:
+    """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
+    if grid.etp > grid.tp and grid.ep > 1:
+        raise FastshardError.of(
+            "FS514",
+            "experts that more ranks divide than other tensors: files of several ranks have one name",
+            file=found.files[0].path,
+            expected=f"expert_tensor_parallel_size of at most {grid.tp}",
+            got=str(grid.etp),
+            help="save it in the torch_dist format, which says where each part belongs",
+        )
+    stray = [i for i, rank in enumerate(grid.places) if grid.of_expert(rank) is None]
+    if stray or grid.etp * grid.ep < grid.tp:
+        raise FastshardError.of(
+            "FS514",
+            "experts with a tensor-parallel degree of their own: not the files that ranks of such a run save",
+            file=found.files[stray[0] if stray else 0].path,
+            expected=f"those of {grid.etp} x {grid.ep} ranks that hold experts",
+            got=f"{len(grid.places)} files of {grid.tp} x {grid.ep}",
+            help="save it in the torch_dist format, which says where each part belongs",
+        )
+    places, tensors = [], {}
+    for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):
+        if rank[0] < grid.tp and rank[2] < grid.ep:
+            source.units.append(Unit(file=i, rank=grid.rank(rank), only=[]))
+            tensors[i] = contents.tensors(i)
+            places += [
+                wholes.Place(
+                    i,
+                    found.files[i].path,
+                    grid.rank(rank),
+                    key,
+                    n,
+                    rank[1],
+                    rank[0],
+                    grid.of_expert(rank) or 0,
+                    rank[2],
+                )
+                for n, (key, _) in enumerate(model)
+            ]
+    held = wholes.Wholes(args, grid.tp, grid.etp, grid.ep)
+    held.read(places, tensors)
+    absent = any(f.severity == "error" for f in source.findings)
+    source.findings += held.findings
+    for name in [] if absent or held.findings else list(held.incomplete())[:_NAMED]:
+        source.findings.append(Finding.of("FS102", "a rank's part of this tensor is in no file", tensor=name))
+    source.assembled += held.assembled()
+    if held.left:
+        source.findings.append(
+            Finding.of(
+                "FS212",
+                f"{len(held.left)} tensors: scales of FP8 and buffers, no weights",
+                tensor=held.left[0],
+            )
+        )
+    shapes = held.shapes()
+    arguments.describe(source, args, set(shapes))
+    described = fitting.unnamed(layouts.table("megatron.legacy"), shapes, source.axes, source.facts, args)
+    if described is None:
+        # To the table they are those of one rank.
+        source.degrees = {}
+    else:
+        fitting.leave_unnamed(
+            source, described if lack.what == "expert_tensor_parallel_size" else lack, shapes, args
+        )
+    optim_legacy.refuse(source, found, states)
 
 
 def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:

@@ -6,11 +6,10 @@ transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...declared import Description, Source
-from ...errors import FastshardError
 from ...models import megatron
 
 
@@ -27,12 +26,8 @@ def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
     return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
 
 
-def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
-    """Mixtures of experts that the tables have no names for.
-
-    Raises:
-        FastshardError: ``FS514`` naming the argument.
-    """
+def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first argument of a mixture of experts that the tables have no names for: the argument, what it must be, what it is."""
     every = args.get("moe_layer_freq", 1)
     dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
@@ -41,16 +36,7 @@ def refuse_mixtures(args: dict[str, Any], file: str | None) -> None:
         ("moe_latent_size", "None: experts of the hidden size", args.get("moe_latent_size")),
         ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
     ]  # fmt: skip
-    for name, expected, got in reasons:
-        if got:
-            raise FastshardError.of(
-                "FS514",
-                f"a mixture of experts with this {name}: not read",
-                file=file,
-                expected=expected,
-                got=str(args[name]),
-                help="describe its tensors in a layout of your own (--layout)",
-            )
+    return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 
 
 def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:

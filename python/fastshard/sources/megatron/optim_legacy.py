@@ -69,6 +69,26 @@ class _Reading:
     trained: set[str] = field(default_factory=set)
 
 
+def refuse(source: Source, found: Found, states: list[Any]) -> None:
+    """Says that the state of a model without a table is not read, if there is any: its order is that of the model's modules."""
+    beside: dict[int, int] = found.notes["beside"]
+    held = [n for n, state in enumerate(states) if n in beside or _held(as_dict(state))]
+    if not held:
+        return
+    first = next((n for n in held if n in beside), held[0])
+    finding = Finding.of(
+        "FS402",
+        "the optimizer's state carries no names, and where parameters lie in it is not certain: no table gives this model's order",
+        severity="error",
+        file=found.files[beside.get(first, first)].path,
+        rank=next((unit.rank for unit in source.units if unit.file == first), None),
+        help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+    )
+    source.optimizer = Optimizer(
+        moments_only=True, findings=[finding], files={found.files[file].path for file in beside.values()}
+    )
+
+
 def attach(
     source: Source, found: Found, contents: Contents, states: list[Any], args: dict[str, Any], ep: int
 ) -> None:

@@ -5,12 +5,23 @@ source: megatron/core/dist_checkpointing (strategies/torch.py)
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+from ... import _core, layouts
 from ...declared import Source
 from ...discover import Listing
-from ..base import Contents, Found, as_dict
-from . import arguments, optim
+from ...errors import from_core
+from ...models.model import Lack
+from ..base import Contents, Found, as_dict, missing
+from . import arguments, fitting, optim
+
+#: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
+_COMMON = "common_state/shard_0_1"
+#: The model of a state, or a virtual stage's.
+_MODEL = re.compile(r"^model\d*\.")
 
 
 class TorchDist:
@@ -27,19 +38,89 @@ class TorchDist:
         """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
         folder = found.notes["folder"]
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
-            return None
-        common = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
-        state = as_dict(contents(common)) if common is not None else {}
+            return _of_torch(source, found, tensors)
+        state = _common(source, found, contents)
         args = arguments.arguments(state)
-        names = {entry["name"] for entry in found.notes["described"]["tensors"]}
         weights = optim.divide(source, tensors, found.notes["described"], args, state)
+        shapes = {name: shape for name, shape, _ in weights}
+        names = {entry["name"] for entry in found.notes["described"]["tensors"]}
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        # source: megatron/core/transformer/transformer_block.py, non_homogeneous_layers
-        numbered = any(name.startswith("decoder.layers.0.") for name in names)
-        source.layout = "megatron.legacy" if numbered else "megatron.dist"
+        source.layout = "megatron.legacy" if fitting.is_numbered(names) else "megatron.dist"
         source.values |= {"iteration": args.get("iteration"), "args": args}
-        if arguments.mixture(args, names):
-            arguments.refuse_mixtures(args, folder or None)
         arguments.describe(source, args, names)
+        # What is stored is all that there is: no arguments call for more.
+        source.facts["output_layer"] = "output_layer.weight" in names
+        if "gated" not in source.facts and (gated := _gated(shapes)) is not None:
+            source.facts["gated"] = gated
+        lack = fitting.unnamed(layouts.table(source.layout), shapes, source.axes, source.facts, args)
+        if lack is not None:
+            fitting.leave_unnamed(source, lack, shapes, args)
         return weights
+
+
+def _of_torch(
+    source: Source, found: Found, tensors: list[tuple[str, list[int], list[Any]]]
+) -> list[tuple[str, list[int], list[Any]]] | None:
+    """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
+
+    Everything is merged under the names stored. Megatron-FSDP splits gated projections into ``weight_w`` and ``weight_v``
+    and names are those of its wrappers, so that no table is for them.
+    source: megatron/training/checkpointing.py (generate_state_dict), megatron/core/transformer/fsdp_dtensor_checkpoint.py
+    """
+    objects = found.notes["objects"]
+    names = {name for name, *_ in tensors}
+    if not {"args", "iteration", "checkpoint_version"} <= objects.keys() or not any(map(_MODEL.match, names)):
+        return None
+    args = arguments.arguments({"args": _object(objects["args"])})
+    form = str(args.get("ckpt_format") or "fsdp_dtensor")[:80]
+    source.framework = f"Megatron-LM ({form if form.isidentifier() else 'torch DCP'})"
+    source.values |= {"iteration": args.get("iteration"), "args": args}
+    arguments.describe(source, args, names)
+    shapes = {name: shape for name, shape, _ in tensors}
+    fitting.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)
+    return tensors
+
+
+def _object(place: tuple[Path, int, int]) -> Any:
+    try:
+        return json.loads(_core.dcp_object(*place))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
+    """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
+
+    Raises:
+        FastshardError: if the object cannot be read.
+    """
+    file = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
+    if file is not None:
+        return as_dict(contents(file))
+    if _COMMON not in found.notes["objects"]:
+        if _COMMON not in found.notes["lacking"]:
+            folder = found.notes["folder"]
+            source.findings.append(
+                missing(
+                    f"{folder}/common.pt" if folder else "common.pt",
+                    None,
+                    f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the records",
+                    "copy common.pt from the node that ran rank 0, or name that node's directory as a further CKPT",
+                )
+            )
+        return {}
+    told = _object(found.notes["objects"][_COMMON])
+    # An object's value is kept as the only item of a list.
+    return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
+
+
+def _gated(shapes: dict[str, list[int]]) -> bool | None:
+    """Whether the first projection has a gate, by what the second one takes; None where shapes do not tell."""
+    found = set()
+    for name, first in shapes.items():
+        second = shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"))
+        if name.endswith("linear_fc1.weight") and first and second:
+            rows, columns = first[-2] if len(first) > 1 else 0, second[-1]
+            found.add(2 if rows == 2 * columns else 1 if rows == columns else 0)
+    return {1: False, 2: True}.get(found.pop()) if len(found) == 1 else None
