@@ -69,6 +69,16 @@ def _apart(stored: list[dict[str, Any]], path: str) -> None:
                 )
 
 
+#: torch's own extension, by name and major version. source: torch/distributed/checkpoint/_extension.py
+_ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
+
+
+def _known(transforms: list[str]) -> bool:
+    """True if the core undoes what a record went through."""
+    names = [(name, version.partition(".")[0]) for name, _, version in (t.partition("/") for t in transforms)]
+    return names in ([], [(_ZSTD, _ZSTD_VERSION)])
+
+
 #: name, shape, pieces of a tensor
 _Tensors = list[tuple[str, list[int], list[Any]]]
 
@@ -134,7 +144,7 @@ class Dcp:
         }
         files: list[File] = []
         index: dict[str, int] = {}
-        records: dict[int, list[tuple[int, int, str]]] = {}
+        records: dict[int, list[tuple[int, int, str, bool]]] = {}
         #: (name, first index of the chunk) -> (file, name of the record in it)
         places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
         whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
@@ -161,17 +171,19 @@ class Dcp:
                 lacking.setdefault(file, []).append(name)
                 continue
             if name in objects:
-                if not entry["transformed"]:
+                if _known(entry["transforms"]):
                     path = listing.roots[inside[file].root] / inside[file].path
                     values[name] = (path, entry["offset"], entry["len"])
                 continue
-            if entry["transformed"]:
+            if not _known(entry["transforms"]):
                 raise FastshardError.of(
                     "FS514",
-                    "records that went through a transform (compression): not read",
+                    "records that went through a storage extension other than torch's Zstandard: not read",
                     file=inside[file].path,
                     tensor=name,
-                    help="save it again without storage extensions",
+                    expected=f"{_ZSTD}/{_ZSTD_VERSION}, or none",
+                    got=", ".join(entry["transforms"]),
+                    help="load it where the extension is known, and save it again without",
                 )
             if file not in index:
                 index[file] = len(files)
@@ -188,7 +200,9 @@ class Dcp:
                 )
             seen.add(record)
             places[name, tuple(at)] = (index[file], record)
-            records.setdefault(index[file], []).append((entry["offset"], entry["len"], record))
+            records.setdefault(index[file], []).append(
+                (entry["offset"], entry["len"], record, bool(entry["transforms"]))
+            )
         for file, names in lacking.items():
             place = f"{folder}/{file}" if folder else file
             rank = re.match(r"^__(\d+)_", file)

@@ -420,7 +420,7 @@ pub fn tensor_records(file: &OutFile, outputs: &[&Output]) -> Result<Vec<crate::
     let frames = record_frames(file, outputs)?;
     let with_tensor = frames.into_iter().zip(values).filter(|(_, value)| !value.tensors().is_empty());
     let named = with_tensor.zip(outputs);
-    Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string())).collect())
+    Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string(), false)).collect())
 }
 
 /// The file's name without folders and ending: what torch calls the archive.

@@ -146,6 +146,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
             len,
             crc32: None,
             deflated: false,
+            zstd: None,
             encoded: false,
             member: None,
         });
