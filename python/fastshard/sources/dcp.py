@@ -10,7 +10,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _core, regular
@@ -77,6 +79,42 @@ def _known(transforms: list[str]) -> bool:
     """True if the core undoes what a record went through."""
     names = [(name, version.partition(".")[0]) for name, _, version in (t.partition("/") for t in transforms)]
     return names in ([], [(_ZSTD, _ZSTD_VERSION)])
+
+
+#: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the like.
+_EXTRA_STATE = re.compile(r"(^|\.)_extra_state(\.|$)")
+#: Names that a finding gives at most.
+_TOLD = 8
+#: Records that are looked into at most: those that hold tensors are the largest.
+_MAX_LOOKED_INTO = 256
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
+
+
+@dataclass
+class _Records(Source):
+    """A source whose modules may have state of their own: a merge keeps what of it is tensors, no model has a place for it."""
+
+    def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
+        """As for every source, without modules' own state."""
+        taken = super().weights_only(names_of, optimizer)
+        own = [n for a in taken.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
+        if not own:
+            return taken
+        kept = [
+            replace(a, tensors=[t for t in a.tensors if not _EXTRA_STATE.search(t[0])])
+            for a in taken.assembled
+        ]
+        note = Finding.of(
+            "FS212",
+            f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
+            severity="note",
+            tensor=own[0],
+            got=_listed(own),
+        )
+        return replace(taken, assembled=kept, findings=[*taken.findings, note])
 
 
 #: name, shape, pieces of a tensor
@@ -232,7 +270,9 @@ class Dcp:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Every tensor as boxes; the metadata states all shapes."""
         described, places = found.notes["described"], found.notes["places"]
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True, provable=True)
+        source: Source = _Records(
+            found.framework, units=[], step=found.step, pass_unknown=True, provable=True
+        )
         source.vocab_size = options.vocab_size
         source.values = {
             k: v
@@ -269,6 +309,7 @@ class Dcp:
         else:
             self._model(source, found, listing, options, names)
             dcp_optim.attach(source, contents, tensors, found.notes["objects"])
+            source.findings += _not_carried(described["objects"], found.notes["objects"], alone=not tensors)
         if found.files:
             # Masters, which a framework may have declared, are held against these.
             source.assembled.insert(0, Assembled(0, {}, None, None, tensors, frozen=True))
@@ -300,6 +341,60 @@ class Dcp:
         if config is None:
             return
         hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+def _not_carried(names: list[str], objects: dcp_optim.Objects, alone: bool) -> list[Finding]:
+    """What records that are no tensors hold, and results do not.
+
+    Args:
+        names: of all such records.
+        objects: those that can be read.
+        alone: True if there are no others.
+    """
+    findings = []
+    if own := [name for name in names if _EXTRA_STATE.search(name)]:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
+                severity="note",
+                tensor=own[0],
+                got=_listed(own),
+            )
+        )
+    others = [name for name in objects if not _EXTRA_STATE.search(name)]
+    others.sort(key=lambda name: -objects[name][2])
+    if holding := sorted(n for n in others[:_MAX_LOOKED_INTO] if _holds_tensors(*objects[n])):
+        findings.append(
+            Finding.of(
+                "FS514" if alone else "FS212",
+                f"{len(holding)} records are objects that hold tensors (in tuples, or saved with flatten_state_dict=False): "
+                "they are not carried",
+                severity="error" if alone else "warning",
+                tensor=holding[0],
+                got=_listed(holding),
+                help="load it with torch, and save it again with every tensor under a name of its own",
+            )
+        )
+    return findings
+
+
+def _holds_tensors(path: Path, offset: int, length: int) -> bool:
+    try:
+        value = json.loads(_core.dcp_object(path, offset, length))
+    except _core.CoreError:
+        # What cannot be looked into is not carried either way, and manifests name it.
+        return False
+    left = [value]
+    while left:
+        match left.pop():
+            case {"__tensor__": _}:
+                return True
+            case dict() as items:
+                left += items.values()
+            case list() as items:
+                left += items
+    return False
 
 
 def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
