@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 from .. import _core, regular
 from ..declared import Assembled, Source
 from ..discover import File, Listing
+from ..dtypes import TORCH_NAMES, item_size
 from ..errors import FastshardError, Finding, from_core
 from ..naming.dcp import METADATA, chunk_name
 from . import dcp_optim, hf_names, nests
@@ -25,6 +27,8 @@ from .base import Contents, Found, Options, missing
 from .indices import safe_relative
 from .steps import folder_of
 
+#: safetensors name by torch dtype.
+_SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 
@@ -69,6 +73,31 @@ def _apart(stored: list[dict[str, Any]], path: str) -> None:
                     got=f"offset {start}, before {end}",
                     help="the metadata is damaged: take another step",
                 )
+
+
+def _as_records(described: dict[str, Any], path: str) -> None:
+    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
+    safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
+    that either.
+    """
+    extents = {
+        (e["name"], tuple(lo)): (e["dtype"], math.prod(size))
+        for e in described["tensors"]
+        for lo, size in e["chunks"]
+    }
+    for entry in described["stored"]:
+        dtype, count = extents.get((entry["name"], tuple(entry["at"] or ())), (None, 0))
+        item = item_size(_SAFETENSORS[dtype]) if dtype in _SAFETENSORS else 0
+        if not entry["transforms"] and 0 < count * item == entry["len"]:
+            raise FastshardError.of(
+                "FS514",
+                "the files are of the safetensors form, beside a .metadata that does not say where in them tensors lie",
+                file=path,
+                tensor=entry["name"],
+                expected="records as torch.save writes them",
+                got=f"{entry['len']} bytes, which its data take alone",
+                help="save it with HuggingFaceStorageWriter, whose files are read, or with SerializationFormat.TORCH_SAVE",
+            )
 
 
 #: torch's own extension, by name and major version. source: torch/distributed/checkpoint/_extension.py
@@ -189,6 +218,7 @@ class Dcp:
         objects = set(described["objects"])
         values: dcp_optim.Objects = {}
         lacking: dict[str, list[str]] = {}
+        _as_records(described, f"{folder}/{METADATA}" if folder else METADATA)
         _apart(described["stored"], f"{folder}/{METADATA}" if folder else METADATA)
         seen: set[str] = set()
         for entry in described["stored"]:
