@@ -89,6 +89,8 @@ def save_all(folder: Path, mesh: Any, hybrid: bool) -> None:
             writer.write_data = in_turn  # type: ignore[method-assign]
             dcp.save(placed(even), storage_writer=writer)
     dcp.save(state, checkpoint_id=folder / "alone", use_collectives=False)
+    differs = {**state, "local": torch.full((3,), float(dist.get_rank()))}
+    dcp.save(differs, checkpoint_id=folder / "differs", use_collectives=False)
 
 
 def rank_of(folder: Path, rank: int, world: int) -> None:
@@ -214,10 +216,41 @@ def test_ranks_that_wrote_over_each_other_are_found(
 
 
 def test_ranks_that_saved_each_for_itself(three: Path, tmp_path: Path) -> None:
-    """use_collectives=False: a .metadata for each rank, of which none is of the whole."""
-    ran = cli("merge", three / "alone", tmp_path / "out")
-    print(ran.out)
-    assert ran.code != 0
+    """use_collectives=False: metadata of each rank, of which none says all."""
+    root = three / "alone"
+    assert {f.name for f in root.glob("*.metadata")} == {f"__{rank}.metadata" for rank in range(3)}
+    want = {f"model.{n}": t for n, t in whole().items()}
+    assert cli("verify", root).code == 0
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert same(read_result(tmp_path / "out"), want)
+    # As nodes have it, each its own ranks' files.
+    for rank in range(3):
+        (tmp_path / f"node{rank}").mkdir()
+        for file in root.glob(f"__{rank}[._]*"):
+            shutil.copy(file, tmp_path / f"node{rank}")
+    nodes = [tmp_path / f"node{rank}" for rank in range(3)]
+    assert cli("merge", *nodes, tmp_path / "of_nodes").code == 0
+    assert same(read_result(tmp_path / "of_nodes"), want)
+    assert_refused(
+        [nodes[0], nodes[2]], tmp_path / "gap", "FS101", exit=3, file="__1.metadata", rank="rank 1"
+    )
+    assert_refused(nodes[:2], tmp_path / "end", "FS205", exit=1, tensor="model.uneven.weight")
+    (nodes[1] / "__1_0.distcp").unlink()
+    assert_refused(nodes, tmp_path / "file", "FS101", exit=3, file="__1_0.distcp")
+
+
+def test_copies_of_ranks_that_differ_are_found(three: Path, tmp_path: Path) -> None:
+    """What is no DTensor each rank saves as the whole."""
+    ran = cli("merge", three / "differs", tmp_path / "out")
+    assert ran.code == 1 and not (tmp_path / "out").exists(), ran.out
+    assert any(error["tensor"] == "local" for error in ran.errors), ran.out
+
+
+def test_metadata_of_all_and_of_single_ranks_must_agree(three: Path, tmp_path: Path) -> None:
+    root = copy(three / "alone", tmp_path / "ckpt")
+    shutil.copy(three / "plain/.metadata", root / ".metadata")
+    assert_refused(root, tmp_path / "out", "FS106", exit=3, help="older save")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ from ..dtypes import TORCH_NAMES, item_size
 from ..errors import FastshardError, Finding, from_core
 from ..naming.dcp import METADATA, chunk_name
 from . import dcp_optim, hf_names, nests
-from .base import Contents, Found, Options, missing
+from .base import Contents, Found, Options, lacking, missing
 from .indices import safe_relative
 from .steps import folder_of
 
+#: Metadata of a rank that saved for itself.
+_OF_RANK = re.compile(r"^__(\d{1,9})\.metadata$")
 #: safetensors name by torch dtype.
 _SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
@@ -146,6 +148,85 @@ class _Records(Source):
         return replace(taken, assembled=kept, findings=[*taken.findings, note])
 
 
+def _read(listing: Listing, file: File) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path)))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return told
+
+
+def _of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> dict[str, Any]:
+    """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
+
+    Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
+
+    Raises:
+        FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    objects: dict[str, None] = {}
+    stored: list[dict[str, Any]] = []
+    chunks: set[tuple[Any, ...]] = set()
+    version = None
+    for rank in sorted(ranks):
+        file = one_of(listing, ranks[rank])
+        told = _read(listing, file)
+        version = version or told["version"]
+        objects |= dict.fromkeys(told["objects"])
+        stored += told["stored"]
+        for entry in told["tensors"]:
+            first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
+            for code, key in (("FS201", "shape"), ("FS202", "dtype")):
+                if first[key] != entry[key]:
+                    raise FastshardError.of(
+                        code,
+                        f"{key} of a tensor, by the metadata of ranks",
+                        file=file.path,
+                        tensor=entry["name"],
+                        rank=f"rank {rank}",
+                        expected=str(first[key]),
+                        got=str(entry[key]),
+                        help="the ranks' files are of different saves: take them all from one",
+                    )
+            for lo, size in entry["chunks"]:
+                if (entry["name"], *lo, *size) not in chunks:
+                    chunks.add((entry["name"], *lo, *size))
+                    first["chunks"].append([lo, size])
+    folder = next(iter(ranks.values()))[0].folder
+    for first_rank, last in lacking(ranks, 0, max(ranks)):
+        name, end = (f"__{rank}{METADATA}" for rank in (first_rank, last))
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"rank {first_rank}",
+                "metadata of a rank between others",
+                f"copy {name} and its .distcp files from the node that ran this rank",
+                upto=end if end != name else None,
+            )
+        )
+    return {"tensors": list(tensors.values()), "objects": list(objects), "stored": stored, "version": version}
+
+
+def _same_save(described: dict[str, Any], of_ranks: dict[str, Any], tracker: File) -> None:
+    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over."""
+
+    def places(told: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in told["stored"]}
+
+    if odd := places(of_ranks) - places(described):
+        name, _, file, *_ = min(odd)
+        raise FastshardError.of(
+            "FS106",
+            "a .metadata of all ranks, and those of single ranks, say different things of their files",
+            file=tracker.path,
+            tensor=name,
+            expected="one save in a folder",
+            got=f"{file}, by the metadata of its rank",
+            help=f"remove {METADATA}, or __*{METADATA}: whichever is of the older save",
+        )
+
+
 #: name, shape, pieces of a tensor
 _Tensors = list[tuple[str, list[int], list[Any]]]
 
@@ -172,8 +253,9 @@ class Dcp:
         if listing.single:
             return None
         metadata = [f for f in listing.files if f.name == METADATA]
+        of_ranks = [(f, int(m[1])) for f in listing.files if (m := _OF_RANK.match(f.name))]
         loose = [f for f in listing.files if f.name.endswith(".distcp")]
-        if not metadata:
+        if not metadata and not of_ranks:
             if loose:
                 raise FastshardError.of(
                     "FS104",
@@ -184,16 +266,22 @@ class Dcp:
                     help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
                 )
             return None
-        places = [(f.root, f.folder) for f in metadata]
+        places = [(f.root, f.folder) for f in (*metadata, *(f for f, _ in of_ranks))]
         folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
-        tracker = one_of(listing, [f for f in metadata if f.folder == folder])
-        path = listing.roots[tracker.root] / tracker.path
-        try:
-            described: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(path)))
-        except _core.CoreError as error:
-            raise from_core(error) from None
+        ranks: dict[int, list[File]] = {}
+        for file, rank in of_ranks:
+            if file.folder == folder:
+                ranks.setdefault(rank, []).append(file)
+        trackers = [f for f in metadata if f.folder == folder]
+        findings: list[Finding] = []
+        if trackers:
+            described = _read(listing, one_of(listing, trackers))
+            if ranks:
+                _same_save(described, _of_ranks(listing, ranks, []), trackers[0])
+        else:
+            described = _of_ranks(listing, ranks, findings)
         found = self._found(listing, folder, chosen.name or None, described)
-        found.findings[:0] = chosen.findings
+        found.findings[:0] = [*chosen.findings, *findings]
         for other in within:
             found.findings.append(
                 Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
@@ -212,15 +300,15 @@ class Dcp:
         files: list[File] = []
         index: dict[str, int] = {}
         records: dict[int, list[tuple[int, int, str, bool]]] = {}
-        #: (name, first index of the chunk) -> (file, name of the record in it)
-        places: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies
+        places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
         whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
         objects = set(described["objects"])
         values: dcp_optim.Objects = {}
         lacking: dict[str, list[str]] = {}
         _as_records(described, f"{folder}/{METADATA}" if folder else METADATA)
         _apart(described["stored"], f"{folder}/{METADATA}" if folder else METADATA)
-        seen: set[str] = set()
+        seen: dict[str, tuple[str, tuple[int, ...]]] = {}
         for entry in described["stored"]:
             name, file = entry["name"], entry["file"]
             if not safe_relative(file):
@@ -258,7 +346,7 @@ class Dcp:
                 files.append(inside[file])
             at = entry["at"] or []
             record = name if whole.get(name) == at or name in objects else chunk_name(name, at)
-            if record in seen:
+            if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
                 raise FastshardError.of(
                     "FS106",
                     "two tensors of .metadata cannot be told apart by their names",
@@ -266,8 +354,7 @@ class Dcp:
                     tensor=record,
                     help="save it again with names that do not end in brackets",
                 )
-            seen.add(record)
-            places[name, tuple(at)] = (index[file], record)
+            places.setdefault((name, tuple(at)), []).append((index[file], record))
             records.setdefault(index[file], []).append(
                 (entry["offset"], entry["len"], record, bool(entry["transforms"]))
             )
@@ -314,22 +401,30 @@ class Dcp:
             for i in found.records
         }
         tensors: list[Any] = []
+        #: Further copies of tensors that several ranks hold, to be compared.
+        copies: list[list[Any]] = []
         for entry in described["tensors"]:
             name = entry["name"]
-            chunks = []
+            chunks: list[list[Any]] = []
             for lo, size in entry["chunks"]:
                 place = places.get((name, tuple(lo)))
                 if place is None:
                     if name not in found.notes["lacking"] and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
                     continue
-                file, record = place
-                number = by_record[file].get(record)
-                if number is not None:
-                    chunks.append((lo, size, file, number))
-                    self._same_dtype(source, found, contents, entry, file, number)
+                held = []
+                for file, record in place:
+                    number = by_record[file].get(record)
+                    if number is not None:
+                        held.append((lo, size, file, number))
+                        self._same_dtype(source, found, contents, entry, file, number)
+                if held:
+                    chunks.append(held)
             if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
-                tensors.append((name, entry["shape"], chunks))
+                tensors.append((name, entry["shape"], [held[0] for held in chunks]))
+                for n in range(1, max(map(len, chunks), default=1)):
+                    copies += [[]] if len(copies) < n else []
+                    copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
         names = {entry["name"] for entry in described["tensors"]}
         for framework in self._frameworks:
             named = framework.take(source, found, listing, contents, tensors)
@@ -342,7 +437,11 @@ class Dcp:
             source.findings += _not_carried(described["objects"], found.notes["objects"], alone=not tensors)
         if found.files:
             # Masters, which a framework may have declared, are held against these.
-            source.assembled.insert(0, Assembled(0, {}, None, None, tensors, frozen=True))
+            sets = [tensors, *copies]
+            source.assembled[:0] = [
+                Assembled(0, {"replica": n} if copies else {}, None, None, one, frozen=True)
+                for n, one in enumerate(sets)
+            ]
         return source
 
     @staticmethod
