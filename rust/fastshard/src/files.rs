@@ -286,6 +286,7 @@ fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Res
 pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     match &file.form {
         Form::Safetensors => {
+            outputs.iter().try_for_each(|o| safetensors::holds(o.key(), o.dtype))?;
             let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
             let announced = safetensors::announced(&header);
             within("header", announced, safetensors::MAX_HEADER, &file.name)?;

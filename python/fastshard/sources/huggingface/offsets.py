@@ -1,11 +1,12 @@
 """Where the tensors of a file begin in those that it holds slices of, as torch's ``HuggingFaceStorageWriter`` says.
 
-source: torch/distributed/checkpoint/{_hf_utils,filesystem}.py
+source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safetensors}.py
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ... import regular
@@ -16,6 +17,10 @@ from ..indices import read_json
 
 #: The key of a safetensors file's metadata.
 INFO = "DCP_SHARDING_INFO"
+#: Where the writer keeps what it consolidates.
+_SHARDED = re.compile(r"(^|/)sharded/shard-\d+-[^/]+\.safetensors$")
+#: Bytes at most of one element.
+_ELEMENT = 16
 
 
 def offsets(metadata: Any) -> dict[str, list[int]] | None:
@@ -83,5 +88,43 @@ def not_whole(listing: Listing, files: list[File], contents: Contents, index: st
             expected=f"{counted} bytes of tensors",
             got=f"{held} bytes",
             help=help_,
+        )
+    ]
+
+
+def zeroed(listing: Listing, folder: str, files: list[File], contents: Contents) -> list[Finding]:
+    """A warning for 0-d tensors that torch's consolidation has made zero, which it does whatever they were.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the model.
+        files: those of the model.
+        contents: what they hold.
+    """
+    below = [
+        f
+        for f in listing.files
+        if _SHARDED.search(f.path) and f.folder.rpartition("sharded")[0].rstrip("/") == folder
+    ]
+    if not below:
+        return []
+    zero = [
+        (".".join(tensor["path"]), files[i].path)
+        for i in range(len(files))
+        if contents.readable(i)
+        for number, tensor in enumerate(contents.tensors(i))
+        if not tensor["shape"] and not any(contents.bytes(i, number, _ELEMENT))
+    ]
+    if not zero:
+        return []
+    return [
+        Finding.of(
+            "FS313",
+            f"{len(zero)} tensors of no dimensions are zero: torch's consolidation makes that of every one",
+            severity="warning",
+            file=zero[0][1],
+            tensor=zero[0][0],
+            got=", ".join(name for name, _ in zero[:8]),
+            help=f"take the shards that it was made of: {below[0].folder}",
         )
     ]
