@@ -59,7 +59,7 @@ class Catalog:
         roots: list[str | PathLike[str]],
         files: list[tuple[int, str]],
         threads: int,
-        records: dict[int, list[tuple[int, int, str]]] | None = None,
+        records: dict[int, list[tuple[int, int, str, bool]]] | None = None,
         blocks: dict[
             int,
             tuple[

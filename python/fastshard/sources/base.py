@@ -144,8 +144,9 @@ class Found:
     step: str | None = None
     #: The adapter's own notes for :meth:`Adapter.declare`.
     notes: dict[str, Any] = field(default_factory=dict)
-    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted.
-    records: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted, and if it is a
+    #: Zstandard stream.
+    records: dict[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
     #: True if the adapter knows what to do with tensors of which a file holds a part.
     reads_parts: bool = False
     #: Stores that files stand for (their anchors), by index in `files`.

@@ -88,6 +88,7 @@ fn main() {
                 len,
                 crc32,
                 deflated: false,
+                zstd: None,
                 encoded: false,
                 member: None,
             });

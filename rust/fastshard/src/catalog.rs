@@ -189,7 +189,10 @@ impl Catalog {
         let blob = &file.parsed.blobs[tensor.blob as usize];
         let count = element_count(&tensor.shape).unwrap_or(u64::MAX);
         let len = count.saturating_mul(tensor.dtype.size() as u64);
-        if len > limit || blob.deflated || (count > 1 && tensor.strides != c_strides(&tensor.shape)) {
+        if len > limit
+            || (blob.deflated && blob.len > limit)
+            || (count > 1 && tensor.strides != c_strides(&tensor.shape))
+        {
             return Err(refuse("not a small plain tensor").file(self.label(file)).into());
         }
         if blob.encoded {
@@ -197,6 +200,15 @@ impl Catalog {
             let whole = file.source.read_block(key, blob.len as usize, None)?;
             let start = tensor.offset as usize;
             return Ok(whole.bytes()[start..start + len as usize].to_vec());
+        }
+        if blob.deflated {
+            let mut whole = Vec::with_capacity(blob.len as usize);
+            format::torch_zip::inflate(&file.source, blob, &mut |bytes| {
+                whole.extend_from_slice(bytes);
+                Ok(())
+            })?;
+            let start = tensor.offset as usize;
+            return Ok(whole[start..start + len as usize].to_vec());
         }
         let mut bytes = vec![0; len as usize];
         file.source.read_at(blob.offset + tensor.offset, &mut bytes)?;

@@ -286,6 +286,7 @@ fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Res
 pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     match &file.form {
         Form::Safetensors => {
+            outputs.iter().try_for_each(|o| safetensors::holds(o.key(), o.dtype))?;
             let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
             let announced = safetensors::announced(&header);
             within("header", announced, safetensors::MAX_HEADER, &file.name)?;
@@ -420,7 +421,7 @@ pub fn tensor_records(file: &OutFile, outputs: &[&Output]) -> Result<Vec<crate::
     let frames = record_frames(file, outputs)?;
     let with_tensor = frames.into_iter().zip(values).filter(|(_, value)| !value.tensors().is_empty());
     let named = with_tensor.zip(outputs);
-    Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string())).collect())
+    Ok(named.map(|(((start, frame), _), o)| (start, frame.size, o.key().to_string(), false)).collect())
 }
 
 /// The file's name without folders and ending: what torch calls the archive.

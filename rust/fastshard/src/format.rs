@@ -11,6 +11,7 @@ pub mod pickle;
 pub mod safetensors;
 pub mod torch_zip;
 pub mod vocabulary;
+pub mod zstd;
 
 use serde::Serialize;
 
@@ -31,8 +32,10 @@ pub struct Blob {
     pub len: u64,
     /// CRC32 (ISO-HDLC, as in zip) of the data, where the container has one.
     pub crc32: Option<u32>,
-    /// True if the bytes are deflate-compressed.
+    /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
     pub deflated: bool,
+    /// For data that lie in a Zstandard stream, which the range of the file is then.
+    pub zstd: Option<zstd::Zstd>,
     /// True for a block of a store that its reader decodes by the name in `member`; there is no place in a file then.
     pub encoded: bool,
     /// Name of the member in the container, for messages.

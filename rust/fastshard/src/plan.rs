@@ -11,6 +11,7 @@ use crate::boxes::Spread;
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::format::pickle::writer::Tree;
+use crate::format::zstd::Zstd;
 use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
 
@@ -50,9 +51,12 @@ pub struct PlanBlob {
     /// CRC32 of the data, where the container has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub crc32: Option<u32>,
-    /// True if the bytes are deflate-compressed.
+    /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deflated: bool,
+    /// For data that lie in a Zstandard stream, which the range of the file is then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zstd: Option<Zstd>,
     /// True for a block of a store that its reader decodes by the name in `member`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encoded: bool,
@@ -71,6 +75,7 @@ impl PlanBlob {
             len: blob.len,
             crc32: blob.crc32,
             deflated: blob.deflated,
+            zstd: blob.zstd,
             encoded: blob.encoded,
             member: blob.member.clone(),
         }

@@ -518,6 +518,28 @@ impl SourceFile {
         Self::own(file, dir)
     }
 
+    /// A file in memory that stands for what is made of `origin`, whose name it bears in messages. `fill` writes: offset,
+    /// bytes, and a range of what it wrote before that may become a hole.
+    pub(crate) fn in_memory(
+        origin: &Path,
+        fill: impl FnOnce(&mut dyn FnMut(u64, &[u8], Option<(u64, u64)>) -> Result<()>) -> Result<()>,
+    ) -> Result<Self> {
+        use rustix::fs::{fallocate, memfd_create, FallocateFlags, MemfdFlags};
+        let cannot = |e: std::io::Error| Error::io(origin, "cannot make a file in memory", &e);
+        let file = File::from(memfd_create("fastshard", MemfdFlags::CLOEXEC).map_err(|e| cannot(e.into()))?);
+        let mut dropped = 0;
+        fill(&mut |at, bytes, spare| {
+            file.write_all_at(bytes, at).map_err(cannot)?;
+            if let Some((lo, hi)) = spare.map(|(lo, hi)| (lo.max(dropped), hi)).filter(|(lo, hi)| lo < hi) {
+                let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(&file, hole, lo, hi - lo).map_err(|e| cannot(e.into()))?;
+                dropped = hi;
+            }
+            Ok(())
+        })?;
+        Self::own(file, origin)
+    }
+
     /// Writes into a file of [`SourceFile::scratch`]; pages of zeros stay holes.
     pub(crate) fn keep_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         for (at, run) in crate::kernel::filled(bytes) {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::safetensors::{entry_room, padded, HEADER_FIXED};
+use crate::format::safetensors::{self, entry_room, padded, HEADER_FIXED};
 use crate::hash;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::publish::{self, Needs, Staging};
@@ -91,10 +91,9 @@ impl ResultWriter {
                 .expected(format!("{} for {dtype} {shape:?}", wanted.unwrap_or(0)), bytes.len())
                 .into());
         }
-        if name == "__metadata__" || self.names.contains(name) {
-            return Err(Finding::new(codes::OVERLAP, "written twice, or a reserved name")
-                .tensor(name)
-                .into());
+        safetensors::holds(name, dtype)?;
+        if self.names.contains(name) {
+            return Err(Finding::new(codes::OVERLAP, "written twice").tensor(name).into());
         }
         let room = entry_room(name, shape.len());
         if room > HEADER_ROOM - HEADER_FIXED {

@@ -34,6 +34,7 @@ fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<
         len,
         crc32,
         deflated: false,
+        zstd: None,
         encoded: false,
         member: None,
     };

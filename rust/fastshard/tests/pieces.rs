@@ -130,6 +130,7 @@ impl Blobs {
                 len: data.len() as u64,
                 crc32: (!encoded && (deflated || dice.one_in(2))).then(|| crc32fast::hash(&data)),
                 deflated,
+                zstd: None,
                 encoded,
                 member: encoded.then(|| format!("block {i}")),
             });
@@ -417,6 +418,7 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
             len,
             crc32: None,
             deflated: false,
+            zstd: None,
             encoded: true,
             member: Some("b".into()),
         }],

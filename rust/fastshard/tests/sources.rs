@@ -74,6 +74,7 @@ fn plan(transposed: bool) -> Plan {
             len,
             crc32: None,
             deflated: false,
+            zstd: None,
             encoded: false,
             member: None,
         }],

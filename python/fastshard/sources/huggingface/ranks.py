@@ -7,7 +7,6 @@ source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,10 +20,10 @@ from .. import hf_names
 from ..base import Contents, Found, Options, lacking, missing
 from ..boxes import Boxes
 from ..steps import folder_of, is_step, within_this
+from .offsets import INFO, offsets
 from .saved import slices_as_wholes
 
 _SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
-_INFO = "DCP_SHARDING_INFO"
 #: Beyond any run.
 _MAX_RANKS = 100_000
 
@@ -101,14 +100,14 @@ class HfRankShards:
         source.vocab_size = options.vocab_size
         boxes = Boxes()
         for i, file in enumerate(found.files):
-            offsets = _offsets(contents(i), file)
+            begins = _offsets(contents(i), file)
             for number, tensor in enumerate(contents.tensors(i)):
                 name = ".".join(tensor["path"])
-                lo = offsets.get(name, [0] * len(tensor["shape"]))
+                lo = begins.get(name, [0] * len(tensor["shape"]))
                 if len(lo) != len(tensor["shape"]):
                     raise FastshardError.of(
                         "FS601",
-                        f"{_INFO}: offsets of the tensor",
+                        f"{INFO}: offsets of the tensor",
                         file=file.path,
                         tensor=name,
                         expected=f"{len(tensor['shape'])} numbers",
@@ -149,22 +148,12 @@ def _twice(files: list[File], name: str, lo: list[int], holders: list[int]) -> F
 
 
 def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
-    text = metadata.get(_INFO) if isinstance(metadata, dict) else None
-    try:
-        info = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        info = None
-    good = isinstance(info, dict) and all(
-        isinstance(v, dict)
-        and isinstance(v.get("saved_offsets"), list)
-        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in v["saved_offsets"])
-        for v in info.values()
-    )
-    if not good:
+    told = offsets(metadata)
+    if told is None:
         raise FastshardError.of(
             "FS601",
-            f"a rank shard without a readable {_INFO}",
+            f"a rank shard without a readable {INFO}",
             file=file.path,
             help="the file was not written by HuggingFaceStorageWriter, or is damaged",
         )
-    return {name: v["saved_offsets"] for name, v in (info or {}).items()}
+    return told

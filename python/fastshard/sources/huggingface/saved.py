@@ -16,6 +16,7 @@ from .. import hf_names, nests
 from ..base import Contents, Found, Options, lacking, missing
 from ..indices import read_json, safe_relative
 from ..steps import Chosen, folder_of, is_step
+from .offsets import not_whole, zeroed
 
 #: (index, single file): safetensors first, as transformers prefers it.
 _FORMS = [
@@ -253,6 +254,8 @@ class HuggingFace:
             vocab_size=options.vocab_size,
         )
         source.provable = bool(source.expected_names)
+        source.findings += not_whole(listing, found.files, values, found.notes.get("index"))
+        source.findings += zeroed(listing, found.notes["folder"], found.files, values)
         folder = found.notes["folder"]
         # A model's own folder says what it is; that of a step may leave it to the one above.
         above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])

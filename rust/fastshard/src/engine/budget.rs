@@ -100,8 +100,10 @@ pub(super) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
     let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
     let decoding = decoding.saturating_mul(DECODING);
-    let per_worker =
-        decoding.saturating_add(block + options.encodes * (1 + ENCODING) + scales.each + factors.each);
+    let streams = plan.blobs.iter().filter_map(|b| b.zstd.map(|z| z.memory())).max().unwrap_or(0);
+    let per_worker = decoding
+        .saturating_add(streams)
+        .saturating_add(block + options.encodes * (1 + ENCODING) + scales.each + factors.each);
     let smallest =
         fixed.map_or(MIN_TILE, |sizes| sizes.iter().copied().max().unwrap_or(MIN_TILE).max(MIN_TILE));
     let least = per_worker.saturating_add(Workspace::bytes(smallest));
@@ -148,7 +150,7 @@ pub(super) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
     let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
-    let blocks = held + workers * decoding;
+    let blocks = held + workers * (decoding + streams);
     let encodes = workers * options.encodes * (1 + ENCODING);
     let tiled = workers * (Workspace::bytes(tile) + scales.each);
     let bound = baseline + own + checksums + tiled + blocks + encodes;

@@ -25,7 +25,7 @@ const LONG_RUN: u64 = 32 << 10;
 pub struct Sources<'p> {
     pub(super) plan: &'p Plan,
     files: &'p [Arc<SourceFile>],
-    /// Where deflated blobs are unpacked to.
+    /// Where compressed blobs are unpacked to.
     scratch_dir: PathBuf,
     unpacked: Vec<Mutex<Option<Arc<SourceFile>>>>,
     checksums: Checksums,
@@ -65,7 +65,7 @@ pub struct Into<'a> {
 }
 
 impl<'p> Sources<'p> {
-    /// Sources of a plan. `files` are in the order of [`Plan::sources`]; deflated members are
+    /// Sources of a plan. `files` are in the order of [`Plan::sources`]; what is compressed is
     /// unpacked to unnamed files in `scratch_dir`. Up to `held` bytes of decoded blocks are kept.
     pub fn new(
         plan: &'p Plan,
@@ -105,7 +105,7 @@ impl<'p> Sources<'p> {
         })
     }
 
-    /// The file and offset at which a blob's data lies, unpacked first if it is deflated.
+    /// The file and offset at which a blob's data lies, unpacked first if it is compressed.
     fn locate(&self, index: u32) -> Result<(Located<'_>, u64)> {
         let blob = &self.plan.blobs[index as usize];
         let file = &self.files[blob.file as usize];
@@ -150,6 +150,7 @@ impl<'p> Sources<'p> {
             len: blob.len,
             crc32: blob.crc32,
             deflated: true,
+            zstd: blob.zstd,
             encoded: false,
             member: blob.member.clone(),
         };

@@ -54,6 +54,7 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
             len,
             crc32: None,
             deflated: false,
+            zstd: None,
             encoded: true,
             member: Some(key.clone()),
         });

@@ -2,8 +2,9 @@
 //!
 //! A bare pickle of plain dataclasses (torch/distributed/checkpoint/metadata.py, filesystem.py), read by
 //! the inert machine. The `.distcp` files themselves are records one after another, each a whole torch
-//! zip; see [`records`].
+//! zip, or a stream that holds one; see [`records`].
 
+mod streams;
 pub mod writer;
 
 use serde::Serialize;
@@ -53,8 +54,8 @@ pub struct StoredAt {
     pub offset: u64,
     /// Bytes of the record.
     pub len: u64,
-    /// True if the bytes went through a transform (compression).
-    pub transformed: bool,
+    /// What the bytes went through when they were written (compression), the last first.
+    pub transforms: Vec<String>,
 }
 
 struct Reader<'a> {
@@ -183,11 +184,13 @@ impl Reader<'_> {
                     file: self.text(self.field(value, "relative_path"))?,
                     offset: self.number(self.field(value, "offset"))?,
                     len: self.number(self.field(value, "length"))?,
-                    transformed: transforms.is_some_and(|t| match self.values.get(t) {
-                        Value::None => false,
-                        Value::List(items) | Value::Tuple(items) => !items.is_empty(),
-                        _ => true,
-                    }),
+                    transforms: match transforms.map(|t| self.values.get(t)) {
+                        None | Some(Value::None) => Vec::new(),
+                        Some(Value::List(items) | Value::Tuple(items)) => {
+                            items.iter().map(|&item| self.text(Some(item))).collect::<Option<_>>()?
+                        }
+                        Some(_) => return None,
+                    },
                 })
             };
             out.stored.push(place().ok_or_else(|| self.refuse("an entry of storage_data"))?);
@@ -214,7 +217,11 @@ impl Reader<'_> {
 /// # Errors
 /// As for any torch file; `FS602` for more values than are looked at.
 pub fn object(file: &SourceFile, offset: u64, len: u64) -> Result<serde_json::Value> {
-    let (value, whole) = torch_zip::parse_range(file, offset, len)?.values.to_json_whole();
+    let record = match streams::begins(file, offset)? {
+        true => streams::parse(file, offset, len)?,
+        false => torch_zip::parse_range(file, offset, len)?,
+    };
+    let (value, whole) = record.values.to_json_whole();
     if whole {
         return Ok(value);
     }
@@ -224,8 +231,8 @@ pub fn object(file: &SourceFile, offset: u64, len: u64) -> Result<serde_json::Va
         .into())
 }
 
-/// A record of a `.distcp` file: offset, length, and what it holds.
-pub type Range = (u64, u64, String);
+/// A record of a `.distcp` file: offset, length, what it holds, and if it is a Zstandard stream.
+pub type Range = (u64, u64, String, bool);
 
 /// Reads the headers of records of a `.distcp` file. The path of a record's tensors begins with what the
 /// record is said to hold; values of records are left out.
@@ -243,8 +250,11 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
     // In the file's order, whatever that of `.metadata`: who writes a file knows no other.
     let mut ranges: Vec<&Range> = ranges.iter().collect();
     ranges.sort_by_key(|(offset, ..)| *offset);
-    for &&(offset, len, ref name) in &ranges {
-        let record = torch_zip::parse_range(file, offset, len)?;
+    for &&(offset, len, ref name, is_stream) in &ranges {
+        let record = match is_stream {
+            true => streams::parse(file, offset, len)?,
+            false => torch_zip::parse_range(file, offset, len)?,
+        };
         if !record.distributed.parts.is_empty() {
             return Err(Finding::new(
                 codes::UNSUPPORTED,

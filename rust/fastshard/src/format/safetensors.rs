@@ -47,7 +47,7 @@ impl<'de> Deserialize<'de> for Header {
                 let mut metadata = false;
                 let twice = |name: &str| de::Error::custom(format!("the name {name:?} appears twice"));
                 while let Some(name) = map.next_key::<String>()? {
-                    if name == "__metadata__" {
+                    if name == METADATA {
                         if std::mem::replace(&mut metadata, true) {
                             return Err(twice(&name));
                         }
@@ -146,6 +146,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
             len,
             crc32: None,
             deflated: false,
+            zstd: None,
             encoded: false,
             member: None,
         });
@@ -216,6 +217,8 @@ fn truncated(file: &SourceFile, expected: String) -> Error {
         .into()
 }
 
+/// The entry of a header that is no tensor.
+const METADATA: &str = "__metadata__";
 /// Bytes of a header that are no tensor's: its length and its metadata.
 pub(crate) const HEADER_FIXED: usize = 64;
 
@@ -231,11 +234,25 @@ pub(crate) fn announced(header: &[u8]) -> u64 {
     header.len() as u64 - 8
 }
 
+/// Refuses what readers of the format would not take: its readers know no complex128, and one name is its own.
+///
+/// # Errors
+/// `FS514`, naming the tensor.
+pub fn holds(name: &str, dtype: Dtype) -> Result<()> {
+    let what = match (name, dtype) {
+        (METADATA, _) => "safetensors keeps this name for itself",
+        (_, Dtype::C128) => "safetensors has no complex128",
+        _ => return Ok(()),
+    };
+    let finding = Finding::new(codes::UNSUPPORTED, what).tensor(name);
+    Err(finding.help("leave the tensor out: --exclude").into())
+}
+
 /// The bytes before the data of a safetensors file: length prefix and header, padded with spaces
 /// so that the data starts on a page. Tensors follow each other in the order given.
 pub fn header<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>) -> Vec<u8> {
     let mut json = serde_json::Map::new();
-    json.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
+    json.insert(METADATA.into(), serde_json::json!({"format": "pt"}));
     let mut at = 0u64;
     for (name, dtype, shape) in tensors {
         let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;
@@ -255,4 +272,20 @@ pub fn padded(mut json: Vec<u8>, least: usize) -> Vec<u8> {
     let mut bytes = ((total - 8) as u64).to_le_bytes().to_vec();
     bytes.extend(json);
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_readers_of_the_format_do_not_take_is_refused() {
+        assert!(holds("w", Dtype::C64).is_ok());
+        assert!(holds("metadata", Dtype::F32).is_ok());
+        for (name, dtype) in [("w", Dtype::C128), ("__metadata__", Dtype::F32)] {
+            let error = holds(name, dtype).unwrap_err();
+            assert_eq!(error.findings()[0].code, codes::UNSUPPORTED);
+            assert_eq!(error.findings()[0].tensor.as_deref(), Some(name));
+        }
+    }
 }

@@ -7,6 +7,7 @@
 
 use std::io::Read;
 
+use super::zstd::Decoder;
 use super::{pickle, Blob, ParsedFile};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -17,6 +18,7 @@ mod members;
 mod tensors;
 pub(crate) mod writer;
 
+pub(super) use members::Region;
 pub(crate) use members::MAX_MEMBERS;
 use members::{Archive, Member};
 
@@ -173,21 +175,22 @@ fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> 
     Ok(content)
 }
 
-/// Streams the data of a deflated blob to `sink`, in pieces of 256 KiB at most.
+/// Streams the data of a compressed blob to `sink`, in pieces of 256 KiB at most.
 ///
 /// Never hands on more than `blob.len` bytes (`FS604` beyond that). The length and the CRC32 are
 /// checked at the end (`FS301`), so the pieces count only once this has returned.
 pub fn inflate(file: &SourceFile, blob: &Blob, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    let stored = members::Region::new(file, blob.offset, blob.stored_len);
-    let mut decoder = flate2::bufread::DeflateDecoder::new(std::io::BufReader::with_capacity(CHUNK, stored));
+    let stored = Region::new(file, blob.offset, blob.stored_len);
+    let mut stored = std::io::BufReader::with_capacity(CHUNK, stored);
+    if let Some(zstd) = blob.zstd {
+        return unstream(file, blob, zstd.start, Decoder::new(stored), sink);
+    }
+    let mut decoder = flate2::bufread::DeflateDecoder::new(&mut stored);
     let mut buffer = vec![0; CHUNK];
     let mut crc = crc32fast::Hasher::new();
     let mut len = 0u64;
     loop {
-        let n = decoder.read(&mut buffer).map_err(|e| match e.downcast::<Error>() {
-            Ok(error) => error,
-            Err(e) => damaged(file, blob, &format!("the compressed data cannot be read: {e}")).into(),
-        })?;
+        let n = decoder.read(&mut buffer).map_err(|e| unreadable(file, blob, e))?;
         if n == 0 {
             break;
         }
@@ -205,6 +208,53 @@ pub fn inflate(file: &SourceFile, blob: &Blob, sink: &mut dyn FnMut(&[u8]) -> Re
         return Err(damaged(file, blob, "data").expected(format!("{} bytes", blob.len), len).into());
     }
     check_crc(file, blob, crc.finalize())
+}
+
+/// The data of a blob in a Zstandard stream, which is read to its end: what follows the data is part of it.
+fn unstream(
+    file: &SourceFile,
+    blob: &Blob,
+    start: u64,
+    mut decoder: impl Read,
+    sink: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let end = start.saturating_add(blob.len);
+    let mut buffer = vec![0; CHUNK];
+    let mut crc = crc32fast::Hasher::new();
+    let mut at = 0u64;
+    loop {
+        let n = decoder.read(&mut buffer).map_err(|e| unreadable(file, blob, e))?;
+        if n == 0 {
+            break;
+        }
+        let (lo, hi) = (start.max(at), end.min(at + n as u64));
+        if lo < hi {
+            let data = &buffer[(lo - at) as usize..(hi - at) as usize];
+            crc.update(data);
+            sink(data)?;
+        }
+        at += n as u64;
+    }
+    if at < end {
+        return Err(damaged(file, blob, "data").expected(format!("{} bytes", blob.len), "fewer").into());
+    }
+    check_crc(file, blob, crc.finalize())
+}
+
+fn unreadable(file: &SourceFile, blob: &Blob, error: std::io::Error) -> Error {
+    error.downcast::<Error>().unwrap_or_else(|error| undecodable(file, Some(blob), &error).into())
+}
+
+/// The finding for compressed bytes that cannot be decoded.
+pub(super) fn undecodable(file: &SourceFile, blob: Option<&Blob>, error: &std::io::Error) -> Finding {
+    let why = match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => "they end too early".to_string(),
+        _ => error.to_string(),
+    };
+    let what = blob.map_or("a record", name);
+    Finding::new(codes::CRC, format!("{what}: the compressed data cannot be read: {why}"))
+        .file(file.path())
+        .help("the file was damaged after it was written: copy it again from the node that wrote it")
 }
 
 fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {

@@ -787,7 +787,7 @@ pub fn case(dice: &mut Dice) -> Case {
         let dtype = if group.partial {
             dice.pick(&[Dtype::F32, Dtype::Bf16, Dtype::F16])
         } else {
-            dice.pick(&[Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::I64, Dtype::U8, Dtype::F64, Dtype::C128])
+            dice.pick(&[Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::I64, Dtype::U8, Dtype::F64, Dtype::C64])
         };
         for leaf in &group.leaves {
             let key = std::iter::once(format!("c{}", group.id))

@@ -64,6 +64,7 @@ impl Member {
             len: self.len,
             crc32: self.crc32,
             deflated: self.deflated,
+            zstd: None,
             encoded: false,
             member: Some(self.name.clone()),
         }
@@ -431,7 +432,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// A range of a file as a reader. Errors of the file travel inside the I/O errors.
-pub(super) struct Region<'a> {
+pub(in crate::format) struct Region<'a> {
     file: &'a SourceFile,
     start: u64,
     len: u64,
@@ -440,7 +441,7 @@ pub(super) struct Region<'a> {
 
 impl<'a> Region<'a> {
     /// The caller has checked that `start + len` lies in the file.
-    pub(super) fn new(file: &'a SourceFile, start: u64, len: u64) -> Self {
+    pub(in crate::format) fn new(file: &'a SourceFile, start: u64, len: u64) -> Self {
         Region { file, start, len, at: 0 }
     }
 }
