@@ -20,6 +20,8 @@ from ...models import megatron
 #: The first count of layers in a name.
 _LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d{1,9})(?!\d)")
+#: What counts further than any model.
+_ENDLESS = re.compile(r"(\d{10,})")
 #: Scales of FP8, which each rank has of its own, and what is computed from the config.
 _NO_WEIGHTS = re.compile(r"(?:\._extra_state|\.inv_freq)$")
 #: What each rank has whole.
@@ -217,6 +219,9 @@ class Wholes:
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in held.items():
             for name in own:
+                if match := _ENDLESS.search(name):
+                    got = f"one of {len(match[1])} digits"
+                    raise _refused(name[:80], place, "the number of a layer or an expert", "a count", got)
                 if match := _LAYER.match(name):
                     counts.setdefault((match[1], place.chunk, place.stage), set()).add(int(match[2]))
         bases: dict[tuple[str, int, int], int] = {}
