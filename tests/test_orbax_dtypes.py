@@ -54,6 +54,10 @@ def test_a_dtype_is_kept(dtype: str, zarr: int, tmp_path: Path) -> None:
     describe(tmp_path / "3/items", ["w"], zarr3=zarr == 3)
     source = fastshard.open(tmp_path / "3/items")
     assert source["w"].dtype == dtype and source["w"].numpy().tobytes() == array.tobytes()
+    if dtype == "C128":
+        # safetensors has no such type: what none of its readers opens is not written.
+        refused(tmp_path / "3/items", tmp_path / "st")
+        return
     fastshard.convert(source, tmp_path / "st", to=None, memory="2GiB")
     again = fastshard.open(tmp_path / "st")["w"]
     assert again.dtype == dtype and again.numpy().tobytes() == array.tobytes()

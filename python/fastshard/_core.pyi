@@ -240,6 +240,8 @@ class Plan:
 
     def findings(self) -> str:
         """JSON array of findings."""
+    def unwritable(self) -> str:
+        """JSON array of findings: outputs that the format of their file cannot hold."""
     def digest(self) -> str:
         """BLAKE3 of the plan, hexadecimal."""
     def to_json(self) -> str:

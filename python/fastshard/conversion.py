@@ -18,7 +18,7 @@ from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_e
 from .external import array_writer
 from .manifests import MANIFEST_NAME, MAX_MANIFEST, Expected, Manifest, beside, expected_by, run_options
 from .options import PLANNING, Merging, Planned, StrPath, Writing
-from .planning import Plan, make_plan
+from .planning import Plan, make_plan, to_be_written
 from .progress import Progress, Report
 from .request import Request
 from .tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def plan(
         options=placed,
         tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
     )
-    return make_plan(checkpoint.opened, request)
+    return to_be_written(make_plan(checkpoint.opened, request))
 
 
 @budget.kept
@@ -323,7 +323,7 @@ def planned(
     checkpoint = _opened(source, **opening)
     words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
     request = Request(to, options=placing.of(planning), tokenizer=words, **planning)
-    return expected, checkpoint, make_plan(checkpoint.opened, request), words
+    return expected, checkpoint, to_be_written(make_plan(checkpoint.opened, request)), words
 
 
 def _left(out: StrPath) -> set[str] | None:

@@ -257,6 +257,12 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main)
 
 
+def to_be_written(plan: Plan) -> Plan:
+    """The plan, with findings for what can be looked at and not be written."""
+    plan.findings += [Finding.from_dict(found) for found in json.loads(plan.core.unwritable())]
+    return plan
+
+
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
     """That nothing is left, with the name that a pattern may be meant for."""
     if finding.code != "FS515":

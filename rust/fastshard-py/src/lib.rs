@@ -430,6 +430,11 @@ impl Plan {
         to_json(&self.findings)
     }
 
+    /// What no file can hold, for a plan that is to be written.
+    fn unwritable(&self) -> PyResult<String> {
+        to_json(&fastshard::files::unwritable(&self.plan))
+    }
+
     fn digest(&self, py: Python<'_>) -> String {
         let plan = Arc::clone(&self.plan);
         py.detach(move || plan.digest())

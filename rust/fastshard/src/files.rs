@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::pickle::{parse_bytes, LIMITS};
@@ -279,6 +279,12 @@ fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Res
     Ok(file)
 }
 
+/// Outputs that the format of their file has no place for: they can be looked at, and not be written.
+pub fn unwritable(plan: &Plan) -> Vec<Finding> {
+    let told = plan.outputs.iter().filter(|o| plan.files[o.file as usize].form == Form::Safetensors);
+    told.filter_map(|o| safetensors::holds(o.key(), o.dtype).err()).flat_map(Error::into_findings).collect()
+}
+
 /// What stands in a file around its outputs, and the offset of each output.
 ///
 /// # Errors
@@ -286,7 +292,6 @@ fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Res
 pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     match &file.form {
         Form::Safetensors => {
-            outputs.iter().try_for_each(|o| safetensors::holds(o.key(), o.dtype))?;
             let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
             let announced = safetensors::announced(&header);
             within("header", announced, safetensors::MAX_HEADER, &file.name)?;
