@@ -236,6 +236,10 @@ def test_ranks_that_saved_each_for_itself(three: Path, tmp_path: Path) -> None:
         [nodes[0], nodes[2]], tmp_path / "gap", "FS101", exit=3, file="__1.metadata", rank="rank 1"
     )
     assert_refused(nodes[:2], tmp_path / "end", "FS205", exit=1, tensor="model.uneven.weight")
+    # Records of a rank that nothing names: its metadata is lost.
+    shutil.copy(root / "__2_0.distcp", nodes[1])
+    assert_refused(nodes[:2], tmp_path / "unnamed", "FS101", exit=3, file="__2.metadata", rank="rank 2")
+    (nodes[1] / "__2_0.distcp").unlink()
     (nodes[1] / "__1_0.distcp").unlink()
     assert_refused(nodes, tmp_path / "file", "FS101", exit=3, file="__1_0.distcp")
 

@@ -380,8 +380,15 @@ def test_experts_that_fewer_ranks_divide(tmp_path: Path) -> None:
     ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
     assert ran.code == 0, ran.out
     same(tmp_path / "out", whole)
-    (tmp_path / "ckpt/iter_0000010/mp_rank_02_001/model_optim_rng.pt").unlink()
+    aside = tmp_path / "aside.pt"
+    lost = tmp_path / "ckpt/iter_0000010/mp_rank_02_001/model_optim_rng.pt"
+    lost.rename(aside)
     assert_refused(tmp_path / "ckpt", tmp_path / "lost", "FS101", exit=3, file="mp_rank_02_001")
+    aside.rename(lost)
+    # Gates between other rows: no half of a rank's rows is the gates.
+    for file in (tmp_path / "ckpt").rglob("*.pt"):
+        edit_pt(file, lambda c: setattr(c["args"], "moe_mlp_glu_interleave_size", 4))
+    assert_refused(tmp_path / "ckpt", tmp_path / "glu", "FS514", exit=2)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -418,6 +425,23 @@ def test_names_of_before_core(tp: int, tmp_path: Path) -> None:
     ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
     assert ran.code == 0, ran.out
     same(tmp_path / "out", {f"language_model.{name}": tensor for name, tensor in whole.items()})
+    # Without a version its rows are in the order of version 0, part by part.
+    for file in (tmp_path / "ckpt").rglob("*.pt"):
+        edit_pt(file, lambda c: c.pop("checkpoint_version"))
+    if tp > 1:
+        assert_refused(tmp_path / "ckpt", tmp_path / "old", "FS514", exit=2, message="old versions")
+    else:
+        assert cli("merge", tmp_path / "ckpt", tmp_path / "old").code == 0
+
+
+def test_a_further_layer_that_is_used_again(tmp_path: Path) -> None:
+    """mtp_use_repeated_layer: several predictions, one layer."""
+    entries, args = RANKS["mtp"]
+    words = {**args, "mtp_num_layers": 3, "mtp_use_repeated_layer": True}
+    whole = rank_files(tmp_path / "ckpt", entries, words)
+    ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", whole)
 
 
 def test_what_megatron_fsdp_saves_is_merged_under_its_names(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zero_maker
+from fastshard.sources.groups import by_decay
 from helpers import Ran, assert_refused, cli, edit_pt, read_result
 from tiny_models import model
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -325,3 +327,130 @@ def test_the_manifest_vouches_for_moments(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     assert cli("verify", tmp_path / "out").code == 1
+
+
+def torch_state(live: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(live), "optim": get_optimizer_state_dict(live, optimizer)}
+
+
+def put(folder: Path, state: dict[str, Any], live: Any) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    live.config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_a_learning_rate_that_is_a_tensor(tmp_path: Path, flat: bool) -> None:
+    """Compiled optimizers have it so: no loader is given another one."""
+    live = model("llama", tmp_path / "model")
+    optimizer = trained(live)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    saved(tmp_path / "ckpt", live, optimizer, flat)
+    ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
+    assert ran.code == 0, ran.out
+    _, again = loaded(tmp_path / "out")
+    assert [group["lr"] for group in again.param_groups] == pytest.approx([0.013, 0.007])
+    assert cli("convert", tmp_path / "ckpt", tmp_path / "universal", "--to", "universal").code == 0
+    file = tmp_path / "universal/global_step3/zero/optimizer_state.pt"
+    groups = torch.load(file, weights_only=False)["param_groups"]
+    assert [group["lr"] for group in groups] == pytest.approx([0.013, 0.007])
+
+
+def test_what_a_group_does_not_tell_is_not_made_up(tmp_path: Path) -> None:
+    live = model("llama", tmp_path / "model")
+    state = torch_state(live, trained(live))
+    for group in state["optim"]["param_groups"]:
+        for key in ("eps", "decoupled_weight_decay"):
+            group.pop(key, None)
+    put(tmp_path / "ckpt", state, live)
+    ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
+    assert ran.code == 0, ran.out
+    warned = [f["message"] for f in ran.having("FS212") if f["severity"] == "warning"]
+    assert any("eps" in message for message in warned) and any("decoupled" in message for message in warned)
+    with pytest.raises(CheckpointException, match="eps"):
+        loaded(tmp_path / "out")
+
+
+def without_second(state: dict[str, Any]) -> None:
+    for entry in state["optim"]["state"].values():
+        del entry["exp_avg_sq"]
+
+
+def factored(state: dict[str, Any]) -> None:
+    for entry in state["optim"]["state"].values():
+        if entry["exp_avg_sq"].dim() > 1:
+            entry["exp_avg_sq_row"] = entry.pop("exp_avg_sq")[:, 0].clone()
+
+
+def flattened_moment(state: dict[str, Any]) -> None:
+    entry = state["optim"]["state"]["model.layers.1.mlp.up_proj.weight"]
+    entry["exp_avg"] = entry["exp_avg"].flatten()
+
+
+def averaged(state: dict[str, Any]) -> None:
+    state["ema"] = {name: tensor * 0.5 for name, tensor in state["model"].items()}
+
+
+def two_optimizers(state: dict[str, Any]) -> None:
+    held = state.pop("optim")
+    halves = [{n: s for k, (n, s) in enumerate(held["state"].items()) if k % 2 is m} for m in (0, 1)]
+    for name, half in zip(("optim_a", "optim_b"), halves, strict=True):
+        state[name] = {"state": half, "param_groups": [{**held["param_groups"][0], "params": list(half)}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (without_second, ()),
+        (factored, ()),
+        (flattened_moment, ()),
+        (averaged, ("--under", "ema")),
+        (two_optimizers, ()),
+    ],
+    ids=["Lion", "Adafactor", "a flat moment", "averaged weights", "two optimizers"],
+)
+@pytest.mark.parametrize("to", ["dcp", "universal"])
+def test_what_is_not_adams_state_of_the_model_is_refused(
+    change: Callable[[dict[str, Any]], None], options: tuple[str, ...], to: str, tmp_path: Path
+) -> None:
+    live = model("llama", tmp_path / "model")
+    state = torch_state(live, trained(live))
+    change(state)
+    put(tmp_path / "ckpt", state, live)
+    refused(tmp_path / "ckpt", tmp_path / "out", "FS514", "--to", to, *options)
+    # The weights alone are nobody's problem.
+    ran = cli(
+        "convert", tmp_path / "ckpt", tmp_path / "weights", "--to", "hf", *(options or ("--under", "model"))
+    )
+    assert ran.code == 0, ran.out
+
+
+def test_moments_of_the_model_beside_averaged_weights(tmp_path: Path) -> None:
+    live = model("llama", tmp_path / "model")
+    optimizer = trained(live)
+    state = torch_state(live, optimizer)
+    averaged(state)
+    put(tmp_path / "ckpt", state, live)
+    ran = cli(
+        "convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer", "--under", "model"
+    )
+    assert ran.code == 0, ran.out
+    assert_same_state(*loaded(tmp_path / "out"), live, optimizer)
+
+
+def test_groups_by_weight_decay() -> None:
+    """Megatron-LM lists no parameters; runs that divide them otherwise are not guessed at."""
+    groups = [
+        {"wd_mult": 1.0, "lr": 0.1, "weight_decay": 0.1},
+        {"wd_mult": 0.0, "lr": 0.1, "weight_decay": 0.0},
+    ]
+    found = by_decay(groups, {"no_weight_decay_cond_type": None})
+    assert found is not None and [group.decays for group in found] == [True, False]
+    experts = [{**group, "is_expert_parallel": True} for group in groups]
+    assert by_decay([*groups, *experts], {}) == found
+    for other in ("apply_wd_to_qk_layernorm", "embedding_init_method_std", "no_weight_decay_cond_type"):
+        assert by_decay(groups, {other: 0.02}) is None
+    assert by_decay([*groups, {**groups[0], "lr": 0.5}], {}) is None
+    assert by_decay(groups[:1], {"pipeline_model_parallel_size": 2}) is None
+    assert by_decay(groups[:1], {"pipeline_model_parallel_size": 1}) is not None

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from . import layouts
 from ._core import Table
 from .discover import File
-from .errors import FastshardError, Finding
+from .errors import FastshardError, Finding, raise_errors
 from .naming.wrappers import put_in
 
 #: Ranks of one parallel dimension at most; no run has as many.
@@ -226,6 +226,8 @@ class Moments:
     slots: dict[str, tuple[str, str]]
     #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
     told: Callable[[], tuple[list[Group] | None, list[float]]]
+    #: Why these cannot be slots, if they cannot.
+    refused: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -413,6 +415,7 @@ class Source:
 
     def _slots(self, moments: Moments) -> Source:
         """The source with moments as slots of their parameters."""
+        raise_errors(moments.refused)
         groups, steps = moments.told()
         assembled: list[Assembled] = []
         for group in self.assembled:

@@ -19,6 +19,9 @@ ADAM = ("exp_avg", "exp_avg_sq")
 CARRIED = (
     "lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "maximize", "bias_correction", "decoupled_weight_decay",
 )  # fmt: skip
+#: What every group of Adam's has, and what tells AdamW from Adam.
+NEEDED = ("lr", "betas", "eps", "weight_decay")
+DECOUPLED = "decoupled_weight_decay"
 #: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is known besides.
 _SILENT = (
     "foreach", "capturable", "differentiable", "fused", "step", "name", "wd_mult", "lr_mult", "is_expert_parallel",
@@ -52,8 +55,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
         FastshardError: ``FS514`` for state that no target has a place for.
     """
     known = sorted({group.slot for group in source.assembled if group.slot is not None})
-    strange = [slot for slot in known if slot not in ADAM]
-    if strange or not known:
+    if known != list(ADAM):
         raise FastshardError.of(
             "FS514",
             "optimizer state of this kind is not converted",
@@ -86,6 +88,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
                 help="set it in the run that goes on: Adam divides by what it makes of the step",
             )
         )
+    findings += _of_groups(state, source)
     dropped = sorted(
         {
             key
@@ -104,6 +107,57 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
             )
         )
     return state
+
+
+def _of_groups(state: State, source: Source) -> list[Finding]:
+    """What the groups leave open.
+
+    Raises:
+        FastshardError: ``FS514`` for hyperparameters that are no numbers.
+    """
+    findings: list[Finding] = []
+    for given, _ in state.groups or ():
+        for key, value in given.items():
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if not all(n is None or isinstance(n, (bool, int, float)) for n in numbers):
+                raise FastshardError.of(
+                    "FS514",
+                    "a hyperparameter of the optimizer that is no number",
+                    expected=f"a number for {key}",
+                    got=repr(value)[:80],
+                    help="do without --optimizer",
+                )
+    lacking = {key for given, _ in state.groups or () for key in NEEDED if key not in given}
+    if lacking:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"hyperparameters that a group of parameters does not tell: {', '.join(sorted(lacking))}",
+                severity="warning",
+                help="set them in the run that goes on",
+            )
+        )
+    if any(DECOUPLED not in given and given.get("weight_decay") for given, _ in state.groups or ()):
+        findings.append(
+            Finding.of(
+                "FS212",
+                "whether weight decay is decoupled is not told: taken as AdamW does it",
+                severity="warning",
+                help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that goes on",
+            )
+        )
+    moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
+    without = sorted({n for group in source.optimizer.groups or () for n in group.names or ()} - moved)
+    if without:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as never stepped",
+                severity="note",
+                tensor=without[0],
+            )
+        )
+    return findings
 
 
 def _step(source: Source) -> int | None:

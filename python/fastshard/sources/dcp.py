@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,6 +156,10 @@ def _read(listing: Listing, file: File) -> dict[str, Any]:
     return told
 
 
+#: Records of a rank.
+_RECORDS = re.compile(r"^__(\d{1,9})_\d+\.distcp$")
+
+
 def _of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> dict[str, Any]:
     """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
 
@@ -206,6 +210,20 @@ def _of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Fin
             )
         )
     return {"tensors": list(tensors.values()), "objects": list(objects), "stored": stored, "version": version}
+
+
+def _ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list[Finding]:
+    """Ranks whose records are there and whose metadata, which alone names them, is not."""
+    there = {int(m[1]) for file in listing.within(folder) if (m := _RECORDS.match(file.name))}
+    return [
+        missing(
+            f"{folder}/__{rank}{METADATA}" if folder else f"__{rank}{METADATA}",
+            f"rank {rank}",
+            f"the metadata of this rank: __{rank}_*.distcp is there",
+            "copy it from the node that ran this rank",
+        )
+        for rank in sorted(there - set(ranks))
+    ]
 
 
 def _same_save(described: dict[str, Any], of_ranks: dict[str, Any], tracker: File) -> None:
@@ -280,6 +298,7 @@ class Dcp:
                 _same_save(described, _of_ranks(listing, ranks, []), trackers[0])
         else:
             described = _of_ranks(listing, ranks, findings)
+            findings += _ranks_without(listing, folder, ranks)
         found = self._found(listing, folder, chosen.name or None, described)
         found.findings[:0] = [*chosen.findings, *findings]
         for other in within:

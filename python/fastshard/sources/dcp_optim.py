@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import _core
 from ..declared import Group, Moments, Source
-from ..errors import from_core
-from ..optimizer_state import CARRIED
+from ..errors import Finding, from_core
 from .base import Contents
 
 #: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
@@ -46,13 +45,20 @@ def attach(
     own = {name: source.names.get(name, name) for name, *_ in tensors}
     shapes = {own[name]: shape for name, shape, _ in tensors}
     slots: dict[str, tuple[str, str]] = {}
+    refused: list[Finding] = []
     steps: list[tuple[int, int]] = []
-    top = ""
+    scalars: dict[str, tuple[int, int]] = {}
+    tops: dict[str, None] = {}
+    bare: str | None = None
     for name, shape, pieces in tensors:
+        scalar = (pieces[0][2], pieces[0][3]) if not shape and len(pieces) == 1 else None
         match = _MOMENT.match(own[name])
         if match is None or (
             match["top"] is None and own[name] in shapes and shapes.get(match["name"]) is None
         ):
+            if scalar is not None and "param_groups." in own[name]:
+                # A learning rate that is a tensor, as compiled optimizers have it.
+                scalars[own[name]] = scalar
             continue
         parameter = next(
             (p for p in (source.weights_prefix + match["name"], match["name"]) if p in shapes), None
@@ -60,13 +66,25 @@ def attach(
         if parameter is None:
             continue
         if match["slot"] == _STEP:
-            if not shape and len(pieces) == 1:
-                steps.append((pieces[0][2], pieces[0][3]))
+            steps += [] if scalar is None else [scalar]
         elif shape == shapes[parameter]:
             slots[name] = (parameter, match["slot"])
-            top = match["top"] or ""
-    if not slots:
+            tops[match["top"] or ""] = None
+            bare = bare or match["name"]
+        elif shape:
+            refused.append(
+                Finding.of(
+                    "FS514",
+                    f"the optimizer's {match['slot']} has another shape than its parameter (factored or quantised)",
+                    tensor=own[name],
+                    expected=str(shapes[parameter]),
+                    got=str(shape),
+                    help="do without --optimizer, or `fastshard merge --optimizer`, which keeps it as it is",
+                )
+            )
+    if not (slots or refused):
         return
+    refused += _not_of_one(source, list(tops), bare, shapes)
     trained = {parameter for parameter, _ in slots.values()}
     state = set(slots)
     weights = {name for name in shapes if name.startswith(source.weights_prefix) and name not in state}
@@ -77,11 +95,46 @@ def attach(
         beside=Moments(
             slots,
             lambda: (
-                _groups(objects, top, source.weights_prefix, set(shapes)),
+                _groups(
+                    _values(contents, objects, scalars, next(iter(tops), "")),
+                    source.weights_prefix,
+                    set(shapes),
+                ),
                 [_number(contents, file, number) for file, number in steps],
             ),
+            refused,
         ),
     )
+
+
+def _not_of_one(
+    source: Source, tops: list[str], bare: str | None, shapes: dict[str, list[int]]
+) -> list[Finding]:
+    """That there are several optimizers, or several models that the one may be of."""
+    if len(tops) > 1:
+        return [
+            Finding.of(
+                "FS514",
+                "the checkpoint holds the state of several optimizers",
+                expected="one",
+                got=", ".join(f"{top}*" for top in sorted(tops)),
+                help="`fastshard merge --optimizer` keeps them under their own names",
+            )
+        ]
+    ends = f".{bare}"
+    copies = sorted(name.removesuffix(bare or "") for name in shapes if name == bare or name.endswith(ends))
+    copies = [prefix for prefix in copies if not _MOMENT.match(f"{prefix}{bare}")]
+    if len(copies) > 1 and source.weights_prefix != "model.":
+        return [
+            Finding.of(
+                "FS514",
+                "which of the copies of the model the optimizer is of is not told",
+                expected="model.*, which a trainer's optimizer steps",
+                got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
+                help="do without --optimizer: averaged weights have no moments",
+            )
+        ]
+    return []
 
 
 def _number(contents: Contents, file: int, number: int) -> float:
@@ -92,18 +145,29 @@ def _number(contents: Contents, file: int, number: int) -> float:
     return float("nan") if value is None else value
 
 
-def _groups(objects: Objects, top: str, prefix: str, names: set[str]) -> list[Group] | None:
-    """Groups of parameters by the records ``param_groups.N.KEY``, or ``param_groups.PARAMETER.KEY``."""
+def _values(
+    contents: Contents, objects: Objects, scalars: dict[str, tuple[int, int]], top: str
+) -> dict[str, dict[str, Any]]:
+    """What the records below ``param_groups.`` say: by group or parameter, by key."""
     begin = f"{top}param_groups."
     found: dict[str, dict[str, Any]] = {}
     for name, (path, offset, length) in objects.items():
         which, _, key = name.removeprefix(begin).rpartition(".")
-        if name.startswith(begin) and which and key in (*CARRIED, "params"):
+        if name.startswith(begin) and which:
             try:
                 text = _core.dcp_object(path, offset, length)
             except _core.CoreError as error:
                 raise from_core(error) from None
             found.setdefault(which, {})[key] = json.loads(text)
+    for name, (file, number) in scalars.items():
+        which, _, key = name.removeprefix(begin).rpartition(".")
+        if name.startswith(begin) and which:
+            found.setdefault(which, {})[key] = _number(contents, file, number)
+    return found
+
+
+def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> list[Group] | None:
+    """Groups of parameters by the records ``param_groups.N.KEY``, or ``param_groups.PARAMETER.KEY``."""
 
     def called(parameter: Any) -> str | None:
         return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..declared import Group
@@ -12,21 +12,34 @@ from .base import as_dict
 _MEMBERS = ("params", "param_names")
 #: How much of the weight decay Megatron-LM gives a group: none to biases and vectors.
 _DECAY = "wd_mult"
-#: A run that decays some vectors.
-_QK_TOO = "apply_wd_to_qk_layernorm"
+#: Runs that decay some vectors, or not all matrices. source: megatron/core/optimizer, Megatron-Bridge
+_OTHER_RULES = ("apply_wd_to_qk_layernorm", "embedding_init_method_std", "no_weight_decay_cond_type")
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its parameters, but which they are."""
-    return {key: value for key, value in group.items() if key not in _MEMBERS}
+#: Reads the tensor of that index, where it is a scalar.
+Scalar = Callable[[int], float | None]
 
 
-def listed(groups: Any, members: Mapping[str, Iterable[str]]) -> list[Group] | None:
+def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> dict[str, Any]:
+    """What a group says of its parameters, but which they are. Compiled optimizers have their learning rate as a tensor."""
+
+    def value_of(value: Any) -> Any:
+        index = as_dict(value).get("__tensor__")
+        number = scalar(index) if scalar is not None and type(index) is int else None
+        return value if number is None else number
+
+    return {key: value_of(value) for key, value in group.items() if key not in _MEMBERS}
+
+
+def listed(
+    groups: Any, members: Mapping[str, Iterable[str]], scalar: Scalar | None = None
+) -> list[Group] | None:
     """Groups that list their parameters.
 
     Args:
         groups: ``param_groups`` as stored.
         members: the names that each number (or name) stands for: one parameter, or all of a flat vector.
+        scalar: reads hyperparameters that are tensors.
 
     Returns:
         The groups; None where one lists nothing, or what stands for nothing.
@@ -37,13 +50,13 @@ def listed(groups: Any, members: Mapping[str, Iterable[str]]) -> list[Group] | N
         if not isinstance(keys, list) or any(str(key) not in members for key in keys):
             return None
         names = frozenset(name for key in keys for name in members[str(key)])
-        found.append(Group(hyperparameters(group), names))
+        found.append(Group(hyperparameters(group, scalar), names))
     return found or None
 
 
-def numbered(groups: Any, order: Sequence[Iterable[str]]) -> list[Group] | None:
+def numbered(groups: Any, order: Sequence[Iterable[str]], scalar: Scalar | None = None) -> list[Group] | None:
     """As :func:`listed`, where numbers count through what is stepped, in order."""
-    return listed(groups, {str(number): names for number, names in enumerate(order)})
+    return listed(groups, {str(number): names for number, names in enumerate(order)}, scalar)
 
 
 def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
@@ -82,8 +95,11 @@ def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> li
         if hyperparameters(values) not in kept:
             kept.append(hyperparameters(values))
     if len(kept) == 1:
-        return [Group(kept[0])]
+        # Old versions keep the groups that the rank's own stage has.
+        return [Group(kept[0])] if args.get("pipeline_model_parallel_size") in (None, 1) else None
     decays = [values.get(_DECAY) for values in kept]
-    if decays not in ([0, 1], [1, 0]) or args.get(_QK_TOO):
+    if decays not in ([0, 1], [1, 0]) or any(
+        args.get(key) is not None and args[key] is not False for key in _OTHER_RULES
+    ):
         return None
     return [Group(values, decays=bool(values[_DECAY])) for values in kept]

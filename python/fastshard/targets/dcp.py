@@ -11,7 +11,7 @@ from ..declared import Source
 from ..errors import FastshardError
 from ..layouts import spellings
 from ..naming.dcp import METADATA, chunk_name
-from ..optimizer_state import State
+from ..optimizer_state import DECOUPLED, State
 from ..placing import STACKED_EXPERTS, TP
 from ..request import Request
 from ..trees import TensorOf, tree
@@ -214,15 +214,18 @@ def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, i
 #: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no others.
 #: source: torch/optim/adamw.py, adam.py
 _DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "maximize": False,
-    "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    DECOUPLED: True,
 }  # fmt: skip
 
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
-    """All that a loader may ask of a group."""
+    """All that a loader may ask of a group, but the numbers that nothing tells: it asks for these, and stops."""
     values: dict[str, Any] = _DEFAULTS | {
         key: value for key, value in given.items() if key != "bias_correction"
     }
-    values["betas"] = tuple(values["betas"])
-    return {**values, "initial_lr": given.get("initial_lr", values["lr"])}
+    if isinstance(values.get("betas"), list):
+        values["betas"] = tuple(values["betas"])
+    if "lr" in values:
+        values.setdefault("initial_lr", values["lr"])
+    return values

@@ -18,7 +18,7 @@ from ..base import Contents, Found, as_dict
 from ..boxes import Boxes
 from ..groups import listed
 from ..in_order import by_shape
-from ..zero.model import ints, scalar, tensor_index
+from ..zero.model import ints, scalar, scalars_of, tensor_index
 from .ranks import Ranks
 
 _STEP = "step"
@@ -61,10 +61,11 @@ def attach(
         source.assembled += held.assembled(named, shapes, holes=not ranks.broken)
         state.unread.extend(held.unread)
         state.untrained.update(set(shapes) - {named[key] for key in held.every_key() if key in named})
-    groups = next((one.get("param_groups") for one in states.values()), None)
+    first, groups = next(((rank, one.get("param_groups")) for rank, one in states.items()), (0, None))
     if isinstance(groups, list):
         source.values["optimizer"] = {"param_groups": groups}
-    told = listed(groups, {key: [name] for key, name in (named or {}).items()})
+    members = {key: [name] for key, name in (named or {}).items()}
+    told = listed(groups, members, scalars_of(contents, ranks.files[first])) if states else None
     source.optimizer = replace(state, groups=told)
 
 

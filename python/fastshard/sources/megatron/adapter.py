@@ -19,7 +19,7 @@ from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ...models import megatron
 from ...models.model import Lack
-from ..base import Contents, Found, Options, counted, missing
+from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..steps import Step, choose
 from . import arguments, fitting, optim_legacy, wholes
 
@@ -172,7 +172,13 @@ class Megatron:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
         states = [contents(i) for i in range(len(found.notes["suffixes"]))]
         for file, state in zip(found.files, states, strict=False):
-            version = state.get("checkpoint_version") if isinstance(state, dict) else None
+            version = as_dict(state).get("checkpoint_version")
+            before_core = any(
+                str(n).startswith("language_model") for n in as_dict(as_dict(state).get("model"))
+            )
+            if version is None and before_core and len(states) > 1:
+                # Megatron-LM takes it so too. source: megatron/training/checkpointing.py (get_checkpoint_version)
+                version = 0
             if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
                 raise FastshardError.of(
                     "FS514",

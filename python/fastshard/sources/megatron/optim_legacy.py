@@ -113,7 +113,7 @@ def attach(
     values: list[dict[str, Any]] = []
     for rank in ranks:
         groups = list(param_groups(rank.state.get("optimizer")))
-        values = values or groups
+        values += [group for group in groups if group not in values]
         told[rank.file] = sorted(set(steps(groups)))
         try:
             if beside:

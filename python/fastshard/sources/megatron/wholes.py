@@ -165,11 +165,15 @@ class Wholes:
             called = {n for n in layers if n % every == 0}
         elif self.args.get("num_experts") and isinstance(every, list):
             called = {n for n, is_mixed in enumerate(every) if is_mixed}
+        further_layers = megatron.size(self.args, "mtp_num_layers") or 0
+        if self.args.get("mtp_use_repeated_layer"):
+            # One layer, used again and again.
+            further_layers = min(further_layers, 1)
         latent = any("latent" in name for held in layers.values() for name in held)
         for key, expected, got in (
             ("moe_layer_freq", called, mixed),
             ("moe_shared_expert_intermediate_size", mixed if self.args.get("moe_shared_expert_intermediate_size") else set(), shared),
-            ("mtp_num_layers", set(range(min(megatron.size(self.args, "mtp_num_layers") or 0, _MOST))), further),
+            ("mtp_num_layers", set(range(min(further_layers, _MOST))), further),
             ("moe_latent_size", bool(self.args.get("moe_latent_size")), latent),
         ):  # fmt: skip
             if layers and self.args and expected != got:
@@ -266,6 +270,14 @@ class Wholes:
                 raise _refused(
                     name, place, "num_experts", f"a multiple of {self.ep}", str(self.args.get("num_experts"))
                 )
+            if int(match[2]) >= total // self.ep:
+                raise _refused(
+                    name,
+                    place,
+                    "num_experts",
+                    f"{total // self.ep} experts on this rank",
+                    f"expert {match[2]}",
+                )
             expert = int(match[2]) + place.ep * (total // self.ep)
             name = f"{name[: match.start(2)]}{expert}{name[match.end(2) :]}"
         return name
@@ -330,6 +342,11 @@ class Wholes:
         parts = 1
         if _FIRST.search(name):
             parts = self._gates(place, name, shape, own)
+            if parts > 1 and degree > 1 and self.args.get("moe_mlp_glu_interleave_size"):
+                size = str(self.args["moe_mlp_glu_interleave_size"])
+                raise _refused(
+                    name, place, "gates between other rows (moe_mlp_glu_interleave_size)", "None", size
+                )
             total = None if total is None else total * parts
         if total is not None and shape[dimension] * degree == total:
             return dimension, parts

@@ -206,6 +206,17 @@ def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | No
     return float(struct.unpack(formats[dtype], contents.bytes(file, tensor, SCALAR_BYTES))[0])
 
 
+def scalars_of(contents: Contents, file: int) -> Callable[[int], float | None]:
+    """Reads scalars of a file by their tensors' indices."""
+
+    def read(index: int) -> float | None:
+        tensors = contents.tensors(file)
+        fits = index < len(tensors) and math.prod(tensors[index]["shape"]) == 1
+        return scalar(contents, file, index, tensors[index]["dtype"]) if fits else None
+
+    return read
+
+
 def tensors_below(value: Any) -> list[int]:
     """Indices of all tensors among inert values, each once, in order."""
     found: dict[int, None] = {}

@@ -9,7 +9,7 @@ from ...declared import Assembled, Group, StateFile
 from ...errors import Finding
 from ..base import lacking
 from ..groups import numbered
-from .model import Flat, Model, Named, Rank, scalar, state_below, state_of, tensor_index
+from .model import Flat, Model, Named, Rank, scalar, scalars_of, state_below, state_of, tensor_index
 
 
 class Partitions:
@@ -258,7 +258,8 @@ class Partitions:
             for count, file, tensor, _ in ranges:
                 if count:
                     members[places[file, tensor]][self.model.name_of(name)] = None
-        return numbered(self.values.get("param_groups"), members)
+        read = scalars_of(self.model.contents, self.order[0].file)
+        return numbered(self.values.get("param_groups"), members, read)
 
     def keep(self, named: Named) -> None:
         """Takes what the stage made of the partitions, aliases included."""

@@ -17,7 +17,7 @@ from ...errors import Finding
 from ..groups import listed
 from ..in_order import by_shape, by_size
 from .experts import is_expert
-from .model import Model, Parameter, Parts, ints, scalar, state_below, tensor_index, tensors_below
+from .model import Model, Parameter, Parts, ints, scalar, scalars_of, state_below, tensor_index, tensors_below
 
 
 @dataclass
@@ -111,7 +111,8 @@ class Held:
         members = {
             vector.key: [self.model.name_of(n) for n, *_ in vector.members] for vector in self.vectors()
         }
-        return listed(self.base.get("param_groups"), members) if self.named else None
+        read = scalars_of(self.model.contents, self.model.file)
+        return listed(self.base.get("param_groups"), members, read) if self.named else None
 
     def state_file(self) -> StateFile:
         """Masters, moments and steps in the model file."""
