@@ -35,6 +35,11 @@ _DEPTH = 4
 _MOST_STEPS = 1 << 62
 
 
+def is_state(name: str) -> bool:
+    """True for a tensor of an optimizer's state."""
+    return _STATE.match(name) is not None
+
+
 def divide(
     source: Source,
     tensors: list[Stored],

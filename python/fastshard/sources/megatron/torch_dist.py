@@ -53,6 +53,12 @@ class TorchDist:
         source.facts["output_layer"] = "output_layer.weight" in names
         if "gated" not in source.facts and (gated := _gated(shapes)) is not None:
             source.facts["gated"] = gated
+        # What lies in a file that is gone belongs to the model all the same.
+        shapes |= {
+            entry["name"]: entry["shape"]
+            for entry in found.notes["described"]["tensors"]
+            if entry["name"] in found.notes["lacking"] and not optim.is_state(entry["name"])
+        }
         lack = fitting.unnamed(layouts.table(source.layout), shapes, source.axes, source.facts, args)
         if lack is not None:
             fitting.leave_unnamed(source, lack, shapes, args)
