@@ -27,6 +27,7 @@ __all__ = [
     "collect",
     "commit",
     "dcp_metadata",
+    "dcp_object",
     "exit_code",
     "format_finding",
     "histogram_edges",
