@@ -66,15 +66,15 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     slots: dict[str, dict[str, str]] = {}
     for name in outputs:
         weight, _, slot = name.rpartition(".")
-        if slot in known and weight in outputs:
+        if slot in ADAM and weight in outputs:
             slots.setdefault(weight, {})[slot] = name
-    lacking = next((w for w, have in slots.items() if len(have) < len(known)), None)
+    lacking = next((w for w, have in slots.items() if len(have) < len(ADAM)), None)
     if lacking is not None:
         raise FastshardError.of(
             "FS402",
             "some of the moments of this parameter are not there",
             tensor=lacking,
-            expected=" and ".join(known),
+            expected=" and ".join(ADAM),
             got=", ".join(slots[lacking]),
         )
     findings: list[Finding] = []
@@ -179,11 +179,7 @@ def _step(source: Source) -> int | None:
             got=", ".join(f"{step:g}" for step in told[:8]),
             help="`fastshard merge --optimizer` keeps the moments under their own names",
         )
-    if not told:
-        value = source.values.get("optimizer")
-        step = value.get("step") if isinstance(value, dict) else None
-        return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
-    return int(told[0]) if told[0] >= 0 and told[0] == int(told[0]) else None
+    return int(told[0]) if told and told[0] >= 0 and told[0] == int(told[0]) else None
 
 
 def _groups(

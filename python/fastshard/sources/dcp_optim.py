@@ -137,6 +137,18 @@ def _not_of_one(
     return []
 
 
+def read_object(place: tuple[Path, int, int]) -> Any:
+    """The value of a record that is no tensor, by its file, offset and bytes.
+
+    Raises:
+        FastshardError: if it cannot be read.
+    """
+    try:
+        return json.loads(_core.dcp_object(*place))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
 def _number(contents: Contents, file: int, number: int) -> float:
     """The value of a scalar."""
     from .zero.model import scalar
@@ -151,18 +163,11 @@ def _values(
     """What the records below ``param_groups.`` say: by group or parameter, by key."""
     begin = f"{top}param_groups."
     found: dict[str, dict[str, Any]] = {}
-    for name, (path, offset, length) in objects.items():
+    for name in (*objects, *scalars):
         which, _, key = name.removeprefix(begin).rpartition(".")
         if name.startswith(begin) and which:
-            try:
-                text = _core.dcp_object(path, offset, length)
-            except _core.CoreError as error:
-                raise from_core(error) from None
-            found.setdefault(which, {})[key] = json.loads(text)
-    for name, (file, number) in scalars.items():
-        which, _, key = name.removeprefix(begin).rpartition(".")
-        if name.startswith(begin) and which:
-            found.setdefault(which, {})[key] = _number(contents, file, number)
+            value = read_object(objects[name]) if name in objects else _number(contents, *scalars[name])
+            found.setdefault(which, {})[key] = value
     return found
 
 

@@ -5,17 +5,15 @@ source: megatron/core/dist_checkpointing (strategies/torch.py)
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
-from ... import _core, layouts
+from ... import layouts
 from ...declared import Source
 from ...discover import Listing
-from ...errors import from_core
 from ...models.model import Lack
 from ..base import Contents, Found, as_dict, missing
+from ..dcp_optim import read_object
 from . import arguments, fitting, optim
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
@@ -78,7 +76,7 @@ def _of_torch(
     names = {name for name, *_ in tensors}
     if not {"args", "iteration", "checkpoint_version"} <= objects.keys() or not any(map(_MODEL.match, names)):
         return None
-    args = arguments.arguments({"args": _object(objects["args"])})
+    args = arguments.arguments({"args": read_object(objects["args"])})
     form = str(args.get("ckpt_format") or "fsdp_dtensor")[:80]
     source.framework = f"Megatron-LM ({form if form.isidentifier() else 'torch DCP'})"
     source.values |= {"iteration": args.get("iteration"), "args": args}
@@ -86,13 +84,6 @@ def _of_torch(
     shapes = {name: shape for name, shape, _ in tensors}
     fitting.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)
     return tensors
-
-
-def _object(place: tuple[Path, int, int]) -> Any:
-    try:
-        return json.loads(_core.dcp_object(*place))
-    except _core.CoreError as error:
-        raise from_core(error) from None
 
 
 def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
@@ -116,7 +107,7 @@ def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
                 )
             )
         return {}
-    told = _object(found.notes["objects"][_COMMON])
+    told = read_object(found.notes["objects"][_COMMON])
     # An object's value is kept as the only item of a list.
     return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
 
