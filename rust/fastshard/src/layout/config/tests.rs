@@ -495,6 +495,17 @@ fn expressions() -> impl Strategy<Value = String> {
     })
 }
 
+/// The smallest number has no opposite: a quotient by -1 is refused, a rest is not.
+#[test]
+fn the_smallest_number() {
+    let config = json!({"a": i64::MIN, "b": -1});
+    assert_eq!(fact("a % b == 0", &config), Ok(Some(true)));
+    for text in ["a / b", "a // b", "a * b", "0 - a"] {
+        let told = fact(&format!("{text} > 1"), &config).unwrap_err();
+        assert!(told.contains("64 bits"), "{text}: {told}");
+    }
+}
+
 /// The shortest evaluation that is right, over wide numbers; `None` for what is refused.
 fn oracle(text: &str, config: &Json) -> Option<Option<bool>> {
     let (a, rest) = text.split_once(' ')?;
