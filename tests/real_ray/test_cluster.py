@@ -294,6 +294,14 @@ def kills_nodes(
     return kill
 
 
+def assert_alive(cpus: list[int]) -> None:
+    """The nodes that are left, by their CPUs; Ray may find a node dead after the run that its death disturbed."""
+    until = time.monotonic() + 60
+    while sorted(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]) != cpus:
+        assert time.monotonic() < until, ray.nodes()
+        time.sleep(0.2)
+
+
 def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
     """Its part is made on another node. The process that made it is stopped all the while, and wakes up at the end: it
     holds no file that is published."""
@@ -305,7 +313,7 @@ def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
         assert midway.met and len(asleep) == 1, "all parts were made before one was seen"
         # What two processes have worked on is looked at once more, and is neither's.
         assert len(parts_of(manifest)) >= 2
-        assert sum(node["Alive"] for node in ray.nodes()) == 3
+        assert_alive([0, 1, 1])
         goes_on(*asleep)
         time.sleep(1)
     assert_equal(out, alone)
@@ -327,7 +335,7 @@ def test_a_smaller_node_takes_over(source: Path, alone: Path, out: Path) -> None
         with Midway(out, kill_all) as midway:
             fastshard.ray.merge(source, out, threads=1)
         assert midway.met
-        assert [n["Resources"]["CPU"] for n in ray.nodes() if n["Alive"] and "CPU" in n["Resources"]] == [1]
+        assert_alive([0, 1])
         goes_on(*asleep)
     assert_equal(out, alone)
 

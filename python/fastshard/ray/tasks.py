@@ -21,6 +21,9 @@ LOOK = 0.5
 _NODES = 5.0
 #: Seconds without any node that a run waits for new ones.
 _NOBODY = 60.0
+#: Seconds that Ray has to make a part elsewhere whose node has died: it waits for minutes for a process there that is
+#: frozen, and not gone.
+_FROZEN = 15.0
 #: Seconds that a task waits for another process that makes its part: one that Ray holds for dead, and that is not.
 _TAKEN = 120.0
 
@@ -112,6 +115,8 @@ class Tasks:
         self._board: Any = None
         self._asked: Any = None
         self._nobody: float | None = None
+        #: When nodes of tasks were first seen to be dead.
+        self._dead: dict[str, float] = {}
         self._looked = time.monotonic()
 
     def _threads_on(self, node: Node) -> int:
@@ -192,7 +197,8 @@ class Tasks:
         return None
 
     def _fit(self, run: Run, pending: dict[Any, _Task]) -> None:
-        """Tasks that wait for a node as large as one that has died reserve what there is now."""
+        """Tasks that wait for a node as large as one that has died reserve what there is now, and those of a node that
+        has died are begun elsewhere: whoever still makes such a part is waited for, and what it has made is kept."""
         alive = living(self._ray)
         if not alive:
             self._nobody = self._nobody or self._looked
@@ -200,10 +206,18 @@ class Tasks:
                 raise error_for([self._missing(task, "no node is left") for task in pending.values()])
             return
         self._nobody = None
-        for ref, task in [(r, t) for r, t in pending.items() if t.cpus > alive[0].cpus]:
-            self._ray.cancel(ref)
-            del pending[ref]
-            self._start(run, replace(task, node=alive[0], cpus=alive[0].cpus), pending)
+        nodes = {node.id for node in alive}
+        self._dead = {
+            task.node.id: self._dead.get(task.node.id, self._looked)
+            for task in pending.values()
+            if task.node.id not in nodes
+        }
+        for ref, task in list(pending.items()):
+            frozen = self._looked - self._dead.get(task.node.id, self._looked) >= _FROZEN
+            if frozen or task.cpus > alive[0].cpus:
+                self._ray.cancel(ref)
+                del pending[ref]
+                self._start(run, replace(task, node=alive[0], cpus=min(task.cpus, alive[0].cpus)), pending)
 
     def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
         """Why a task has not made its part; nothing if it has."""
