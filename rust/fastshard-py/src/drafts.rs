@@ -8,7 +8,8 @@ use fastshard::draft::{Draft as CoreDraft, Placement};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::{to_json, unusable, with_files, Plan};
+use crate::plans::{with_files, Plan};
+use crate::{to_json, unusable};
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
 type Cut = (usize, String, Vec<u64>);

@@ -17,7 +17,8 @@ use pyo3::prelude::*;
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
-use crate::{json_error, raise, to_json, Paths, Plan, RunOptions};
+use crate::plans::Plan;
+use crate::{json_error, raise, to_json, Paths, RunOptions};
 
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -404,8 +404,11 @@ impl<'a> Evaluation<'_, 'a> {
             Op::Divide => x.checked_div(y),
             // Both as Python has them: towards minus infinity.
             Op::FloorDivide => x.checked_div(y).map(|n| n - i64::from(x % y != 0 && (x < 0) != (y < 0))),
-            // The smallest number by -1 has no quotient, but it has a rest.
-            _ => Some(x.wrapping_rem(y)).map(|n| if n != 0 && (n < 0) != (y < 0) { n + y } else { n }),
+            _ => {
+                // The smallest number by -1 has no quotient, but it has a rest.
+                let n = x.wrapping_rem(y);
+                Some(if n != 0 && (n < 0) != (y < 0) { n + y } else { n })
+            }
         };
         number.map_or_else(|| wrong(text, "a number of 64 bits", "a larger one"), |n| Ok(Value::Int(n)))
     }

@@ -1,0 +1,306 @@
+//! Plans, and what is done with them: looked at, read, verified, written.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::os::fd::{IntoRawFd, RawFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use fastshard::catalog::Catalog;
+use fastshard::draft::Planned;
+use fastshard::error::{Error, Finding, Severity};
+use fastshard::manifest::Manifest;
+use fastshard::plan::{Pieces, Plan as CorePlan};
+use fastshard::stats;
+use fastshard::storage::SourceFile;
+use fastshard::{verify, write};
+use numpy::{PyArray1, PyArrayMethods};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use serde_json::json;
+
+use crate::calls::{run, run_telling};
+use crate::{json_error, raise, ranks, to_json, Paths, RunOptions};
+
+/// A plan with the open files that it reads.
+#[pyclass(frozen, module = "fastshard._core")]
+pub(crate) struct Plan {
+    pub(crate) plan: Arc<CorePlan>,
+    findings: Vec<Finding>,
+    pub(crate) files: Vec<Arc<SourceFile>>,
+    roots: Vec<PathBuf>,
+    /// What `check` hashed and `against` need not read again.
+    hashed: Mutex<verify::Hashed>,
+    /// What the last `write` came to.
+    told: Mutex<Vec<Finding>>,
+}
+
+impl Plan {
+    pub(crate) fn hashed(&self) -> MutexGuard<'_, verify::Hashed> {
+        self.hashed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps what a write came to.
+    pub(crate) fn remember(&self, told: Vec<Finding>) {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = told;
+    }
+
+    pub(crate) fn refuse_errors(&self) -> PyResult<()> {
+        if self.findings.iter().any(|f| f.severity == Severity::Error) {
+            return Err(raise(Error::from(self.findings.clone())));
+        }
+        Ok(())
+    }
+}
+
+/// Files that an output is made of.
+fn files_of(plan: &CorePlan, output: usize) -> BTreeSet<u32> {
+    let stored =
+        plan.outputs[output].parts.iter().flat_map(|p| &p.sources).map(|&s| &plan.stored[s as usize]);
+    let blobs = stored.flat_map(|stored| match &stored.pieces {
+        Pieces::View { blob, .. } => vec![*blob],
+        Pieces::Boxes(pieces) => pieces.iter().map(|p| p.blob).collect(),
+        Pieces::Ranges(pieces) => pieces.iter().map(|p| p.blob).collect(),
+    });
+    blobs.map(|b| plan.blobs[b as usize].file).collect()
+}
+
+/// What decoding blocks takes; null where there are none.
+fn decoding(plan: &CorePlan) -> serde_json::Value {
+    let about = fastshard::engine::decoding(plan);
+    match about.blocks {
+        0 => serde_json::Value::Null,
+        _ => json!({
+            "blocks": about.blocks, "bytes": about.bytes, "largest": about.largest, "live": about.live,
+        }),
+    }
+}
+
+#[pymethods]
+impl Plan {
+    fn findings(&self) -> PyResult<String> {
+        to_json(&self.findings)
+    }
+
+    /// What no file can hold, for a plan that is to be written.
+    fn unwritable(&self) -> PyResult<String> {
+        to_json(&fastshard::files::unwritable(&self.plan))
+    }
+
+    fn digest(&self, py: Python<'_>) -> String {
+        let plan = Arc::clone(&self.plan);
+        py.detach(move || plan.digest())
+    }
+
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        let plan = Arc::clone(&self.plan);
+        Ok(py.detach(move || plan.told()))
+    }
+
+    /// A name for each output that no other has.
+    fn names(&self) -> Vec<String> {
+        self.plan.names()
+    }
+
+    /// The plan of one output alone.
+    fn excerpt(&self, output: usize) -> PyResult<String> {
+        if output >= self.plan.outputs.len() {
+            return Err(pyo3::exceptions::PyIndexError::new_err(output));
+        }
+        Ok(self.plan.excerpt(&[output]).told())
+    }
+
+    fn summary(&self) -> PyResult<String> {
+        let plan = &self.plan;
+        let mut dtypes: BTreeMap<String, (u64, u64)> = Default::default();
+        for output in &plan.outputs {
+            let slot = dtypes.entry(output.dtype.to_string()).or_default();
+            slot.0 += 1;
+            slot.1 += output.nbytes();
+        }
+        to_json(&json!({
+            "target": plan.target,
+            "sources": plan.sources.len(),
+            "source_bytes": plan.sources.iter().map(|s| s.size).sum::<u64>(),
+            "stored_tensors": plan.stored.len(),
+            "outputs": plan.outputs.len(),
+            "parameters": plan.outputs.iter().map(|o| o.elements()).sum::<u64>(),
+            "bytes": plan.bytes(),
+            "files": plan.files.iter().map(|f| json!({"name": f.name, "header_len": f.header_len, "size": f.size})).collect::<Vec<_>>(),
+            "dtypes": dtypes,
+            "topology": plan.topology,
+            "axes": plan.axes,
+            "texts": plan.texts.keys().collect::<Vec<_>>(),
+            "value_ops": Manifest::ops_of(plan),
+            "changes": plan.changes(),
+            "read_amplification": plan.read_amplification(),
+            "decoding": decoding(plan),
+            "compared": {
+                "checksums": plan.blobs.iter().filter(|blob| blob.crc32.is_some()).count(),
+                "twins": plan.stored.iter().filter(|stored| !stored.twins.is_empty()).count(),
+                "pads": plan.pads.len(),
+            },
+        }))
+    }
+
+    /// (name, dtype, shape, bytes, pieces) of every output.
+    fn outputs(&self) -> Vec<(String, String, Vec<u64>, u64, usize)> {
+        self.plan
+            .outputs
+            .iter()
+            .map(|o| {
+                let pieces = o.parts.iter().map(|p| p.sources.len()).sum();
+                (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), pieces)
+            })
+            .collect()
+    }
+
+    /// (rank, file, local shape) of every stored tensor that an output is made of.
+    fn pieces(&self, output: usize) -> Vec<(Option<String>, String, Vec<u64>)> {
+        let Some(output) = self.plan.outputs.get(output) else { return Vec::new() };
+        let mut seen = std::collections::HashSet::new();
+        output
+            .parts
+            .iter()
+            .flat_map(|p| &p.sources)
+            .filter(|s| seen.insert(**s))
+            .map(|&s| {
+                let stored = &self.plan.stored[s as usize];
+                (stored.rank.clone(), self.plan.file_of(stored).path.clone(), stored.shape.clone())
+            })
+            .collect()
+    }
+
+    /// (file, offset) of an output whose bytes are one run of one file, as they are; the file unchanged.
+    fn contiguous(&self, output: usize) -> PyResult<Option<(usize, u64)>> {
+        let place = self.plan.outputs.get(output).and_then(|o| self.plan.contiguous(o));
+        let Some((file, offset)) = place else { return Ok(None) };
+        self.files[file as usize].unchanged().map_err(raise)?;
+        Ok(Some((file as usize, offset)))
+    }
+
+    /// A new descriptor of a source file for the caller to close; None where it should be read, not mapped.
+    fn descriptor(&self, file: usize) -> PyResult<Option<RawFd>> {
+        let Some(file) = self.files.get(file) else { return Ok(None) };
+        Ok(file.descriptor().map_err(raise)?.map(IntoRawFd::into_raw_fd))
+    }
+
+    /// Fills `buffer` with the bytes of an output from byte `start`.
+    #[pyo3(signature = (output, start, buffer, threads=1))]
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        output: usize,
+        start: u64,
+        buffer: &Bound<'py, PyArray1<u8>>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let mut view = buffer.try_readwrite().map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let bytes = view.as_slice_mut().map_err(|e| PyValueError::new_err(e.to_string()))?;
+        let (plan, files) = (&self.plan, &self.files);
+        py.detach(|| {
+            fastshard::engine::read(plan, files, output, start, bytes, &std::env::temp_dir(), threads)?;
+            // What was read belongs to the headers that were.
+            files_of(plan, output).into_iter().try_for_each(|f| files[f as usize].unchanged())
+        })
+        .map_err(raise)
+    }
+
+    /// Writes and publishes; returns `{"manifest", "findings"}`.
+    /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
+    /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
+    /// With `meeting` it does so together with the other ranks there, and `about` is kept for those that go on.
+    #[pyo3(signature = (out, options, progress=None, arrays=None, paths=None, tell=None, meeting=None, about=None))]
+    #[allow(clippy::too_many_arguments)] // as Python passes them
+    fn write(
+        &self,
+        py: Python<'_>,
+        out: PathBuf,
+        options: &str,
+        progress: Option<Py<PyAny>>,
+        arrays: Option<Py<PyAny>>,
+        paths: Option<Paths>,
+        tell: Option<Py<PyAny>>,
+        meeting: Option<&ranks::Meeting>,
+        about: Option<&str>,
+    ) -> PyResult<String> {
+        self.refuse_errors()?;
+        let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
+        let write_options = RunOptions::parse(options)?.writing(copies, arrays);
+        let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        let meeting = meeting.map(ranks::Meeting::inner).transpose()?;
+        let about = about.map(serde_json::from_str).transpose().map_err(json_error)?.unwrap_or_default();
+        let ended = run_telling(py, progress, tell, {
+            let out = out.clone();
+            move |control| match meeting {
+                Some(meeting) => write::write_together(
+                    &plan,
+                    &files,
+                    &roots,
+                    &out,
+                    &write_options,
+                    &meeting,
+                    about,
+                    control,
+                ),
+                None => write::write(&plan, &files, &roots, &out, &write_options, control),
+            }
+        });
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) =
+            ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
+        let (manifest, findings) = ended.settle(Some(&out))?;
+        to_json(&json!({"manifest": manifest, "findings": findings}))
+    }
+
+    /// What the last `write` came to, as a JSON array of findings: `FS519` if the result is published.
+    fn told(&self) -> PyResult<String> {
+        to_json(&*self.told.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Runs without writing; returns `{"findings", "hashes", "stats"}`.
+    #[pyo3(signature = (options, progress=None))]
+    fn check(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
+        let options = RunOptions::parse(options)?;
+        let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
+        if options.only.is_some() {
+            let names = plan.names();
+            let mut held = names.iter().map(|name| options.holds(name));
+            Arc::make_mut(&mut plan).outputs.retain(|_| held.next().unwrap_or(false));
+        }
+        let (checked, report) = run(py, progress, move |control| {
+            verify::content(&plan, &files, options.subset(), &options.engine(), control)
+        })
+        .settle(None)?;
+        self.hashed().extend(verify::hashed(&checked, &report));
+        let mut hashes = std::collections::BTreeMap::new();
+        let mut gathered: BTreeMap<String, &stats::TensorStats> = Default::default();
+        for (o, r) in checked.outputs.iter().zip(&report.outputs) {
+            // Shards of one tensor are told apart by their files.
+            let name = match &o.key {
+                Some(key) => format!("{}:{key}", checked.files[o.file as usize].name),
+                None => o.name.clone(),
+            };
+            if let Some(stats) = r.seen.stats() {
+                gathered.insert(name.clone(), stats);
+            }
+            hashes.insert(name, fastshard::hash::hex(&r.hash));
+        }
+        to_json(&json!({"findings": report.findings, "hashes": hashes, "stats": gathered}))
+    }
+}
+
+/// A plan with the open files that it reads.
+pub(crate) fn with_files(catalog: &Catalog, planned: Planned) -> Plan {
+    // The plan's sources are the catalog's files in the order in which units named them.
+    let held = catalog.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
+    let held: HashMap<_, _> = held.collect();
+    let sources = planned.plan.sources.iter();
+    let files = sources.filter_map(|s| held.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
+    Plan {
+        plan: Arc::new(planned.plan),
+        findings: planned.findings,
+        files,
+        roots: catalog.roots.clone(),
+        hashed: Mutex::default(),
+        told: Mutex::default(),
+    }
+}
