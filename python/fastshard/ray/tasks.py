@@ -217,7 +217,10 @@ class Tasks:
             if frozen or task.cpus > alive[0].cpus:
                 self._ray.cancel(ref)
                 del pending[ref]
-                self._start(run, replace(task, node=alive[0], cpus=min(task.cpus, alive[0].cpus)), pending)
+                cpus = min(task.cpus, alive[0].cpus)
+                fitting = [node for node in alive if node.cpus >= cpus]
+                node = fitting[task.part % len(fitting)]
+                self._start(run, replace(task, node=node, cpus=cpus), pending)
 
     def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
         """Why a task has not made its part; nothing if it has."""
