@@ -16,7 +16,7 @@ PACKAGE = Path(fastshard.__file__).parent
 #: Parts that know frameworks.
 WINGS = ("sources", "targets", "models")
 #: Containers of tensors, which any framework may use, and the frameworks.
-CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
+CONTAINERS = ("sources.dcp", "sources.dcp_metadata", "sources.dcp_optim", "sources.zero", "sources.orbax")
 FRAMEWORKS = (
     "sources.huggingface", "sources.megatron", "sources.deepspeed", "sources.gpt_neox", "sources.colossalai",
     "sources.fsdp",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .errors import Finding
 from .options import StrPath
+from .shown import some
 
 __all__ = ["Absent", "absent"]
 
@@ -40,8 +41,7 @@ class Absent:
         lines = [f"{count} {what[count != 1]}{rest}{besides}:" if count else f"{besides}:"]
         lines += [f"  {layer}" for layer in self.layers]
         for rank, names in sorted((self.files or self.chunks).items()):
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            lines.append(f"  {rank or 'of any rank'}: {', '.join(names[:_NAMED])}{more}")
+            lines.append(f"  {rank or 'of any rank'}: {some(names, _NAMED)}")
         *here, there = self.commands
         lines += [
             "if they lie on other hosts' disks, bring them here from each of these hosts:",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def human(n: float) -> str:
     """Bytes in binary units."""
@@ -15,6 +17,12 @@ def human(n: float) -> str:
 def counted(count: int, what: str) -> str:
     """A number of things, e.g. ``1 tensor``, ``1,156 tensors``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def printable(text: str, keep: str = "") -> str:

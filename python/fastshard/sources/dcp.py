@@ -6,102 +6,25 @@ source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .. import _core, regular
 from ..declared import Assembled, Source
 from ..discover import File, Listing
-from ..dtypes import TORCH_NAMES, item_size
-from ..errors import FastshardError, Finding, from_core
+from ..errors import FastshardError, Finding
 from ..naming.dcp import METADATA, chunk_name
-from . import dcp_optim, hf_names, nests
-from .base import Contents, Found, Options, lacking, missing
+from ..shown import some
+from . import dcp_metadata, dcp_optim, hf_names, nests
+from .base import Contents, Found, Options, missing
 from .indices import safe_relative
 from .steps import folder_of
+from .zero.model import tensors_below
 
-#: Metadata of a rank that saved for itself.
-_OF_RANK = re.compile(r"^__(\d{1,9})\.metadata$")
-#: safetensors name by torch dtype.
-_SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
-
-
-def one_of(listing: Listing, copies: list[File]) -> File:
-    """One of several directories' files of the same name: they must be copies of each other.
-
-    Raises:
-        FastshardError: ``FS106`` if they are not.
-    """
-    paths = [listing.roots[file.root] / file.path for file in copies]
-    for path, file in zip(paths[1:], copies[1:], strict=True):
-        if not regular.same(paths[0], path):
-            raise FastshardError.of(
-                "FS106",
-                "the directories given have different files of this name: they are of different saves",
-                file=file.path,
-                expected="one, or copies of it",
-                got=f"{paths[0]}, {path}",
-                help="give the directories of one save only",
-            )
-    return copies[0]
-
-
-def _apart(stored: list[dict[str, Any]], path: str) -> None:
-    """Records must not share bytes: torch writes one after another."""
-    ranges: dict[str, list[tuple[int, int, str]]] = {}
-    for entry in filter(lambda e: safe_relative(e["file"]), stored):
-        ranges.setdefault(entry["file"], []).append(
-            (entry["offset"], entry["offset"] + entry["len"], entry["name"])
-        )
-    for file, found in ranges.items():
-        found.sort()
-        for (_, end, first), (start, _, second) in itertools.pairwise(found):
-            if start < end:
-                raise FastshardError.of(
-                    "FS206",
-                    f"two records share bytes of {file}",
-                    file=path,
-                    tensor=second,
-                    expected=f"a place of its own after {first}",
-                    got=f"offset {start}, before {end}",
-                    help="the metadata is damaged: take another step",
-                )
-
-
-def _as_records(described: dict[str, Any], path: str) -> None:
-    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
-    safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
-    that either.
-    """
-    extents = {
-        (e["name"], tuple(lo)): (e["dtype"], math.prod(size))
-        for e in described["tensors"]
-        for lo, size in e["chunks"]
-    }
-    for entry in described["stored"]:
-        dtype, count = extents.get((entry["name"], tuple(entry["at"] or ())), (None, 0))
-        item = item_size(_SAFETENSORS[dtype]) if dtype in _SAFETENSORS else 0
-        if not entry["transforms"] and 0 < count * item == entry["len"]:
-            raise FastshardError.of(
-                "FS514",
-                "the files are of the safetensors form, beside a .metadata that does not say where in them tensors lie",
-                file=path,
-                tensor=entry["name"],
-                expected="records as torch.save writes them",
-                got=f"{entry['len']} bytes, which its data take alone",
-                help="save it with HuggingFaceStorageWriter, whose files are read, or with SerializationFormat.TORCH_SAVE",
-            )
-
-
 #: torch's own extension, by name and major version. source: torch/distributed/checkpoint/_extension.py
 _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
@@ -118,10 +41,6 @@ _EXTRA_STATE = re.compile(r"(^|\.)_extra_state(\.|$)")
 _TOLD = 8
 #: Records that are looked into at most: those that hold tensors are the largest.
 _MAX_LOOKED_INTO = 256
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
 
 
 @dataclass
@@ -143,106 +62,9 @@ class _Records(Source):
             f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
             severity="note",
             tensor=own[0],
-            got=_listed(own),
+            got=some(own, _TOLD),
         )
         return replace(taken, assembled=kept, findings=[*taken.findings, note])
-
-
-def _read(listing: Listing, file: File) -> dict[str, Any]:
-    try:
-        told: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path)))
-    except _core.CoreError as error:
-        raise from_core(error) from None
-    return told
-
-
-#: Records of a rank.
-_RECORDS = re.compile(r"^__(\d{1,9})_\d+\.distcp$")
-
-
-def _of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> dict[str, Any]:
-    """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
-
-    Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
-
-    Raises:
-        FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
-    """
-    tensors: dict[str, dict[str, Any]] = {}
-    objects: dict[str, None] = {}
-    stored: list[dict[str, Any]] = []
-    chunks: set[tuple[Any, ...]] = set()
-    version = None
-    for rank in sorted(ranks):
-        file = one_of(listing, ranks[rank])
-        told = _read(listing, file)
-        version = version or told["version"]
-        objects |= dict.fromkeys(told["objects"])
-        stored += told["stored"]
-        for entry in told["tensors"]:
-            first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
-            for code, key in (("FS201", "shape"), ("FS202", "dtype")):
-                if first[key] != entry[key]:
-                    raise FastshardError.of(
-                        code,
-                        f"{key} of a tensor, by the metadata of ranks",
-                        file=file.path,
-                        tensor=entry["name"],
-                        rank=f"rank {rank}",
-                        expected=str(first[key]),
-                        got=str(entry[key]),
-                        help="the ranks' files are of different saves: take them all from one",
-                    )
-            for lo, size in entry["chunks"]:
-                if (entry["name"], *lo, *size) not in chunks:
-                    chunks.add((entry["name"], *lo, *size))
-                    first["chunks"].append([lo, size])
-    folder = next(iter(ranks.values()))[0].folder
-    for first_rank, last in lacking(ranks, 0, max(ranks)):
-        name, end = (f"__{rank}{METADATA}" for rank in (first_rank, last))
-        findings.append(
-            missing(
-                f"{folder}/{name}" if folder else name,
-                f"rank {first_rank}",
-                "metadata of a rank between others",
-                f"copy {name} and its .distcp files from the node that ran this rank",
-                upto=end if end != name else None,
-            )
-        )
-    return {"tensors": list(tensors.values()), "objects": list(objects), "stored": stored, "version": version}
-
-
-def _ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list[Finding]:
-    """Ranks whose records are there and whose metadata, which alone names them, is not."""
-    there = {int(m[1]) for file in listing.within(folder) if (m := _RECORDS.match(file.name))}
-    return [
-        missing(
-            f"{folder}/__{rank}{METADATA}" if folder else f"__{rank}{METADATA}",
-            f"rank {rank}",
-            f"the metadata of this rank: __{rank}_*.distcp is there",
-            "copy it from the node that ran this rank",
-        )
-        for rank in sorted(there - set(ranks))
-    ]
-
-
-def _same_save(described: dict[str, Any], of_ranks: dict[str, Any], tracker: File) -> None:
-    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over."""
-
-    def places(told: dict[str, Any]) -> set[tuple[Any, ...]]:
-        return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in told["stored"]}
-
-    if odd := places(of_ranks) - places(described):
-        name, _, file, *_ = min(odd)
-        raise FastshardError.of(
-            "FS106",
-            "a .metadata of all ranks, and those of single ranks, say different things of their files",
-            file=tracker.path,
-            tensor=name,
-            expected="one save in a folder",
-            got=f"{file}, by the metadata of its rank",
-            help=f"remove {METADATA}, or __*{METADATA}: whichever is of the older save",
-        )
 
 
 #: name, shape, pieces of a tensor
@@ -271,7 +93,7 @@ class Dcp:
         if listing.single:
             return None
         metadata = [f for f in listing.files if f.name == METADATA]
-        of_ranks = [(f, int(m[1])) for f in listing.files if (m := _OF_RANK.match(f.name))]
+        of_ranks = [(f, int(m[1])) for f in listing.files if (m := dcp_metadata.OF_RANK.match(f.name))]
         loose = [f for f in listing.files if f.name.endswith(".distcp")]
         if not metadata and not of_ranks:
             if loose:
@@ -293,12 +115,12 @@ class Dcp:
         trackers = [f for f in metadata if f.folder == folder]
         findings: list[Finding] = []
         if trackers:
-            described = _read(listing, one_of(listing, trackers))
+            described = dcp_metadata.read(listing, dcp_metadata.one_of(listing, trackers))
             if ranks:
-                _same_save(described, _of_ranks(listing, ranks, []), trackers[0])
+                dcp_metadata.same_save(described, dcp_metadata.of_ranks(listing, ranks, []), trackers[0])
         else:
-            described = _of_ranks(listing, ranks, findings)
-            findings += _ranks_without(listing, folder, ranks)
+            described = dcp_metadata.of_ranks(listing, ranks, findings)
+            findings += dcp_metadata.ranks_without(listing, folder, ranks)
         found = self._found(listing, folder, chosen.name or None, described)
         found.findings[:0] = [*chosen.findings, *findings]
         for other in within:
@@ -309,12 +131,14 @@ class Dcp:
 
     def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
         findings: list[Finding] = []
+        metadata = f"{folder}/{METADATA}" if folder else METADATA
         copies: dict[str, list[File]] = {}
         for one in listing.within(folder):
             copies.setdefault(one.name, []).append(one)
         stored = {entry["file"] for entry in described["stored"]} | {"common.pt"}
         inside = {
-            name: one_of(listing, found) if name in stored else found[0] for name, found in copies.items()
+            name: dcp_metadata.one_of(listing, found) if name in stored else found[0]
+            for name, found in copies.items()
         }
         files: list[File] = []
         index: dict[str, int] = {}
@@ -325,8 +149,8 @@ class Dcp:
         objects = set(described["objects"])
         values: dcp_optim.Objects = {}
         lacking: dict[str, list[str]] = {}
-        _as_records(described, f"{folder}/{METADATA}" if folder else METADATA)
-        _apart(described["stored"], f"{folder}/{METADATA}" if folder else METADATA)
+        dcp_metadata.as_records(described, metadata)
+        dcp_metadata.apart(described["stored"], metadata)
         seen: dict[str, tuple[str, tuple[int, ...]]] = {}
         for entry in described["stored"]:
             name, file = entry["name"], entry["file"]
@@ -335,7 +159,7 @@ class Dcp:
                     Finding.of(
                         "FS603",
                         "a file name in .metadata leaves the directory",
-                        file=f"{folder}/{METADATA}" if folder else METADATA,
+                        file=metadata,
                         tensor=name,
                         got=repr(file),
                         help="do not use this checkpoint: such metadata is made to read other files",
@@ -364,7 +188,7 @@ class Dcp:
                 index[file] = len(files)
                 files.append(inside[file])
             at = entry["at"] or []
-            record = name if whole.get(name) == at or name in objects else chunk_name(name, at)
+            record = name if whole.get(name) == at else chunk_name(name, at)
             if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
                 raise FastshardError.of(
                     "FS106",
@@ -507,12 +331,12 @@ def _not_carried(names: list[str], objects: dcp_optim.Objects, alone: bool) -> l
                 f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
                 severity="note",
                 tensor=own[0],
-                got=_listed(own),
+                got=some(own, _TOLD),
             )
         )
     others = [name for name in objects if not _EXTRA_STATE.search(name)]
     others.sort(key=lambda name: -objects[name][2])
-    if holding := sorted(n for n in others[:_MAX_LOOKED_INTO] if _holds_tensors(*objects[n])):
+    if holding := sorted(n for n in others[:_MAX_LOOKED_INTO] if _holds_tensors(objects[n])):
         findings.append(
             Finding.of(
                 "FS514" if alone else "FS212",
@@ -520,29 +344,19 @@ def _not_carried(names: list[str], objects: dcp_optim.Objects, alone: bool) -> l
                 "they are not carried",
                 severity="error" if alone else "warning",
                 tensor=holding[0],
-                got=_listed(holding),
+                got=some(holding, _TOLD),
                 help="load it with torch, and save it again with every tensor under a name of its own",
             )
         )
     return findings
 
 
-def _holds_tensors(path: Path, offset: int, length: int) -> bool:
+def _holds_tensors(place: tuple[Path, int, int]) -> bool:
     try:
-        value = json.loads(_core.dcp_object(path, offset, length))
-    except _core.CoreError:
+        return bool(tensors_below(dcp_optim.read_object(place)))
+    except FastshardError:
         # What cannot be looked into is not carried either way, and manifests name it.
         return False
-    left = [value]
-    while left:
-        match left.pop():
-            case {"__tensor__": _}:
-                return True
-            case dict() as items:
-                left += items.values()
-            case list() as items:
-                left += items
-    return False
 
 
 def _unstored(found: Found, name: str, lo: list[int]) -> Finding:

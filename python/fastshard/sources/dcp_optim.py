@@ -17,6 +17,7 @@ from .. import _core
 from ..declared import Group, Moments, Source
 from ..errors import Finding, from_core
 from .base import Contents
+from .zero.model import scalar
 
 #: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
 _MOMENT = re.compile(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
@@ -151,8 +152,6 @@ def read_object(place: tuple[Path, int, int]) -> Any:
 
 def _number(contents: Contents, file: int, number: int) -> float:
     """The value of a scalar."""
-    from .zero.model import scalar
-
     value = scalar(contents, file, number, contents.tensors(file)[number]["dtype"])
     return float("nan") if value is None else value
 

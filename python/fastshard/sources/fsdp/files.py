@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ...discover import File, Listing
 from ...errors import FastshardError, Finding
 from ..base import Options, counted
-from ..dcp import one_of
+from ..dcp_metadata import one_of
 from ..steps import folder_of, is_step, within_this
 
 #: Of each rank: the model, and beside it the optimizer and the rest of the trainer's state. verl, SkyRL

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
+from ...shown import some
 from .tree import Sharding
 from .zarr import Array
 
@@ -162,6 +163,5 @@ def _runs(one: str, many: str, numbers: set[int]) -> str:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8]]
-    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    return f"{one if len(numbers) == 1 else many} {', '.join(told)}{more}"
+    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
+    return f"{one if len(numbers) == 1 else many} {some(told, 8)}"
