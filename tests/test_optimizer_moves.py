@@ -53,26 +53,30 @@ def trained(live: Any, make: Make = torch.optim.AdamW, groups: Any = None) -> to
     return optimizer
 
 
-def saved(folder: Path, live: Any, optimizer: torch.optim.Optimizer, flat: bool = False) -> Path:
-    """The checkpoint of torch's recipe, with the model's config."""
+def torch_state(live: Any, optimizer: torch.optim.Optimizer, flat: bool = False) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state = {
+    return {
         "model": get_model_state_dict(live),
         "optim": get_optimizer_state_dict(live, optimizer, options=options),
     }
+
+
+def put(folder: Path, state: dict[str, Any], live: Any) -> Path:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     live.config.save_pretrained(folder)
     return folder
+
+
+def saved(folder: Path, live: Any, optimizer: torch.optim.Optimizer, flat: bool = False) -> Path:
+    """The checkpoint of torch's recipe, with the model's config."""
+    return put(folder, torch_state(live, optimizer, flat), live)
 
 
 def loaded(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
     """A new model and optimizer, filled by torch."""
     live = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     optimizer = torch.optim.AdamW(by_rank(live, ({}, {})))
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(live),
-        "optim": get_optimizer_state_dict(live, optimizer),
-    }
+    state = torch_state(live, optimizer)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     live.load_state_dict(state["model"])
     set_optimizer_state_dict(live, optimizer, state["optim"])
@@ -242,14 +246,9 @@ def test_parameters_at_several_steps_are_refused(tmp_path: Path) -> None:
 
 def test_a_moment_that_is_not_there_is_missed(tmp_path: Path) -> None:
     live = model("llama", tmp_path / "model")
-    optimizer = trained(live)
-    state = {
-        "model": get_model_state_dict(live),
-        "optim": get_optimizer_state_dict(live, optimizer),
-    }
+    state = torch_state(live, trained(live))
     del state["optim"]["state"]["model.norm.weight"]["exp_avg_sq"]
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    live.config.save_pretrained(tmp_path / "ckpt")
+    put(tmp_path / "ckpt", state, live)
     ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
     assert ran.code == 3 and ran.having("FS102", tensor="model.norm.weight.exp_avg_sq"), ran.out
     assert not (tmp_path / "out").exists()
@@ -294,15 +293,10 @@ def test_a_universal_checkpoint_is_of_fp32(tmp_path: Path) -> None:
 
 def test_a_step_that_nothing_tells_is_not_made_up(tmp_path: Path) -> None:
     live = model("llama", tmp_path / "model")
-    optimizer = trained(live)
-    state = {
-        "model": get_model_state_dict(live),
-        "optim": get_optimizer_state_dict(live, optimizer),
-    }
+    state = torch_state(live, trained(live))
     for entry in state["optim"]["state"].values():
         del entry["step"]
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    live.config.save_pretrained(tmp_path / "ckpt")
+    put(tmp_path / "ckpt", state, live)
     ran = cli("convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer")
     assert ran.code == 0, ran.out
     (told,) = [f for f in ran.having("FS212") if "step" in f["message"]]
@@ -324,16 +318,6 @@ def test_the_manifest_vouches_for_moments(tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     assert cli("verify", tmp_path / "out").code == 1
-
-
-def torch_state(live: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(live), "optim": get_optimizer_state_dict(live, optimizer)}
-
-
-def put(folder: Path, state: dict[str, Any], live: Any) -> Path:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    live.config.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])

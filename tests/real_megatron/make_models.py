@@ -10,17 +10,15 @@ says of its shards, for rank files by what the parameters themselves say of how 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from make_optimizer import pretend, seed_of
+from make_optimizer import join, pretend, seed_of
 
 PORT = "29657"
 PADDED = 96
@@ -307,16 +305,7 @@ def save(case: Case, model: Any, root: Path) -> None:
 
 
 def _rank(rank: int, out: str, names: list[str]) -> None:
-    warnings.filterwarnings("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=PORT,
-        RANK=str(rank),
-        WORLD_SIZE="2",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join(rank, 2, PORT)
     from megatron.core import parallel_state
     from safetensors.torch import save_file
 

@@ -411,13 +411,18 @@ def save(case: Case, form: str, models: list[Any], optimizer: Any, root: Path) -
     dist.barrier()
 
 
-def _rank(rank: int, world: int, out: str, names: list[str]) -> None:
+def join(rank: int, world: int, port: str) -> None:
+    """Makes this process a rank of a run on this host's CPUs."""
     warnings.filterwarnings("ignore")
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(rank), WORLD_SIZE=str(world), CUDA_DEVICE_MAX_CONNECTIONS="1"
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world), CUDA_DEVICE_MAX_CONNECTIONS="1"
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+
+
+def _rank(rank: int, world: int, out: str, names: list[str]) -> None:
+    join(rank, world, PORT)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

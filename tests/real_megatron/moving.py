@@ -8,9 +8,7 @@ moments of zero.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-PORT = "29657"
+PORT = "29661"
 BEFORE, AFTER = 12, 20
 DATA_PARALLEL = 2
 VALUES = {"lr": 4e-3, "weight_decay": 0.13, "eps": 1e-7}
@@ -148,12 +146,7 @@ def fsdp(folder: Path, forgets: bool) -> list[float]:
 
 
 def _rank(rank: int, world: int, folder: str, what: str, name: str) -> None:
-    warnings.filterwarnings("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT, RANK=str(rank), WORLD_SIZE=str(world), CUDA_DEVICE_MAX_CONNECTIONS="1"
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    maker.join(rank, world, PORT)
     root = Path(folder)
     losses = megatron(root) if what == "megatron" else fsdp(root, name == "lost")
     if rank == 0:

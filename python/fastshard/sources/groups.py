@@ -14,8 +14,6 @@ _MEMBERS = ("params", "param_names")
 _DECAY = "wd_mult"
 #: Runs that decay some vectors, or not all matrices. source: megatron/core/optimizer, Megatron-Bridge
 _OTHER_RULES = ("apply_wd_to_qk_layernorm", "embedding_init_method_std", "no_weight_decay_cond_type")
-
-
 #: Reads the tensor of that index, where it is a scalar.
 Scalar = Callable[[int], float | None]
 
@@ -91,9 +89,9 @@ def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> li
     """
     kept: list[dict[str, Any]] = []
     for group in groups:
-        values = {key: value for key, value in group.items() if key != "is_expert_parallel"}
-        if hyperparameters(values) not in kept:
-            kept.append(hyperparameters(values))
+        values = {key: value for key, value in hyperparameters(group).items() if key != "is_expert_parallel"}
+        if values not in kept:
+            kept.append(values)
     if len(kept) == 1:
         # Old versions keep the groups that the rank's own stage has.
         return [Group(kept[0])] if args.get("pipeline_model_parallel_size") in (None, 1) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -338,7 +339,7 @@ class Wholes:
         if rule is None:
             raise _refused(name, place, "no module is known that is called so", None, None)
         _, dimension, extent = rule
-        total = self._extent(extent)
+        total = self._extents[extent]
         parts = 1
         if _FIRST.search(name):
             parts = self._gates(place, name, shape, own)
@@ -370,8 +371,9 @@ class Wholes:
             )
         return parts
 
-    def _extent(self, kind: str) -> int | None:
-        """How long a divided dimension is as a whole, by the arguments; None where they do not tell."""
+    @cached_property
+    def _extents(self) -> dict[str, int | None]:
+        """How long divided dimensions are as a whole, by the arguments; None where they do not tell."""
 
         def sized(*keys: str) -> int | None:
             return next((n for key in keys if (n := megatron.size(self.args, key)) is not None), None)
@@ -384,7 +386,7 @@ class Wholes:
         low = sized("kv_lora_rank")
         queries = heads and each and heads * each * (2 if self.args.get("attention_output_gate") else 1)
         keys = groups and each and 2 * groups * each
-        extents = {
+        return {
             "words": sized("padded_vocab_size"),
             "hidden": hidden,
             "heads": queries and keys and queries + keys,
@@ -399,7 +401,6 @@ class Wholes:
             "experts": sized("moe_ffn_hidden_size", "ffn_hidden_size"),
             "mlp": sized("ffn_hidden_size"),
         }
-        return extents[kind]
 
 
 def _told(layers: set[int] | bool) -> str:
