@@ -62,6 +62,8 @@ _KINDS = ("openat", "mkdirat", "pwrite64", "renameat", "renameat2", "unlinkat", 
 #: What errors of such runs say: held by another, not there any more, taken or changed meanwhile, gone, interrupted.
 _CODES = {"FS501", "FS504", "FS505", "FS507", "FS508", "FS509", "FS510", "FS517", "FS518", "FS519", "FS522", "FS523",
           "FS524"}  # fmt: skip
+#: What errors of ranks say whose others were not seen within the timeout.
+_WAITED = {"FS522", "FS523"}
 #: Seconds beside the timeout that a process may take: ranks bid each other farewell, and others use the processor.
 _SLACK = 9.0
 #: What appears in the folders of a run, and seconds after it in which something happens.
@@ -94,6 +96,11 @@ class Told:
     def good(self) -> bool:
         """True if it ended well."""
         return self.ended.code == 0
+
+    def gave_up(self, timeout: float) -> bool:
+        """True if it waited for the others as long as it was told to, and said that it did not see them."""
+        waited = set(self.said.get("codes", [])) & _WAITED
+        return not self.good and bool(waited) and float(self.said.get("seconds", 0)) >= timeout
 
 
 class Disturbed:
@@ -289,6 +296,20 @@ class Trial:
         self.story.append(f"{what} {' '.join(codes)} -> {'new' if new else 'not new'}")
         return new
 
+    def undisturbed(self, told: list[Told], new: bool, timeout: float, counts: Counter[str]) -> bool:
+        """Judges a run of which nobody was stopped; false if it is to be finished.
+
+        A timeout of seconds may pass before the processes of a busy machine have all begun: then one of them waited that
+        long for others that it did not see, and says so.
+        """
+        if new and all(one.good for one in told):
+            return True
+        if any(one.gave_up(timeout) for one in told):
+            counts["too slow"] += 1
+            return False
+        self.violated("exit0", f"nobody was disturbed, and the run failed: {self.story[-1]}")
+        return True
+
     def staged(self) -> bool:
         """True if a run's folder is left."""
         return any(p.name != ".out.fastshard-ranks" for p in self.hidden())
@@ -409,8 +430,8 @@ class Workers:
         )
         new = trial.look(told, "others")
         counts["published"] += new
-        if not hit and (not new or not all(one.good for one in told)):
-            trial.violated("exit0", f"nobody was killed, and the run failed: {trial.story[-1]}")
+        if not hit:
+            trial.undisturbed(told, new, timeout, counts)
         over = new and not trial.staged()
         trial.finish(new)
         trial.tidy(counts, over)
@@ -425,8 +446,9 @@ class Workers:
         stopped = runs[victim]
         if not moment.sent:
             told = trial.end(runs, timeout)
-            if not trial.look(told, "not stopped") or not all(one.good for one in told):
-                trial.violated("exit0", f"nobody was stopped, and the run failed: {trial.story[-1]}")
+            new = trial.look(told, "not stopped")
+            if not trial.undisturbed(told, new, timeout, counts):
+                trial.finish(new)
             trial.tidy(counts)
             return
         counts["disturbed"] += 1
