@@ -284,11 +284,7 @@ def kills_nodes(
 
     def kill(making: list[tuple[int, Path]]) -> None:
         for pid in [pid for pid, _ in making]:
-            node = raylets.get(psutil.Process(pid).ppid())
-            if node is None:
-                # Its own node is gone already.
-                goes_on(pid)
-                continue
+            node = raylets[psutil.Process(pid).ppid()]
             if len(asleep) < count and node._ray_params.num_cpus == cpus:
                 asleep.append(pid)
                 cluster.remove_node(node, allow_graceful=False)
@@ -315,10 +311,8 @@ def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
         with Midway(out, kills_nodes(cluster, 1, 1, asleep)) as midway:
             manifest = fastshard.ray.merge(source, out, threads=1)
         assert midway.met and len(asleep) == 1, "all parts were made before one was seen"
-        # What two processes have worked on is looked at once more, and is neither's: on a busy machine that may be every
-        # part, as Ray takes more nodes for dead.
-        made = parts_of(manifest)
-        assert set(made) <= {0, 1, 2} and len(made) == len(set(made))
+        # What two processes have worked on is looked at once more, and is neither's.
+        assert len(parts_of(manifest)) >= 2
         assert_alive([0, 1, 1])
         goes_on(*asleep)
         time.sleep(1)
