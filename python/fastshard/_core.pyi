@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import final
+from typing import TypedDict, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ __all__ = [
     "Meeting",
     "Plan",
     "ResultWriter",
+    "Roster",
     "Rule",
     "Table",
     "__version__",
@@ -212,6 +213,40 @@ class Rule:
     def left_out(self, reason: str) -> Rule:
         """The rule that leaves the same tensors out."""
 
+class Compared(TypedDict):
+    """What tensors differ in from a roster. Names are the stored ones, but of ``missing`` the roster's."""
+
+    #: Name and shape of each tensor that is not there.
+    missing: list[tuple[str, list[int | None] | None]]
+    #: Name, shape, and the shape expected.
+    differing: list[tuple[str, list[int], list[int | None] | None]]
+    #: Name, dtype, and the dtype expected.
+    dtypes: list[tuple[str, str, str]]
+    #: Names of tensors that the roster has not.
+    further: list[str]
+    #: How many are as expected.
+    same: int
+    #: How many have each pair of dtypes: what is there, and what is expected.
+    kinds: dict[tuple[str, str], int]
+
+@final
+class Roster:
+    """The tensors that a model must hold; it does not change."""
+
+    def __new__(
+        cls,
+        entries: list[tuple[str, list[int | None] | None, str | None, bool]],
+        any_of: list[list[str]] = ...,
+    ) -> Roster:
+        """A roster of entries: name, shape (None, or None for an extent, where it is not known), dtype by safetensors' name,
+        and if a model may be without it. Of each group in ``any_of`` one tensor is enough.
+
+        Raises CoreError for a name that stands in it twice, a dtype that there is not, or a group with an unknown name.
+        """
+    def __len__(self) -> int: ...
+    def entries(self) -> list[tuple[str, list[int | None] | None, str | None, bool]]:
+        """The entries, by their names."""
+
 @final
 class Draft:
     """All that a plan says but where its outputs lie. Placed once; looked at after that it raises ValueError."""
@@ -232,6 +267,12 @@ class Draft:
         """
     def made_of(self) -> dict[str, set[str]]:
         """Names of the stored tensors that each output is made of."""
+    def compared(self, roster: Roster, names: dict[str, str], outer: str) -> Compared:
+        """What the whole tensors differ in from a roster: ``missing``, ``differing``, ``dtypes``, ``further``, and counts.
+
+        ``names`` gives the model's own name of each tensor that has another; only tensors whose own name begins with
+        ``outer`` are the model's, and the roster has their names without it.
+        """
     def place(self, placement: str) -> Plan:
         """The plan, with every output in a file."""
 

@@ -25,7 +25,7 @@ _WORDS = ("dtype", "replicas")
 _WORDS_OR_NONE = ("weights", "under", *(o.name for o in OPTIONS if o.kind == "choice"))
 _SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
 _OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
-_PATHS = ("layout", "adapter", "tokenizer", "out", "signature", "public_key")
+_PATHS = ("layout", "adapter", "like", "tokenizer", "out", "signature", "public_key")
 _PATHS_OR_MAPPINGS = ("config", "expect")
 _SOURCES = ("source", "a", "b")
 

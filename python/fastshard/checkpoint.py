@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import _core, arguments, budget, companions, layouts, regular
+from . import _core, arguments, budget, companions, layouts, references, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
@@ -36,6 +37,7 @@ def open(
     adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
+    like: StrPath | None = None,
     threads: int | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
@@ -51,6 +53,8 @@ def open(
             the checkpoint itself holds the adapter's tensors.
         accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
+        like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
+            file, an index or a config.json.
         threads: threads for reading headers.
 
     Raises:
@@ -61,6 +65,13 @@ def open(
     if not paths:
         raise FastshardError.of("FS515", "no path given")
     content, content_path = _read_config(config)
+    reference = None if like is None else references.read(like, partial(_whole, threads=threads))
+    if reference is not None and reference.roster is None:
+        if content is not None:
+            raise FastshardError.of(
+                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
+            )
+        content, content_path = reference.config, str(reference.config_file)
     options = Options(
         step=None if step is None else str(step),
         under=None if under is None else under.rstrip("."),
@@ -69,12 +80,16 @@ def open(
         vocab_size=_positive(vocab_size, "vocab_size"),
         accept=checked_accept(accept),
         layout=None if layout is None else os.fspath(layout),
+        lent=reference.lent if reference is not None else None,
         expect_processes=_processes(expect_processes),
     )
     listing = list_roots(paths)
     found = detect(listing, options)
     for file in found.files:
         refuse_unprintable(file.path)
+    if reference is not None:
+        held = [listing.roots[file.root] / file.path for file in _behind(found)]
+        references.refuse_itself(reference, listing.roots, held, listing.single)
     adapted = None if adapter is None else peft.find(adapter)
     roots = [*listing.roots, *([adapted.folder] if adapted else [])]
     # Adapters of frameworks see their own files alone.
@@ -128,7 +143,30 @@ def open(
     optimizer = replace(source.optimizer, findings=copies.accepted(source.optimizer.findings, accepted))
     near = source.places or companions.places(listing, found.notes.get("folder") or "") or list(listing.roots)
     source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
-    return Checkpoint(listing, Opened(source, catalog, findings, found.files, _behind(found)), readable)
+    if reference is not None:
+        source = _held_against(reference, source)
+    return Checkpoint(
+        listing, Opened(source, catalog, findings, found.files, _behind(found), reference), readable
+    )
+
+
+def _whole(path: Path, threads: int | None) -> references.Whole:
+    """What a reference needs to know of a checkpoint."""
+    checkpoint = open(path, threads=threads)
+    opened = checkpoint.opened
+    tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
+    files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]
+    return references.Whole(opened.source, checkpoint.findings, tensors, files)
+
+
+def _held_against(reference: references.Reference, source: Source) -> Source:
+    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
+    has no config of its own."""
+    lent = reference.config_file is not None and source.model.config_file == reference.config_file
+    places = [*source.places, *reference.places] if lent else source.places
+    if reference.roster is None:
+        return replace(source, places=places)
+    return replace(source, places=places, provable=True, referenced=True)
 
 
 def _nothing_under(under: str, source: Source) -> FastshardError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions, lending, pieces, placing, ranks, regular
+from . import _core, budget, companions, lending, pieces, placing, ranks, references, regular
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
@@ -194,6 +194,7 @@ def convert(
         share = (this.rank + 1, this.world) if this else (1, 1)
         whole = source if lent is None else lent.sources
         job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
+        references.apart(job.checkpoint.opened.reference, out)
         writing: dict[str, Any] = {
             "resume": resume,
             "overwrite": overwrite,

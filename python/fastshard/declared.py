@@ -296,6 +296,8 @@ class Source:
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
     provable: bool = False
+    #: True if that is another checkpoint, which it is held against name by name.
+    referenced: bool = False
     findings: list[Finding] = field(default_factory=list)
     #: Errors about single tensors: notes where these are not asked for.
     of_tensors: list[Finding] = field(default_factory=list)

@@ -32,6 +32,7 @@ def open(
     adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
+    like: StrPath | None = None,
     threads: int | None = None,
 ) -> Checkpoint: ...
 
@@ -48,6 +49,7 @@ def open(
     adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
+    like: StrPath | None = None,
     threads: int | None = None,
     **converting: Unpack[Viewing],
 ) -> View: ...
@@ -65,6 +67,7 @@ def open(
     adapter: StrPath | None = None,
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
+    like: StrPath | None = None,
     threads: int | None = None,
     **converting: Unpack[Viewing],
 ) -> Checkpoint | View:
@@ -84,6 +87,8 @@ def open(
             the checkpoint itself holds the adapter's tensors.
         accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
+        like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
+            file, an index or a config.json.
         threads: threads for reading headers.
         converting: with ``to``: what :func:`fastshard.convert` takes of a conversion (``dtype``, ``weights``,
             ``replicas``, ``expect``, options of the target).
@@ -102,6 +107,7 @@ def open(
         "adapter": adapter,
         "accept": accept,
         "expect_processes": expect_processes,
+        "like": like,
         "threads": threads,
     }
     if to is None:

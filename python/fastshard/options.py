@@ -31,6 +31,12 @@ class Opening(Source, total=False):
     vocab_size: int | None
 
 
+class Against(TypedDict, total=False):
+    """What a checkpoint is held against when it is opened, where functions judge it."""
+
+    like: StrPath | None
+
+
 class Threaded(Source, total=False):
     """What :func:`fastshard.open` takes, where the vocabulary is another's."""
 
@@ -50,7 +56,7 @@ class Placing(TypedDict, total=False):
     zarr2: bool
 
 
-class Planned(Threaded, Placing, total=False):
+class Planned(Threaded, Against, Placing, total=False):
     """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
 
 
@@ -72,13 +78,13 @@ class Viewing(Shaping, total=False):
     tokenizer: StrPath | None
 
 
-class Loading(Opening, Viewing, total=False):
+class Loading(Opening, Against, Viewing, total=False):
     """What :func:`fastshard.load_model` takes of a checkpoint."""
 
     threads: int | None
 
 
-class Writing(Opening, Shaping, total=False):
+class Writing(Opening, Against, Shaping, total=False):
     """What :func:`fastshard.plan` takes besides the source and the target."""
 
     max_shard_size: str | int
@@ -119,7 +125,11 @@ class Spread(Published, total=False):
 
 
 #: Options that shape a plan.
-PLANNING = frozenset(Writing.__annotations__) - frozenset(Source.__annotations__)
+PLANNING = (
+    frozenset(Writing.__annotations__)
+    - frozenset(Source.__annotations__)
+    - frozenset(Against.__annotations__)
+)
 #: Options of any function.
 ALL = (
     frozenset(Merging.__annotations__)

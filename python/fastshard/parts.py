@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget
+from . import _core, budget, references
 from .arguments import refused
 from .conversion import carrying, prepared
 from .errors import FastshardError, Finding, from_core
@@ -89,6 +89,7 @@ def begin(
     }
     with Progress(False) as bar:
         job = prepared(about["source"], to, expect, tokenizer, memory, threads, options, bar, None)
+    references.apart(job.checkpoint.opened.reference, out)
     given = job.checkpoint.listing.given()
     with carrying(job.made.core):
         begun = _core.begin_parts(
@@ -109,7 +110,7 @@ def _absolute(path: StrPath) -> str:
 
 
 #: Options that name files.
-_FILES = ("expect", "tokenizer", "config", "layout")
+_FILES = ("expect", "tokenizer", "config", "layout", "like")
 
 
 def _kept(name: str, value: Any) -> Any:

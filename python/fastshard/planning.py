@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,7 +19,9 @@ from .maps import Maps
 from .models import config_json
 from .optimizer_state import carried
 from .options import meant, nearest
+from .references import Reference
 from .request import DTYPES, MERGE, Request
+from .rosters import Side, judged
 from .targets.base import Bound, Completed, Drafted, Target
 from .targets.registry import TARGETS, check, keeps_all, target_of
 from .words import padding, words
@@ -60,6 +63,8 @@ class Opened:
     files: list[File]
     #: All files that hold what is read: of a store, which the catalog knows as one, each.
     behind: list[File]
+    #: What it is held against, if anything is.
+    reference: Reference | None = None
 
 
 class Plan:
@@ -214,9 +219,13 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
                 "completeness not provable: nothing outside the files states what must exist",
                 help="give --expect CONFIG (a config.json or the training config)"
                 if source.model.config is None
-                else "--expect with a manifest states it, or --layout with a table of your own",
+                else "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own",
             )
         )
+    if opened.reference is not None:
+        named = [f.tensor for f in (*findings, *drafted) if f.severity == "error"]
+        sides = _sides(opened, request, Side(draft, source, target is None), asked)
+        told += _caused(judged(sides, opened.reference, request.wants, dtype, named), broken)
     told += words(source, axes, tokenizer)
     masters = source.optimizer.masters and (request.weights or source.optimizer.weights) == "masters"
     main = _main_dtype(draft.dtypes(), masters)
@@ -255,6 +264,31 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
     return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main)
+
+
+def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
+    """The whole model under the names that those of a reference may be: as it is planned, as it is stored, and as
+    transformers has it."""
+    if not (request.is_narrowed or request.optimizer):
+        yield planned
+    elif not request.optimizer:
+        draft = _draft(opened.catalog, {**asked, "include": (), "exclude": ()})
+        yield replace(planned, draft=draft)
+    every = {**asked, "include": (), "exclude": ()}
+    every.pop("target", None)
+    if request.to is not None or request.optimizer:
+        stored = _taken(opened, replace(MERGE, vocab_size=request.vocab_size))
+        draft = _draft(opened.catalog, {**every, "source": stored.to_request(request.weights), "dtype": None})
+        yield Side(draft, stored, below=True)
+    if request.to != "hf":
+        as_hf = Request("hf", vocab_size=request.vocab_size)
+        source = _taken(opened, as_hf)
+        try:
+            target = target_of(source, as_hf)
+        except FastshardError:
+            return
+        sides = {"source": source.to_request(request.weights), "target": target.side()}
+        yield Side(_draft(opened.catalog, {**every, **sides}), source, below=False)
 
 
 def to_be_written(plan: Plan) -> Plan:
@@ -348,9 +382,7 @@ def _main_dtype(held: dict[str, int], masters: bool) -> str | None:
 
 def _asked_for(finding: Finding, request: Request) -> Finding:
     """An error about a tensor is a note where that is left out, as the core takes these patterns."""
-    name = finding.tensor or ""
-    taken = not request.include or any(fnmatchcase(name, pattern) for pattern in request.include)
-    if taken and not any(fnmatchcase(name, pattern) for pattern in request.exclude):
+    if request.wants(finding.tensor or ""):
         return finding
     return replace(finding, message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 

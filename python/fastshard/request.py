@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import FastshardError
@@ -65,6 +66,11 @@ class Request:
     def is_narrowed(self) -> bool:
         """True if not all tensors are wanted."""
         return bool(self.include or self.exclude)
+
+    def wants(self, name: str) -> bool:
+        """True for a tensor that is asked for, by its name in the result."""
+        taken = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return taken and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def stated(self) -> list[Option]:
         """Options of targets that have another value than their default."""

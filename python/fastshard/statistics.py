@@ -11,7 +11,7 @@ from . import _core, budget
 from .conversion import Source, _opened
 from .errors import Finding, from_core, raise_errors
 from .manifests import ProgressCallback, run_options
-from .options import Opening
+from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .request import Request
@@ -166,6 +166,7 @@ class Stats(dict[str, TensorStats]):
 def stats(
     source: Source,
     *,
+    like: StrPath | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     memory: str | int | None = None,
@@ -177,6 +178,7 @@ def stats(
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: one that is not like it is refused.
         include: glob patterns of names to look at; all if empty.
         exclude: glob patterns of names to leave out.
         memory: as for :func:`fastshard.convert`.
@@ -188,7 +190,14 @@ def stats(
         FastshardError: if the checkpoint is damaged or not complete.
     """
     return with_findings(
-        source, include=include, exclude=exclude, memory=memory, threads=threads, progress=progress, **opening
+        source,
+        like=like,
+        include=include,
+        exclude=exclude,
+        memory=memory,
+        threads=threads,
+        progress=progress,
+        **opening,
     )[0]
 
 
@@ -196,6 +205,7 @@ def stats(
 def with_findings(
     source: Source,
     *,
+    like: StrPath | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     memory: str | int | None = None,
@@ -204,7 +214,7 @@ def with_findings(
     **opening: Unpack[Opening],
 ) -> tuple[Stats, list[Finding]]:
     """:func:`stats`, and the warnings and notes that came up meanwhile."""
-    checkpoint = _opened(source, **opening)
+    checkpoint = _opened(source, like=like, **opening)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     raise_errors(plan.findings)
     with Progress(progress) as bar:

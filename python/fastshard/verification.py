@@ -43,6 +43,7 @@ def verify(
     source: Source,
     *,
     expect: StrPath | Mapping[str, Any] | None = None,
+    like: StrPath | None = None,
     subset: tuple[int, int] | None = None,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -65,6 +66,7 @@ def verify(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest beside the source is used by itself.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes must be its own.
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
         include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
         exclude: glob patterns of names to leave out.
@@ -89,7 +91,7 @@ def verify(
         )
     include, exclude = list(include), list(exclude)
     expected = expected_by(expect)
-    checkpoint = _opened(source, **expected.opening(dict(opening)))
+    checkpoint = _opened(source, like=like, **expected.opening(dict(opening)))
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
     findings += _signed(checkpoint, signature, public_key, list(certificates))

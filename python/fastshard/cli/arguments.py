@@ -48,18 +48,18 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
     )
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """A checkpoint, and how it is read."""
+def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
+    """A checkpoint, and how it is read; with ``like``, for verbs that judge it."""
     parser.add_argument(
         "ckpt",
         nargs="+",
         metavar="CKPT",
         help="checkpoint directory or file; several are node-local parts of one",
     )
-    add_opening(parser)
+    add_opening(parser, like=like)
 
 
-def add_opening(parser: argparse.ArgumentParser) -> None:
+def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
     """How what is at the paths is read: :func:`opening`."""
     group = parser.add_argument_group("source")
     group.add_argument(
@@ -97,6 +97,13 @@ def add_opening(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that wrote the checkpoint, where its files do not tell (Orbax)",
     )
+    if like:
+        group.add_argument(
+            "--like",
+            metavar="DIR|FILE",
+            help="a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a file of tensors, an index or "
+            "a config.json; by headers alone",
+        )
 
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +265,7 @@ def opening(a: argparse.Namespace) -> dict[str, Any]:
     return {
         "step": a.step, "under": a.under, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "adapter": a.adapter, "accept": a.accept,
         "expect_processes": a.expect_processes, "threads": thread_count(a.threads),
-    }  # fmt: skip
+    } | ({"like": a.like} if "like" in a else {})  # fmt: skip
 
 
 def opened(a: argparse.Namespace) -> Checkpoint:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _core
@@ -127,6 +128,8 @@ class Options:
     vocab_size: int | None = None
     accept: frozenset[str] = frozenset()
     layout: str | None = None
+    #: Config of a reference, for a checkpoint that has none, and its file.
+    lent: tuple[dict[str, Any], Path] | None = None
     #: Processes that wrote the checkpoint, where the files do not tell.
     expect_processes: int | None = None
 

@@ -32,7 +32,8 @@ _PLAIN = ("fp8",)
 def config_of(
     listing: Listing, folder: str, options: Options, *, above: bool = True
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """The model's config: the one given, else config.json where :func:`fastshard.companions.places` finds it.
+    """The model's config: the one given, else config.json where :func:`fastshard.companions.places` finds it, else that
+    of a reference.
 
     Args:
         listing: what the roots hold.
@@ -50,7 +51,7 @@ def config_of(
     places = companions.places(listing, folder, above=above)
     path = next((place / "config.json" for place in places if _is_there(listing, place)), None)
     if path is None:
-        return None, None
+        return options.lent or (None, None)
     label = _label(listing, path)
     try:
         config = json.loads(regular.read_text(path, regular.MAX_TEXT, label=label))

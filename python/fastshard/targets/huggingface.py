@@ -119,7 +119,8 @@ class HfTarget(Target):
             FastshardError: ``FS514`` for names that stay and are not the model's own.
         """
         if self.keeps_names:
-            return Completed(findings=[_unproven(self.source, bound)])
+            _refuse_changed(self.source, bound)
+            return Completed(findings=[] if self.source.referenced else [_unproven(self.source)])
         config, assumed = self.config(bound.axes)
         if self.model is not None:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
@@ -198,8 +199,12 @@ def _why(told: Description) -> str:
     return "the model lies below names of its own"
 
 
-def _unproven(source: Source, bound: Bound) -> Finding:
-    """What is not proven of names that stay."""
+def _refuse_changed(source: Source, bound: Bound) -> None:
+    """Whether names that stay are the model's own.
+
+    Raises:
+        FastshardError: ``FS514`` if a wrapper, or a trainer's own key, has changed them.
+    """
     if (changed := wrapped(bound.tensors)) is not None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
     if (name := _held(source, bound.tensors)) is not None:
@@ -207,10 +212,14 @@ def _unproven(source: Source, bound: Bound) -> Finding:
             f"the model lies below a trainer's own key ({name})",
             f"say where it lies: --under {name.partition('.')[0]}; `fastshard merge` keeps the names as they are",
         )
+
+
+def _unproven(source: Source) -> Finding:
+    """What is not proven of names that stay."""
     return Finding.of(
         "FS109",
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
-        help="--expect a manifest or --layout a table of your own proves them",
+        help="--like a good checkpoint of the model, --expect a manifest or --layout a table of your own proves them",
     )
 
 

@@ -1,14 +1,16 @@
 //! Drafts, for targets: looked at, then placed.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::Catalog;
 use fastshard::draft::{Draft as CoreDraft, Placement};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::plans::{with_files, Plan};
+use crate::rosters::{compared, Roster};
 use crate::{to_json, unusable};
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
@@ -81,6 +83,18 @@ impl Draft {
             }
             all
         })
+    }
+
+    /// What the tensors differ in from those of a roster; `names` are the model's own of those that have others, and only
+    /// those below `outer` are the model's.
+    fn compared<'py>(
+        &self,
+        py: Python<'py>,
+        roster: &Roster,
+        names: HashMap<String, String>,
+        outer: &str,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        self.with(|draft| compared(py, draft, roster, &names, outer))?
     }
 
     /// The plan. A draft is placed once.

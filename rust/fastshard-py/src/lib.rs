@@ -7,6 +7,7 @@ mod calls;
 mod drafts;
 mod plans;
 mod ranks;
+mod rosters;
 mod stores;
 mod tables;
 
@@ -538,6 +539,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<plans::Plan>()?;
     m.add_class::<ranks::Meeting>()?;
     m.add_class::<ResultWriter>()?;
+    m.add_class::<rosters::Roster>()?;
     m.add_class::<tables::Table>()?;
     m.add_class::<tables::Rule>()?;
     m.add_function(wrap_pyfunction!(write_piece, m)?)?;

@@ -21,6 +21,7 @@ pub mod plan;
 pub mod publish;
 pub mod repair;
 pub mod request;
+pub mod roster;
 pub(crate) mod standing;
 pub mod stats;
 pub mod storage;

@@ -32,7 +32,7 @@ from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
-    add_source(parser)
+    add_source(parser, like=True)
     parser.add_argument("out", metavar="OUT", help="destination directory")
     if to:
         add_target(parser, required=True)

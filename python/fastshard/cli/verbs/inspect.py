@@ -12,7 +12,7 @@ from ..verb import Outcome, Result, Verb
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+    add_source(parser, like=True)
     add_common(parser, run=False)
 
 

@@ -30,7 +30,7 @@ from .parts import EMITTERS, emitted
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+    add_source(parser, like=True)
     add_target(parser, required=False)
     add_shaping(parser)
     group = parser.add_argument_group("a run in parts (with --parts)")
