@@ -267,28 +267,28 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
 
 
 def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
-    """The whole model under the names that those of a reference may be: as it is planned, as it is stored, and as
-    transformers has it."""
-    if not (request.is_narrowed or request.optimizer):
-        yield planned
-    elif not request.optimizer:
-        draft = _draft(opened.catalog, {**asked, "include": (), "exclude": ()})
-        yield replace(planned, draft=draft)
+    """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
+    its own, as it is stored, and as transformers has it."""
     every = {**asked, "include": (), "exclude": ()}
+    keeps = request.to in (None, "hf") and not request.optimizer
+    if keeps:
+        yield replace(planned, draft=_draft(opened.catalog, every)) if request.is_narrowed else planned
     every.pop("target", None)
-    if request.to is not None or request.optimizer:
+    weights_of = {key: asked["source"][key] for key in ("dequantise",) if key in asked["source"]}
+    if request.to is not None or not keeps:
         stored = _taken(opened, replace(MERGE, vocab_size=request.vocab_size))
-        draft = _draft(opened.catalog, {**every, "source": stored.to_request(request.weights), "dtype": None})
-        yield Side(draft, stored, below=True)
-    if request.to != "hf":
+        side = stored.to_request(request.weights) | weights_of
+        yield Side(_draft(opened.catalog, {**every, "source": side}), stored, below=True)
+    if request.to != "hf" or not keeps:
         as_hf = Request("hf", vocab_size=request.vocab_size)
         source = _taken(opened, as_hf)
         try:
-            target = target_of(source, as_hf)
+            target = target_of(source, as_hf).side()
         except FastshardError:
+            # It has no such form.
             return
-        sides = {"source": source.to_request(request.weights), "target": target.side()}
-        yield Side(_draft(opened.catalog, {**every, **sides}), source, below=False)
+        side = source.to_request(request.weights) | weights_of
+        yield Side(_draft(opened.catalog, {**every, "source": side, "target": target}), source, below=False)
 
 
 def to_be_written(plan: Plan) -> Plan:

@@ -181,12 +181,13 @@ def _aligned(met: _Met, roster: _core.Roster, reference: Reference) -> _Met | No
     side = met.side
     own = {name: stored for stored in side.tensors if (name := side.own(stored)) is not None}
     listed = {name for name, *_ in roster.entries()}
-    readings = [_Reading(prefix, False, listed) for prefix in _prefixes(own)]
-    readings += [_Reading(prefix, True, listed) for prefix in _prefixes(listed)]
+    least = min(len(own), len(listed))
+    readings = [_Reading(prefix, False, listed) for prefix in _prefixes(own, least)]
+    readings += [_Reading(prefix, True, listed) for prefix in _prefixes(listed, least)]
     fitting = []
     for reading in readings:
         names = {reading.of(name) for name in own}
-        if len(names) == len(own) and 2 * len(names & listed) > min(len(own), len(listed)):
+        if len(names) == len(own) and 2 * len(names & listed) > least:
             fitting.append(reading)
     if len(fitting) > 1:
         raise FastshardError.of(
@@ -204,16 +205,15 @@ def _aligned(met: _Met, roster: _core.Roster, reference: Reference) -> _Met | No
     return _Met(side, side.draft.compared(roster, same, side.outer), fitting[0])
 
 
-def _prefixes(names: Iterable[str]) -> list[str]:
-    """What most names begin with, down to a few parts; layers' own names are none."""
-    names = list(names)
+def _prefixes(names: Iterable[str], least: int) -> list[str]:
+    """What more than half of ``least`` names begin with, down to a few parts; numbers of layers are no such part."""
     counted = Counter(
         "".join(f"{part}." for part in parts[:depth])
         for parts in (name.split(".") for name in names)
         for depth in range(1, min(_DEEP, len(parts) - 1) + 1)
         if not parts[depth - 1].isdecimal()
     )
-    return [prefix for prefix, n in counted.items() if 2 * n > len(names)]
+    return [prefix for prefix, n in counted.items() if 2 * n > least]
 
 
 class _Judge:
@@ -260,8 +260,12 @@ class _Judge:
 
     def _asked(self, name: str) -> bool:
         """Whether a tensor that is not there is asked for: by the name that it would be stored under."""
-        stored = self._met.side.outer + self._met.reading.back(name)
+        stored = self._stored(name)
         return self._wanted(stored) and not {name, stored} & self._named
+
+    def _stored(self, name: str) -> str:
+        """The name that a tensor of the roster would be stored under."""
+        return self._met.side.outer + self._met.reading.back(name)
 
     def _shape(self, stored: str) -> list[int]:
         return self._met.side.tensors[stored][1]
@@ -337,7 +341,7 @@ class _Judge:
                     "FS102",
                     "stored by the name of the output layer alone, to which the config ties it",
                     severity="warning",
-                    tensor=alone[0],
+                    tensor=self._stored(alone[0]),
                     expected=f"as in {self._path}",
                     help="versions of transformers before 5 look for it by this name, and make it up where it is not there",
                 )
@@ -411,8 +415,8 @@ class _Judge:
         findings = [
             Finding.of(
                 "FS103",
-                f"layer {stack}{number}: none of its {len(lost[stack, number])} tensors is there",
-                tensor=lost[stack, number][0],
+                f"layer {self._stored(f'{stack}{number}')}: none of its {len(lost[stack, number])} tensors is there",
+                tensor=self._stored(lost[stack, number][0]),
                 expected=f"{len(self._stacks[stack])} layers, as in {self._path}",
                 got=self._counted(),
                 help="copy the files of this layer from where the checkpoint was saved",
@@ -430,7 +434,7 @@ class _Judge:
                 f"one of {len(singles)} tensors that the reference {self._path} has and the checkpoint lacks"
                 if len(singles) > 1
                 else f"the reference {self._path} has this tensor, the checkpoint lacks it",
-                tensor=name,
+                tensor=self._stored(name),
                 expected=None if shape is None else _extents(shape),
                 got="in no file",
                 help="copy the file that holds it from where the checkpoint was saved",
@@ -647,7 +651,9 @@ class _Judge:
         ]
 
     def _proven(self) -> Finding:
-        proven = "names, shapes and dtypes" if self._reference.has_shapes else "names"
+        odd = any(got != expected for got, expected in self._met.found["kinds"])
+        proven = "names, shapes and dtypes" if not odd else "names and shapes"
+        proven = proven if self._reference.has_shapes else "names"
         how = f", {self._met.reading}" if self._met.reading.prefix else ""
         return Finding.of(
             "FS109",
