@@ -561,6 +561,38 @@ def test_a_source_under_other_names_is_seen_as_transformers_has_it(tmp_path: Pat
     assert ("FS201", name) in errors(ran)
 
 
+def test_padding_of_a_trainers_vocabulary_is_told_from_words(tmp_path: Path) -> None:
+    assert cli("convert", NEOX, tmp_path / "good", "--to", "hf", "--vocab-size", 500).code == 0
+    ran = cli("verify", NEOX, "--like", tmp_path / "good")
+    assert {code for code, _ in errors(ran)} == {"FS201"} and "--vocab-size 500" in ran.errors[0]["help"], (
+        ran.findings
+    )
+    ran = cli("verify", NEOX, "--like", tmp_path / "good", "--vocab-size", 500)
+    assert ran.code == 0 and proven(ran), ran.findings
+
+
+def test_scales_of_a_quantised_model_are_folded_in_before_it_is_judged(tmp_path: Path) -> None:
+    """FP8 weights, taken by their values, are like the plain model; as they are stored they are not."""
+    torch.manual_seed(7)
+    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES)).to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "good")
+    tensors = load_file(tmp_path / "good/model.safetensors")
+    quantised = copy(tmp_path / "good", tmp_path / "fp8")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (quantised / "config.json").write_text(json.dumps(config))
+    for name in [n for n in tensors if "_proj." in n]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    for to in ("hf", "dcp"):
+        ran = cli("plan", quantised, "--to", to, "--dtype", "bf16", "--like", tmp_path / "good")
+        assert ran.code == 0 and proven(ran), ran.findings
+    ran = cli("verify", quantised, "--like", tmp_path / "good")
+    assert {code for code, _ in errors(ran)} == {"FS202", "FS207"}
+
+
 def test_optimizer_state_is_no_part_of_the_model(phi: Path, tmp_path: Path) -> None:
     source = of_zero(1)(tmp_path / "ckpt", load_file(phi / "model.safetensors"))
     ran = cli("merge", source, tmp_path / "out", "--optimizer", "--like", phi)
@@ -654,7 +686,15 @@ def test_a_reference_that_is_no_other_checkpoint(phi: Path, tmp_path: Path) -> N
     assert cli("verify", phi, "--like", alone).errors[0]["code"] == "FS211"
     twice = tmp_path / "twice"
     state = load_file(phi / "model.safetensors")
-    dcp.save({"model": state, "ema": {"model": state}}, checkpoint_id=twice, no_dist=True)
+    dcp.save(
+        {**{f"net.{n}": t for n, t in state.items()}, **{f"ema.{n}": t for n, t in state.items()}},
+        checkpoint_id=twice,
+        no_dist=True,
+    )
+    ran = cli("verify", phi, "--like", twice)
+    assert ran.code != 0 and ran.errors[0]["code"] == "FS106" and "'ema.'" in ran.errors[0]["got"], (
+        ran.findings
+    )
 
 
 @pytest.mark.parametrize("command", [("convert", "--to", "hf"), ("merge",)])

@@ -281,14 +281,16 @@ def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any
         yield Side(_draft(opened.catalog, {**every, "source": side}), stored, below=True)
     if request.to != "hf" or not keeps:
         as_hf = Request("hf", vocab_size=request.vocab_size)
-        source = _taken(opened, as_hf)
         try:
+            source = _taken(opened, as_hf)
             target = target_of(source, as_hf).side()
+            side = source.to_request(request.weights) | weights_of
+            draft = _draft(opened.catalog, {**every, "source": side, "target": target})
         except FastshardError:
             # It has no such form.
             return
-        side = source.to_request(request.weights) | weights_of
-        yield Side(_draft(opened.catalog, {**every, "source": side, "target": target}), source, below=False)
+        if not any(found["severity"] == "error" for found in json.loads(draft.findings())):
+            yield Side(draft, source, below=False)
 
 
 def to_be_written(plan: Plan) -> Plan:

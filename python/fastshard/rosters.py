@@ -284,7 +284,7 @@ class _Judge:
     ) -> tuple[_Missing, list[str]]:
         """Without what transformers computes itself."""
         kept = [s for s in further if not _is_buffer(self._met.name(s), self._shape(s))]
-        if left := [s for s in further if s not in set(kept)]:
+        if left := sorted(set(further) - set(kept)):
             notes.append(
                 Finding.of(
                     "FS212",
@@ -542,13 +542,21 @@ class _Judge:
         said = ""
         if own != theirs and at is not None and (own in got or theirs in expected):
             said = f" (vocab_size: {own if own is not None else 'no config'} here, {theirs} there)"
+        longer = (
+            at is not None
+            and want is not None
+            and got[at] > want
+            and bool(_WORDS.search(self._met.name(stored)))
+        )
         turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
         return Finding.of(
             "FS201",
             f"its shape in the reference {self._path} is another one"
             + (", the same turned" if turned else "")
             + said,
-            help="it belongs to another model, or was changed after it was saved: compare the two configs",
+            help=f"give --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
+            if longer
+            else "it belongs to another model, or was changed after it was saved: compare the two configs",
             **shapes,
         )
 
@@ -585,7 +593,7 @@ class _Judge:
                     got=got,
                 )
             )
-            rest = [one for one in rest if one not in set(floats)]
+            rest = [one for one in rest if _kind(one[1]) != "floating"]
         findings = [
             Finding.of(
                 "FS202",

@@ -1,6 +1,6 @@
 //! Rosters: what a model must hold, for whoever knows it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use fastshard::codes;
 use fastshard::draft::Draft;
@@ -63,12 +63,13 @@ pub(crate) fn compared<'py>(
     names: &HashMap<String, String>,
     outer: &str,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let mut seen = std::collections::HashSet::with_capacity(draft.outputs.len());
+    let mut seen = HashSet::new();
     let held = draft.outputs.iter().filter_map(|one| {
         let stored = one.output.name.as_str();
         let own = names.get(stored).map_or(stored, String::as_str).strip_prefix(outer)?;
         let shape = one.whole.as_deref().unwrap_or(&one.output.shape);
-        seen.insert(stored).then_some(Held { stored, own, shape, dtype: one.output.dtype })
+        let is_first = one.coords.is_empty() || seen.insert(stored);
+        is_first.then_some(Held { stored, own, shape, dtype: one.output.dtype })
     });
     let found = roster.inner.compared(held);
     let told = PyDict::new(py);

@@ -1,7 +1,7 @@
 //! Rosters: the tensors that a model must hold, with what is known of shape and dtype, compared with those that there are.
 //! Where it comes from (another checkpoint, a model's config) a roster does not know.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use crate::codes;
 use crate::error::Finding;
@@ -97,17 +97,21 @@ impl Roster {
     /// What tensors differ in from those of the roster. Of several with one own name the first is taken, the others are
     /// further ones.
     pub fn compared<'a>(&'a self, held: impl IntoIterator<Item = Held<'a>>) -> Comparison<'a> {
-        let places: HashMap<&str, usize> =
-            self.entries.iter().enumerate().map(|(at, entry)| (entry.name.as_str(), at)).collect();
         let mut there = vec![false; self.entries.len()];
+        // Tensors come in the order of their names, most of them: each is looked for behind the one before.
+        let mut next = 0;
         let mut found = Comparison::default();
         for one in held {
-            let place = places.get(one.own).copied().filter(|&at| !there[at]);
-            let Some(at) = place else {
+            let place = match self.entries.get(next) {
+                Some(entry) if entry.name == one.own => Some(next),
+                _ => self.entries.binary_search_by(|entry| entry.name.as_str().cmp(one.own)).ok(),
+            };
+            let Some(at) = place.filter(|&at| !there[at]) else {
                 found.further.push(one.stored);
                 continue;
             };
             there[at] = true;
+            next = at + 1;
             let entry = &self.entries[at];
             let fits = entry.fits(one.shape);
             if !fits {
