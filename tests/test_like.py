@@ -460,8 +460,22 @@ def of_zero(stage: int) -> Callable[[Path, dict[str, torch.Tensor]], Path]:
     return write
 
 
+def of_colossalai(root: Path, state: dict[str, torch.Tensor]) -> Path:
+    """What save_model(shard=True) writes without pipeline stages."""
+    root.mkdir()
+    weight_map = {}
+    for shard in (1, 2):
+        held = dict(list(state.items())[shard - 1 :: 2])
+        save_file(held, root / f"model-{shard:05d}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(held, f"model-{shard:05d}.safetensors")
+    size = sum(t.nbytes for t in state.values()) / 1024 / 1024
+    (root / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    return root
+
+
 SOURCES: dict[str, Callable[[Path, dict[str, torch.Tensor]], Path]] = {
     "dcp": of_dcp, "fsdp": of_fsdp, "zero1": of_zero(1), "zero2": of_zero(2), "zero3": of_zero(3),
+    "colossalai": of_colossalai,
 }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import TypedDict, final
+from typing import TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,6 +213,7 @@ class Rule:
     def left_out(self, reason: str) -> Rule:
         """The rule that leaves the same tensors out."""
 
+@type_check_only
 class Compared(TypedDict):
     """What tensors differ in from a roster. Names are the stored ones, but of ``missing`` the roster's."""
 

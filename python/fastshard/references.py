@@ -75,11 +75,15 @@ def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
         opened: opens a checkpoint, by its headers.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there; what is wrong with it, saying that it is the reference; ``FS514`` for
+        FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it, saying that it is the reference; ``FS514`` for
             a config by itself whose tensors nothing tells.
     """
     at, given = Path(path), os.fspath(path)
-    if not at.exists():
+    try:
+        is_there = at.exists()
+    except OSError as error:
+        raise FastshardError.of("FS502", f"--like: {error.strerror}", file=given) from None
+    if not is_there:
         raise FastshardError.of(
             "FS501",
             "--like: no such file or directory",
@@ -90,6 +94,9 @@ def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
         return _read(at, given, opened)
     except FastshardError as error:
         raise error_for([_of_reference(f, given) for f in error.findings]) from None
+    except OSError as error:
+        what = f"the reference {given} (--like) cannot be read: {error.strerror}"
+        raise FastshardError.of("FS502", what, file=error.filename or given) from None
 
 
 def _of_reference(finding: Finding, given: str) -> Finding:

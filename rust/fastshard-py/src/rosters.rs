@@ -40,7 +40,7 @@ impl Roster {
     #[pyo3(signature = (entries, any_of=Vec::new()))]
     fn new(entries: Vec<Listed>, any_of: Vec<Vec<String>>) -> PyResult<Self> {
         let entries = entries.into_iter().map(entry).collect::<PyResult<Vec<_>>>()?;
-        Ok(Roster { inner: CoreRoster::new(entries, &any_of).map_err(|finding| raise(finding.into()))? })
+        Ok(Roster { inner: CoreRoster::new(entries, &any_of).map_err(raise)? })
     }
 
     fn __len__(&self) -> usize {

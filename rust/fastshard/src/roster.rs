@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::codes;
-use crate::error::Finding;
+use crate::error::{Error, Finding};
 use crate::tensor::Dtype;
 
 /// A tensor that a model holds.
@@ -73,15 +73,16 @@ impl Roster {
     ///
     /// # Errors
     /// `FS515` for a name that stands in it twice, and for a group with a name that it has not.
-    pub fn new(mut entries: Vec<Entry>, any_of: &[Vec<String>]) -> Result<Roster, Finding> {
+    pub fn new(mut entries: Vec<Entry>, any_of: &[Vec<String>]) -> Result<Roster, Error> {
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(pair) = entries.windows(2).find(|pair| pair[0].name == pair[1].name) {
             let told = Finding::new(codes::USAGE, "a roster names a tensor twice");
-            return Err(told.tensor(&pair[0].name));
+            return Err(told.tensor(&pair[0].name).into());
         }
         let place = |name: &String| {
             entries.binary_search_by(|entry| entry.name.cmp(name)).map_err(|_| {
-                Finding::new(codes::USAGE, "a group of a roster names a tensor that it has not").tensor(name)
+                let told = Finding::new(codes::USAGE, "a group of a roster names a tensor that it has not");
+                Error::from(told.tensor(name))
             })
         };
         let groups = any_of.iter().map(|group| group.iter().map(place).collect());
