@@ -1,0 +1,43 @@
+"""Evidence about a model that no table and no reference describes: its layers against each other, and against its config.
+
+Everything is judged from names, shapes and dtypes of whole tensors. A finding is an error where nothing else explains what is
+seen, a warning where something could; what nothing speaks of is counted, not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Finding
+from . import stated as by_config
+from .repeated import Held, judged, repeated, stacks
+
+__all__ = ["Evidence", "Held", "judge"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors of a model tell of what else there must be."""
+
+    findings: list[Finding]
+    #: Names of which nothing but the files themselves tells that they must exist.
+    alone: list[str]
+
+
+def judge(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> Evidence:
+    """Judges a model by its layers and its config.
+
+    Args:
+        tensors: shape and dtype of each whole tensor, by its name.
+        config: content of the model's config.json, if there is one.
+    """
+    found = stacks(tensors)
+    stated = None if config is None else by_config.Stated(config)
+    findings = [finding for stack in found for finding in judged(stack)]
+    findings += by_config.counts(found, stated)
+    if stated is not None:
+        findings += by_config.rows(tensors, stated)
+    spoken = repeated(found)
+    return Evidence(findings, [name for name in tensors if name not in spoken])
