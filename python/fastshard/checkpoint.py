@@ -19,6 +19,7 @@ from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names, peft
 from .sources.base import Contents, Found, Options, checked_accept
+from .sources.indices import disagreeing
 from .sources.registry import detect
 from .sources.renamed import renamed
 from .tensors import Tensors
@@ -137,7 +138,7 @@ def open(
     left = {f.file for f in findings if f.code == "FS108"}
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in options.accept, ranks, roots)
-    findings += _expected_names(found.notes.get("weight_map"), source, catalog, readable)
+    findings += _expected_names(found, source, catalog, readable)
     accepted = copies.patterns(options.accept)
     findings = copies.accepted(findings, accepted)
     optimizer = replace(source.optimizer, findings=copies.accepted(source.optimizer.findings, accepted))
@@ -253,34 +254,15 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
 
 
 def _expected_names(
-    weight_map: dict[str, int] | None, source: Source, catalog: _core.Catalog, readable: list[Any]
+    found: Found, source: Source, catalog: _core.Catalog, readable: list[Any]
 ) -> list[Finding]:
     """Tensors that an index or layout.json calls for and the file does not hold."""
-    findings = []
+    findings: list[Finding] = []
+    weight_map: dict[str, int] | None = found.notes.get("weight_map")
     names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
     if weight_map is not None:
-        for tensor, index in weight_map.items():
-            if index in names and tensor not in names[index]:
-                findings.append(
-                    Finding.of(
-                        "FS102",
-                        "the index names this tensor, its file does not hold it",
-                        file=readable[index]["path"],
-                        tensor=tensor,
-                        help="the file was cut short or belongs to another save: copy it again",
-                    )
-                )
-        listed = set(weight_map)
-        for index, have in names.items():
-            findings.extend(
-                Finding.of(
-                    "FS108",
-                    "the index does not name this tensor",
-                    file=readable[index]["path"],
-                    tensor=tensor,
-                )
-                for tensor in sorted(have - listed)
-            )
+        paths = {i: readable[i]["path"] for i in names}
+        findings += disagreeing(weight_map, names, paths, whole=found.notes.get("whole_files", False))
     elif source.expected_names:
         for unit in source.units:
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from . import _core, budget, layouts
-from .declared import Source
+from . import _core, budget, evidence, layouts
+from .declared import Source, is_state
 from .discover import File
 from .dtypes import TORCH_FLOATS
 from .errors import FastshardError, Finding, from_core, raise_errors
@@ -212,16 +212,14 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     told: list[Finding] = []
     if dtype is not None:
         told += _quantised(tensors, request.dtype, opened.source.model.config)
+    # A reference says more than a model's own layers.
+    seen = None if opened.reference is not None else _evidence(opened, source, request, draft)
+    if seen is not None:
+        # What could not be drafted is missing below for that reason.
+        undrafted = broken or any(f.severity == "error" for f in drafted)
+        told += _caused([_asked_for(f, request) for f in seen.findings], undrafted)
     if not source.provable:
-        told.append(
-            Finding.of(
-                "FS109",
-                "completeness not provable: nothing outside the files states what must exist",
-                help="give --expect CONFIG (a config.json or the training config)"
-                if source.model.config is None
-                else "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own",
-            )
-        )
+        told.append(_unproven(source, seen))
     if opened.reference is not None:
         named = [f.tensor for f in (*findings, *drafted) if f.severity == "error"]
         sides = _sides(opened, request, Side(draft, source, target is None), asked)
@@ -291,6 +289,36 @@ def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any
             return
         if not any(found["severity"] == "error" for found in json.loads(draft.findings())):
             yield Side(draft, source, below=False)
+
+
+def _evidence(
+    opened: Opened, source: Source, request: Request, draft: _core.Draft
+) -> evidence.Evidence | None:
+    """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
+    model = opened.source.model
+    if source.layout is not None or not (model.hf_names or model.no_table):
+        return None
+    if request.include or request.exclude or request.optimizer:
+        # All of the model, and nothing else.
+        side = source.to_request(request.weights, optimizer=False)
+        draft = _draft(opened.catalog, {"source": side, "dtype": None, "mean_replicas": True, "include": [], "exclude": []})
+    tensors = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)}
+    return evidence.judge(tensors, model.config)
+
+
+def _unproven(source: Source, seen: evidence.Evidence | None) -> Finding:
+    """That nothing states all that must exist, and what of it nothing speaks of."""
+    if source.model.config is None:
+        help_ = "give --expect CONFIG (a config.json or the training config)"
+    else:
+        help_ = "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own"
+    message = "completeness not provable: nothing outside the files states what must exist"
+    if seen is not None:
+        if source.expected_names:
+            message = "completeness not provable: the index alone states what must exist"
+        if seen.alone:
+            message += f"; {evidence.unheld(seen)}"
+    return Finding.of("FS109", message, help=help_)
 
 
 def to_be_written(plan: Plan) -> Plan:

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Finding
+from ..shown import some
 from . import stated as by_config
 from .repeated import Held, judged, repeated, stacks
 
-__all__ = ["Evidence", "Held", "judge"]
+__all__ = ["Evidence", "Held", "judge", "unheld"]
+
+#: Names that are told of many.
+_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,10 @@ class Evidence:
     """What the tensors of a model tell of what else there must be."""
 
     findings: list[Finding]
-    #: Names of which nothing but the files themselves tells that they must exist.
+    #: Names that no layers repeat, so that the absence of another like them would not be seen.
     alone: list[str]
+    #: How many tensors there are.
+    count: int
 
 
 def judge(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> Evidence:
@@ -39,5 +45,14 @@ def judge(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) 
     findings += by_config.counts(found, stated)
     if stated is not None:
         findings += by_config.rows(tensors, stated)
+        findings += by_config.ends(tensors, config or {})
     spoken = repeated(found)
-    return Evidence(findings, [name for name in tensors if name not in spoken])
+    return Evidence(findings, [name for name in tensors if name not in spoken], len(tensors))
+
+
+def unheld(evidence: Evidence) -> str:
+    """Which tensors nothing speaks of, in words."""
+    return (
+        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors are held against the same of other layers, "
+        f"and no others would be missed beside these {len(evidence.alone)}: {some(evidence.alone, _NAMED)}"
+    )

@@ -142,6 +142,32 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     )  # fmt: skip
 
 
+def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The output layer, or the embedding, of a causal model whose config says that the two are not tied: ``FS102``."""
+    kinds, words = config.get("architectures"), config.get("vocab_size")
+    causal = isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds)
+    if not causal or config.get("tie_word_embeddings") is not False or not isinstance(words, int):
+        return
+    outside = [name for name in tensors if not any(part.isdecimal() for part in name.split("."))]
+    held = [name for name in outside if len(shape := tensors[name][0]) == 2 and shape[0] >= words]
+    if len(held) != 1 or held[0].count(".") < 1:
+        return
+    module = held[0].split(".")[-2]
+    # Without a prefix it is the model below the output layer, saved by itself.
+    if module in _EMBEDDING and held[0].count(".") > 1:
+        lacking, there = "output layer", any(word in name for name in outside for word in ("head", "output"))
+    elif module in _HEAD:
+        lacking, there = "embedding", any("emb" in name or "wte" in name for name in outside)
+    else:
+        return
+    if not there:
+        yield Finding.of(
+            "FS102", f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
+            expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
+            help="the file that held it is missing from the index too: copy it, or correct tie_word_embeddings if the two are tied",
+        )  # fmt: skip
+
+
 def counts(stacks: Iterable[Stack], stated: Stated | None) -> Iterator[Finding]:
     """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``."""
     for stack in stacks:

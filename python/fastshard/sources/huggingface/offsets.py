@@ -9,11 +9,9 @@ import json
 import re
 from typing import Any
 
-from ... import regular
 from ...discover import File, Listing
 from ...errors import Finding
 from ..base import Contents
-from ..indices import read_json
 
 #: The key of a safetensors file's metadata.
 INFO = "DCP_SHARDING_INFO"
@@ -39,17 +37,17 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
     return {name: v["saved_offsets"] for name, v in info.items()} if good and info is not None else None
 
 
-def not_whole(listing: Listing, files: list[File], contents: Contents, index: str | None) -> list[Finding]:
+def not_whole(files: list[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
     """Findings for files of whole tensors that hold a rank's slices.
 
     Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to write leaves
     its own. Where that was the first rank, what the index counts of all ranks tells.
 
     Args:
-        listing: what the roots hold.
         files: those of the model.
         contents: what they hold.
         index: path of the index that names them, if there is one.
+        counted: bytes of tensors by the index, if it says so.
     """
     told = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
     written = {i: places for i, places in told.items() if places is not None}
@@ -71,12 +69,8 @@ def not_whole(listing: Listing, files: list[File], contents: Contents, index: st
                         help=help_,
                     )
                 ]
-    file = listing.find(index) if index is not None else None
-    if file is None or not files or len(written) < len(files):
+    if index is None or not files or len(written) < len(files):
         return []
-    content = read_json(listing, file, regular.MAX_INDEX)
-    metadata = content.get("metadata") if isinstance(content, dict) else None
-    counted = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor["storage_bytes"] for i in written for tensor in contents.tensors(i))
     if not isinstance(counted, int) or counted <= held:
         return []
@@ -84,7 +78,7 @@ def not_whole(listing: Listing, files: list[File], contents: Contents, index: st
         Finding.of(
             "FS208",
             "the index counts more than its files hold, as if a rank's slices were taken for the whole",
-            file=file.path,
+            file=index,
             expected=f"{counted} bytes of tensors",
             got=f"{held} bytes",
             help=help_,

@@ -16,6 +16,7 @@ from .. import hf_names, nests
 from ..base import Contents, Found, Options, lacking, missing
 from ..indices import read_json, safe_relative
 from ..steps import Chosen, folder_of, is_step
+from . import index_files
 from .offsets import not_whole, zeroed
 
 #: (index, single file): safetensors first, as transformers prefers it.
@@ -130,6 +131,9 @@ class HuggingFace:
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
         for index, single in _FORMS:
+            if index in inside and single in inside and not index_files.is_for(listing, inside, index, single):
+                stale = index_files.without_files(inside[index], single)
+                return Found(self, "Hugging Face", [inside[single]], [stale], notes={"folder": folder})
             if index in inside:
                 return self._from_index(listing, inside[index], inside)
             if single in inside:
@@ -189,7 +193,12 @@ class HuggingFace:
             for t, n in weight_map.items()
             if n in files and files[n].path in order
         }
-        notes = {"folder": index.folder, "index": index.path, "weight_map": expected}
+        findings += index_files.numbers(index, files)
+        metadata = content.get("metadata")
+        counted = metadata.get("total_size") if isinstance(metadata, dict) else None
+        notes = {
+            "folder": index.folder, "index": index.path, "weight_map": expected, "whole_files": True, "counted": counted,
+        }  # fmt: skip
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
             if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
@@ -253,8 +262,9 @@ class HuggingFace:
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,
         )
-        source.provable = bool(source.expected_names)
-        source.findings += not_whole(listing, found.files, values, found.notes.get("index"))
+        counted, index = found.notes.get("counted"), found.notes.get("index")
+        slices = not_whole(found.files, values, index, counted)
+        source.findings += slices
         source.findings += zeroed(listing, found.notes["folder"], found.files, values)
         folder = found.notes["folder"]
         # A model's own folder says what it is; that of a step may leave it to the one above.
@@ -269,6 +279,9 @@ class HuggingFace:
             nests.recognise(source, names, config, options.under)
         if config is not None:
             hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
+        if source.layout is None and index is not None and not slices:
+            # Elsewhere a table says what there must be.
+            source.findings += index_files.sizes(index, counted, found.files, values, config)
         return source
 
 
