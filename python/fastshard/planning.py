@@ -296,14 +296,20 @@ def _evidence(
 ) -> evidence.Evidence | None:
     """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
     model = opened.source.model
-    if source.layout is not None or not (model.hf_names or model.no_table):
+    by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
+    if source.layout is not None or not (model.hf_names or by_config):
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.
         side = source.to_request(request.weights, optimizer=False)
-        draft = _draft(opened.catalog, {"source": side, "dtype": None, "mean_replicas": True, "include": [], "exclude": []})
-    tensors = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)}
-    return evidence.judge(tensors, model.config)
+        draft = _draft(
+            opened.catalog,
+            {"source": side, "dtype": None, "mean_replicas": True, "include": [], "exclude": []},
+        )
+    tensors = {
+        name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
+    }
+    return evidence.judge(tensors, model.config, saved_whole=model.saved_whole)
 
 
 def _unproven(source: Source, seen: evidence.Evidence | None) -> Finding:

@@ -7,7 +7,7 @@ seen, a warning where something could; what nothing speaks of is counted, not ju
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Finding
@@ -32,17 +32,24 @@ class Evidence:
     count: int
 
 
-def judge(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> Evidence:
+def judge(
+    tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None, *, saved_whole: bool = True
+) -> Evidence:
     """Judges a model by its layers and its config.
 
     Args:
         tensors: shape and dtype of each whole tensor, by its name.
         config: content of the model's config.json, if there is one.
+        saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
     """
     found = stacks(tensors)
     stated = None if config is None else by_config.Stated(config)
     findings = [finding for stack in found for finding in judged(stack)]
-    findings += by_config.counts(found, stated)
+    partial = not saved_whole and not by_config.holds_embedding(tensors)
+    findings += [
+        replace(finding, severity="warning") if partial else finding
+        for finding in by_config.counts(found, stated)
+    ]
     if stated is not None:
         findings += by_config.rows(tensors, stated)
         findings += by_config.ends(tensors, config or {})

@@ -129,7 +129,9 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
             module = _left_of(rest, modules)
             if module not in likes:
                 likes[module] = _alike(stack, number, module)
-            alike = likes[module]
+            # What layers of all kinds have is missed in one that is like no other, too.
+            everywhere = not module and count == total - 1
+            alike = [n for n in stack.elements if n != number] if everywhere else likes[module]
             if not alike or not all(rest in stack.elements[other] for other in alike):
                 continue
             if module and len(alike) >= _SISTERS:
@@ -200,7 +202,9 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
         if all(kind == dtype for _, kind in of.values()):
             odd.setdefault(number, []).append((rest, common))
     for number, deviating in odd.items():
-        modules = {rest.rpartition(".")[0] for rest in stack.elements[number] if _of_its_own(stack, number, rest)}
+        modules = {
+            rest.rpartition(".")[0] for rest in stack.elements[number] if _of_its_own(stack, number, rest)
+        }
         if len(modules) > 1 and number in (0, stack.count - 1):
             # What comes in and goes out may have another width.
             continue
@@ -230,7 +234,9 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
 def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
     """True if no other layer has a tensor of this name in the shape that this layer has it in."""
     shape = stack.elements[number][rest][0]
-    return all(n == number or rest not in held or held[rest][0] != shape for n, held in stack.elements.items())
+    return all(
+        n == number or rest not in held or held[rest][0] != shape for n, held in stack.elements.items()
+    )
 
 
 def sliced(shape: tuple[int, ...], whole: tuple[int, ...]) -> int:

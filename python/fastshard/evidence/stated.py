@@ -10,7 +10,7 @@ from .repeated import Held, Stack, sliced
 
 #: Modules whose rows are the vocabulary.
 _EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
-_HEAD = ("lm_head", "embed_out", "output")
+_HEAD = ("lm_head", "embed_out")
 #: Degrees of tensor parallelism that a slice may be of.
 _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 #: Rows of padding for each rank, at most. source: Megatron-LM --make-vocab-size-divisible-by, NeMo
@@ -24,7 +24,9 @@ _LAYERS = frozenset(
 #: Of these, the ones that say what kind each layer is of.
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
 #: Layers behind the last one, which predict further tokens.
-_FURTHER = frozenset(("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers"))
+_FURTHER = frozenset(
+    ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+)
 #: Keys that say how many experts a layer has.
 _EXPERTS = frozenset(
     ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
@@ -52,7 +54,9 @@ class Stated:
 
     def has(self, value: int, *words: str) -> bool:
         """True if some number is this, in a key that has one of the words (any, where none are given)."""
-        return any(n == value and (not words or any(w in path[-1] for w in words)) for path, n in self.numbers)
+        return any(
+            n == value and (not words or any(w in path[-1] for w in words)) for path, n in self.numbers
+        )
 
 
 def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -84,11 +88,7 @@ def _of_words(name: str) -> bool:
     parts = name.split(".")
     if len(parts) < 2 or parts[-1] != "weight" or any(part.isdecimal() for part in parts):
         return False
-    module = parts[-2]
-    if module == "output":
-        # Elsewhere it is a layer's.
-        return len(parts) == 2
-    return module in _EMBEDDING or module in _HEAD
+    return parts[-2] in _EMBEDDING or parts[-2] in _HEAD
 
 
 def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> Iterator[Finding]:
@@ -166,6 +166,11 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
             expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
             help="the file that held it is missing from the index too: copy it, or correct tie_word_embeddings if the two are tied",
         )  # fmt: skip
+
+
+def holds_embedding(tensors: Iterable[str]) -> bool:
+    """True if one of the tensors embeds words, which what is saved of some layers alone does not have."""
+    return any(name.split(".")[-2:-1] == [module] for name in tensors for module in _EMBEDDING)
 
 
 def counts(stacks: Iterable[Stack], stated: Stated | None) -> Iterator[Finding]:

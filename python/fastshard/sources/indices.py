@@ -88,7 +88,8 @@ def disagreeing(
         more = len(gone) - _TOLD if n == _TOLD - 1 else 0
         yield Finding.of(
             "FS102",
-            "the index names this tensor, its file does not hold it" + (f"; so with {more} more" if more > 0 else ""),
+            "the index names this tensor, its file does not hold it"
+            + (f"; so with {more} more" if more > 0 else ""),
             file=paths[weight_map[name]],
             tensor=name,
             help="the file was cut short or belongs to another save: copy it again",
@@ -104,7 +105,9 @@ def disagreeing(
             )
 
 
-def _prefix(gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]) -> tuple[str, str] | None:
+def _prefix(
+    gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]
+) -> tuple[str, str] | None:
     """What names begin with in an index and in its files, where nothing else differs: each in the file that it is sent to."""
     if not gone or len(gone) != len(unnamed):
         return None
@@ -112,10 +115,16 @@ def _prefix(gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str
     for other in unnamed:
         at = first.removesuffix(other), other.removesuffix(first)
         # One of the two is the other's end, from a dot on.
-        if (first != at[0] + other or not at[0].endswith(".")) and (other != at[1] + first or not at[1].endswith(".")):
+        if (first != at[0] + other or not at[0].endswith(".")) and (
+            other != at[1] + first or not at[1].endswith(".")
+        ):
             continue
         before = (at[0], "") if len(first) > len(other) else ("", at[1])
-        renamed = {before[1] + name.removeprefix(before[0]): name for name in gone if name.startswith(before[0])}
-        if renamed.keys() == unnamed.keys() and all(weight_map[own] == unnamed[name] for name, own in renamed.items()):
+        renamed = {
+            before[1] + name.removeprefix(before[0]): name for name in gone if name.startswith(before[0])
+        }
+        if renamed.keys() == unnamed.keys() and all(
+            weight_map[own] == unnamed[name] for name, own in renamed.items()
+        ):
             return before
     return None

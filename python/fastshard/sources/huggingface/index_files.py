@@ -83,7 +83,8 @@ def numbers(index: File, named: Iterable[str]) -> list[Finding]:
                     "FS101",
                     "the files' names count more files than the index names",
                     severity="warning",
-                    file=f"{index.folder}/" * bool(index.folder) + f"{stem}-{absent[0][0]:05d}-of-{total}.{suffix}",
+                    file=f"{index.folder}/" * bool(index.folder)
+                    + f"{stem}-{absent[0][0]:05d}-of-{total}.{suffix}",
                     expected=f"{int(total)} files by their names",
                     got=f"{len(have)} in {index.name}",
                     help="an export that dropped files writes such an index: compare the tensors with the model's",

@@ -131,7 +131,11 @@ class HuggingFace:
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
         for index, single in _FORMS:
-            if index in inside and single in inside and not index_files.is_for(listing, inside, index, single):
+            if (
+                index in inside
+                and single in inside
+                and not index_files.is_for(listing, inside, index, single)
+            ):
                 stale = index_files.without_files(inside[index], single)
                 return Found(self, "Hugging Face", [inside[single]], [stale], notes={"folder": folder})
             if index in inside:

@@ -1,0 +1,247 @@
+"""Models without a table: what their own layers and their config tell of what must exist, and that good ones are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fastshard.evidence import Held, judge
+from helpers import assert_refused, cli, edit_safetensors
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto
+
+Tensors = dict[str, Held]
+#: Auto classes, the one that most models are saved as first.
+KINDS = (
+    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "PRETRAINING",
+)  # fmt: skip
+#: Sizes of models with hundreds of experts, which are no different with fewer.
+FEWER = {"n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16, "moe_num_experts": 16}
+
+
+def class_of(kind: type[Any]) -> type[Any] | None:
+    """What a config's models are saved as."""
+    for name in (*(f"MODEL_FOR_{k}_MAPPING" for k in KINDS), "MODEL_MAPPING"):
+        mapping = getattr(modeling_auto, name, {})
+        with contextlib.suppress(KeyError, ImportError):
+            found = mapping[kind]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def saved(config: Any, kind: type[Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Names and shapes of a model as ``save_pretrained`` would write them, and its config.json."""
+    with torch.device("meta"):
+        model = kind(config)
+    tied, ignored = model.all_tied_weights_keys or {}, set(model._keys_to_ignore_on_save or ())
+    state = {n: t for n, t in model.state_dict().items() if n not in tied and n not in ignored}
+    state = revert_weight_conversion(model, state)
+    said = json.loads(config.to_json_string()) | {"architectures": [kind.__name__]}
+    return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in state.items()}, said
+
+
+def families(names: list[str]) -> Iterator[tuple[str, Tensors, dict[str, Any]]]:
+    """Every model of transformers that can be made of a default config."""
+    for name in names:
+        config_class = transformers.CONFIG_MAPPING[name]
+        kind = class_of(config_class)
+        for sizes in (FEWER, {}):
+            try:
+                config = config_class(**{k: v for k, v in sizes.items() if hasattr(config_class(), k)})
+                made = None if kind is None else saved(config, kind)
+            except Exception:  # noqa: S112, BLE001
+                # It needs what is not installed, or an argument that has no default.
+                continue
+            if made is not None:
+                yield name, *made
+            break
+
+
+def wrong(tensors: Tensors, config: dict[str, Any] | None) -> list[str]:
+    return [f"{f.severity} {f.code} {f.tensor}: {f.message}" for f in judge(tensors, config).findings]
+
+
+#: One of each kind that layers alternate in, or that has stacks of its own.
+SOME = ["t5", "modernbert", "whisper", "jamba", "gemma3n_text", "openelm", "stablelm", "glm4_moe", "dots3_note", "encodec",
+        "pvt_v2", "fastspeech2_conformer", "deepseek_v4", "nemotron_h", "mllama", "swin", "zamba2", "moshi"]  # fmt: skip
+
+
+def test_good_models_are_left_alone() -> None:
+    """A few families whose layers differ from each other on purpose."""
+    names = [name for name in SOME if name in transformers.CONFIG_MAPPING]
+    seen = 0
+    for name, tensors, config in families(names):
+        assert wrong(tensors, config) == [] and wrong(tensors, None) == [], name
+        seen += 1
+    assert seen >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_no_family_of_transformers_is_accused() -> None:
+    accused, seen = {}, 0
+    for name, tensors, config in families(sorted(transformers.CONFIG_MAPPING)):
+        seen += 1
+        if found := [*wrong(tensors, config), *wrong(tensors, None)]:
+            accused[name] = found[:3]
+    assert accused == {}
+    assert seen > 400
+
+
+@cache
+def stablelm() -> tuple[Tensors, dict[str, Any]]:
+    config = transformers.StableLmConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        use_qkv_bias=True,
+    )  # fmt: skip
+    return saved(config, transformers.StableLmForCausalLM)
+
+
+@cache
+def mixture() -> tuple[Tensors, dict[str, Any]]:
+    config = transformers.Glm4MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    return saved(config, transformers.Glm4MoeForCausalLM)
+
+
+def without(*parts: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n: held for n, held in tensors.items() if not any(part in n for part in parts)}
+
+
+def shaped(name: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: (change(tensors[name][0]), tensors[name][1])}
+
+
+def half(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[0] // 2, *shape[1:]
+
+
+def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[::-1]
+
+
+LAYER, LAST = "model.layers.3.", "model.layers.5."
+DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
+    "a matrix": (stablelm, without(f"{LAYER}self_attn.q_proj.weight"), "error", "FS102"),
+    "a bias": (stablelm, without(f"{LAYER}self_attn.q_proj.bias"), "error", "FS102"),
+    "a module": (stablelm, without(f"{LAYER}self_attn.k_proj"), "error", "FS102"),
+    "a norm": (stablelm, without(f"{LAYER}input_layernorm"), "error", "FS102"),
+    "a block, which may be meant": (stablelm, without(f"{LAYER}self_attn", f"{LAYER}input_layernorm"), "warning", "FS102"),
+    "a layer between": (stablelm, without(LAYER), "error", "FS103"),
+    "the last layer": (stablelm, without(LAST), "error", "FS103"),
+    "the first layers": (stablelm, without("layers.0.", "layers.1."), "error", "FS103"),
+    "the output layer": (stablelm, without("lm_head"), "error", "FS102"),
+    "the embedding": (stablelm, without("embed_tokens"), "error", "FS102"),
+    "half a matrix": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", half), "error", "FS208"),
+    "a matrix turned": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", turned), "error", "FS201"),
+    "another matrix": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", lambda s: (s[0] + 3, s[1])), "error", "FS201"),
+    "half the embedding": (stablelm, shaped("model.embed_tokens.weight", half), "error", "FS208"),
+    "half the columns of it": (stablelm, shaped("model.embed_tokens.weight", lambda s: (s[0], 33)), "none", ""),
+    "a slice of its columns": (stablelm, shaped("lm_head.weight", lambda s: (s[0], s[1] // 4)), "error", "FS208"),
+    "the embedding turned": (stablelm, shaped("model.embed_tokens.weight", turned), "error", "FS201"),
+    "rows gone": (stablelm, shaped("lm_head.weight", lambda s: (s[0] - 9, s[1])), "error", "FS215"),
+    "rows more, padded": (stablelm, shaped("lm_head.weight", lambda s: (s[0] + 64, s[1])), "none", ""),
+    "rows more": (stablelm, shaped("lm_head.weight", lambda s: (s[0] + 9, s[1])), "warning", "FS215"),
+    "an expert's matrix": (mixture, without(f"{LAYER}mlp.experts.5.up_proj"), "error", "FS102"),
+    "an expert": (mixture, without(f"{LAYER}mlp.experts.5."), "error", "FS102"),
+    "an expert of all layers": (mixture, without("experts.5."), "error", "FS102"),
+    "a rank's experts": (mixture, without(*(f"experts.{i}." for i in range(4, 8))), "error", "FS102"),
+    "a router": (mixture, without(f"{LAYER}mlp.gate.weight"), "error", "FS102"),
+    "a matrix of the dense layer": (mixture, without("layers.0.self_attn.o_proj"), "error", "FS102"),
+    "the final norm, which nothing tells of": (stablelm, without("model.norm"), "none", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_found(case: str) -> None:
+    model, damage, severity, code = DAMAGE[case]
+    tensors, config = model()
+    assert wrong(tensors, config) == []
+    found = judge(damage(tensors), config).findings
+    worst = next((s for s in ("error", "warning") if any(f.severity == s for f in found)), "none")
+    assert worst == severity, found
+    assert not code or any(f.code == code and f.severity == severity for f in found)
+
+
+def test_most_of_what_repeats_is_guarded() -> None:
+    """Single tensors that are gone, halved or turned, of layers that repeat: all are found."""
+    rng = random.Random(5)
+    for tensors, config in (stablelm(), mixture()):
+        alone = set(judge(tensors, config).alone)
+        for name in rng.sample(sorted(tensors), 30):
+            if name in alone or ".0." in name or ".5." in name:
+                continue
+            assert wrong(without(name)(tensors), config), name
+            shape = tensors[name][0]
+            if len(shape) == 2:
+                assert wrong(shaped(name, half)(tensors), config), name
+                assert shape == shape[::-1] or wrong(shaped(name, turned)(tensors), config), name
+
+
+def test_sizes_that_are_meant_to_differ() -> None:
+    """A search that chose other sizes for a layer, or none of its attention, has chosen consistently."""
+    tensors, config = stablelm()
+    narrow = dict(tensors)
+    for name, change in {
+        "gate_proj": half,
+        "up_proj": half,
+        "down_proj": lambda s: (s[0], s[1] // 2),
+    }.items():
+        narrow = shaped(f"{LAYER}mlp.{name}.weight", change)(narrow)
+    assert {f.severity for f in judge(narrow, config).findings} == {"warning"}
+    quantised = without(f"{LAYER}mlp.up_proj.weight")(tensors) | {
+        f"{LAYER}mlp.up_proj.{part}": ((4, 4), "int32") for part in ("qweight", "qzeros", "scales")
+    }
+    assert not any(f.severity == "error" and f.code != "FS102" for f in judge(quantised, config).findings)
+
+
+def test_the_trained_part_of_a_model_is_no_broken_one() -> None:
+    """Runs with frozen parameters save the others alone."""
+    tensors, config = stablelm()
+    part = without("embed_tokens", "lm_head", "model.norm", "layers.0.", "layers.1.")(tensors)
+    assert {f.severity for f in judge(part, config, saved_whole=False).findings} == {"warning"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors, config = stablelm()
+    torch.manual_seed(4)
+    made = {name: torch.randn(shape) for name, (shape, _) in tensors.items()}
+    (tmp_path / "ckpt").mkdir()
+    save_file(made, tmp_path / "ckpt/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "ckpt/config.json").write_text(json.dumps(config))
+    return tmp_path / "ckpt"
+
+
+def test_runs_are_refused_by_it(folder: Path, tmp_path: Path) -> None:
+    good = cli("verify", folder)
+    assert good.code == 0 and not any(f["severity"] != "note" for f in good.findings)
+    assert "tensors are held against the same of other layers" in good.having("FS109")[0]["message"]
+    name = f"{LAYER}self_attn.q_proj.weight"
+    edit_safetensors(folder / "model.safetensors", lambda tensors: tensors.pop(name))
+    assert_refused(folder, tmp_path / "out", "FS102", exit=3, tensor=name)
+    # What was left out on purpose is not missed, and what was asked for alone misses nothing.
+    assert cli("merge", folder, tmp_path / "out", "--exclude", "*.q_proj.weight").code == 0
+    assert cli("merge", folder, tmp_path / "some", "--include", "*norm*").code == 0
+
+
+def test_dcp_of_a_model_without_a_table(folder: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    tensors = load_file(folder / "model.safetensors")
+    name = f"{LAYER}mlp.up_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp/config.json").write_text((folder / "config.json").read_text())
+    assert_refused(tmp_path / "dcp", tmp_path / "out", "FS201", exit=1, tensor=name)
