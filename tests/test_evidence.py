@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import dtensor_maker
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
+import zero_maker as maker
 from fastshard.evidence import Held, judge
 from helpers import assert_refused, cli, edit_safetensors
 from safetensors.torch import load_file, save_file
@@ -236,12 +240,58 @@ def test_runs_are_refused_by_it(folder: Path, tmp_path: Path) -> None:
     assert cli("merge", folder, tmp_path / "some", "--include", "*norm*").code == 0
 
 
-def test_dcp_of_a_model_without_a_table(folder: Path, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+def as_dcp(tensors: dict[str, torch.Tensor], root: Path) -> None:
+    dcp.save(tensors, checkpoint_id=root, no_dist=True)
 
+
+def as_bin(tensors: dict[str, torch.Tensor], root: Path) -> None:
+    root.mkdir()
+    torch.save(tensors, root / "pytorch_model.bin")
+
+
+def as_trainer(tensors: dict[str, torch.Tensor], root: Path) -> None:
+    root.mkdir()
+    torch.save(
+        {"state_dict": {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}},
+        root / "pytorch_model.bin",
+    )
+
+
+def as_zero(stage: int) -> Callable[[dict[str, torch.Tensor], Path], None]:
+    return lambda tensors, root: void(maker.write(root, maker.Run(stage, 2, torch.bfloat16, [tensors])))
+
+
+def as_ranks(tensors: dict[str, torch.Tensor], root: Path) -> None:
+    root.mkdir()
+    dtensor_maker.rank_files(root, tensors, 2)
+
+
+def void(_: object) -> None:
+    """Nothing."""
+
+
+#: Ways in which a model is saved whose names are those of transformers.
+FORMS = {
+    "dcp": as_dcp, "ranks": as_ranks, "bin": as_bin, "trainer": as_trainer, "zero2": as_zero(2), "zero3": as_zero(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_it_was_saved_as(form: str, folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    name = f"{LAYER}mlp.up_proj.weight"
-    tensors[name] = tensors[name].T.contiguous()
-    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    (tmp_path / "dcp/config.json").write_text((folder / "config.json").read_text())
-    assert_refused(tmp_path / "dcp", tmp_path / "out", "FS201", exit=1, tensor=name)
+    lacking, turned_over = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.weight"
+    for damage, code in ((None, None), (lacking, "FS102"), (turned_over, "FS201")):
+        have = dict(tensors)
+        if damage == lacking:
+            del have[lacking]
+        elif damage == turned_over:
+            have[turned_over] = have[turned_over].T.contiguous()
+        root = tmp_path / f"{form}{code}"
+        FORMS[form](have, root)
+        shutil.copy(folder / "config.json", root / "config.json")
+        ran = cli("verify", root)
+        if code is None:
+            assert ran.code == 0, ran.findings
+        else:
+            assert [f["code"] for f in ran.errors] == [code], ran.findings
+            assert str(damage) in ran.errors[0]["tensor"]

@@ -119,12 +119,13 @@ def judged(stack: Stack) -> Iterator[Finding]:
 def _lacking(stack: Stack) -> Iterator[Finding]:
     """What one layer lacks that all have which are like it."""
     total = len(stack.elements)
+    usual = [(rest, n) for rest, n in stack.holders.items() if n >= _SISTERS and not _ADDED.search(rest)]
     for number, held in stack.elements.items():
         missing: dict[str, tuple[int, bool]] = {}
         likes: dict[str, list[int]] = {}
         modules = {name[: at + 1] for name in held for at, letter in enumerate(name) if letter == "."}
-        for rest, count in stack.holders.items():
-            if rest in held or count < _SISTERS or _ADDED.search(rest):
+        for rest, count in usual:
+            if rest in held:
                 continue
             module = _left_of(rest, modules)
             if module not in likes:
@@ -203,7 +204,9 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
             odd.setdefault(number, []).append((rest, common))
     for number, deviating in odd.items():
         modules = {
-            rest.rpartition(".")[0] for rest in stack.elements[number] if _of_its_own(stack, number, rest)
+            rest.rpartition(".")[0]
+            for rest in stack.elements[number]
+            if stack.holders[rest] > 1 and _of_its_own(stack, number, rest)
         }
         if len(modules) > 1 and number in (0, stack.count - 1):
             # What comes in and goes out may have another width.

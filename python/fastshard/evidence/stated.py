@@ -31,6 +31,8 @@ _FURTHER = frozenset(
 _EXPERTS = frozenset(
     ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 )
+#: Keys within keys, and items of a list, that are looked at.
+_DEEP, _LONG = 16, 1024
 #: Parts of a model, by the words that names and configs have for them.
 _PARTS = (
     ("decoder", "generator"), ("encoder",), ("vision", "visual", "image", "vit"), ("audio", "speech"),
@@ -43,7 +45,7 @@ class Stated:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         #: (path of keys, value) of each whole number.
-        self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config, ()))
+        self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config))
         #: True where blocks are listed one by one, as searched architectures do.
         self.lists_blocks = "block_configs" in config or "auto_map" in config
 
@@ -59,17 +61,19 @@ class Stated:
         )
 
 
-def _numbers(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    if path and path[-1] in _KINDS and isinstance(value, list | str):
-        yield path, len(value)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _numbers(inner, (*path, str(key)))
-    elif isinstance(value, list):
-        for inner in value[:1024]:
-            yield from _numbers(inner, path)
-    elif isinstance(value, int) and not isinstance(value, bool) and path:
-        yield path, value
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Whole numbers of a config, with the keys that lead to them; for lists of kinds of layers how many there are."""
+    left: list[tuple[Any, tuple[str, ...]]] = [(config, ())]
+    while left:
+        value, path = left.pop()
+        if path and path[-1] in _KINDS and isinstance(value, list | str):
+            yield path, len(value)
+        elif isinstance(value, Mapping) and len(path) < _DEEP:
+            left += [(inner, (*path, str(key))) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(inner, path) for inner in value[:_LONG]]
+        elif isinstance(value, int) and not isinstance(value, bool) and path:
+            yield path, value
 
 
 def rows(tensors: Mapping[str, Held], stated: Stated) -> Iterator[Finding]:
