@@ -36,7 +36,7 @@ def class_of(kind: type[Any]) -> type[Any] | None:
     """What a config's models are saved as."""
     for name in (*(f"MODEL_FOR_{k}_MAPPING" for k in KINDS), "MODEL_MAPPING"):
         mapping = getattr(modeling_auto, name, {})
-        with contextlib.suppress(KeyError, ImportError):
+        with contextlib.suppress(KeyError, ImportError, ValueError):
             found = mapping[kind]
             return found[0] if isinstance(found, tuple) else found
     return None

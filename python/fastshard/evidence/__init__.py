@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Finding
-from ..shown import some
+from ..shown import printable, some
 from . import stated as by_config
 from .repeated import Held, judged, repeated, stacks
 
@@ -61,5 +61,5 @@ def unheld(evidence: Evidence) -> str:
     """Which tensors nothing speaks of, in words."""
     return (
         f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors are held against the same of other layers, "
-        f"and no others would be missed beside these {len(evidence.alone)}: {some(evidence.alone, _NAMED)}"
+        f"and no others would be missed beside these {len(evidence.alone)}: {printable(some(evidence.alone, _NAMED))}"
     )

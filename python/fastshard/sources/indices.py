@@ -12,9 +12,6 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding
 from ..shown import counted
 
-#: Findings of one kind that are told one by one.
-_TOLD = 8
-
 
 def read_json(listing: Listing, file: File, limit: int = regular.MAX_TEXT) -> Any:
     """Content of a JSON file of at most ``limit`` bytes.
@@ -84,12 +81,10 @@ def disagreeing(
             help="write the index anew: readers that follow it find nothing",
         )
         return
-    for n, name in enumerate(gone[:_TOLD]):
-        more = len(gone) - _TOLD if n == _TOLD - 1 else 0
+    for name in gone:
         yield Finding.of(
             "FS102",
-            "the index names this tensor, its file does not hold it"
-            + (f"; so with {more} more" if more > 0 else ""),
+            "the index names this tensor, its file does not hold it",
             file=paths[weight_map[name]],
             tensor=name,
             help="the file was cut short or belongs to another save: copy it again",
