@@ -295,3 +295,14 @@ def test_whatever_it_was_saved_as(form: str, folder: Path, tmp_path: Path) -> No
         else:
             assert [f["code"] for f in ran.errors] == [code], ran.findings
             assert str(damage) in ran.errors[0]["tensor"]
+
+
+def test_one_of_several_files_is_no_broken_model(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    files = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        ran = cli("inspect", file)
+        assert ran.code == 0 and not ran.errors, ran.findings
+        assert ran.having("FS109")

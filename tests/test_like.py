@@ -231,8 +231,6 @@ def test_a_tensor_that_is_gone_from_file_and_index(phi: Path, tmp_path: Path) ->
     file = index["weight_map"].pop(lost)
     (bad / INDEX).write_text(json.dumps(index))
     edit_safetensors(bad / file, lambda t: t.pop(lost))
-    # Nothing else sees it.
-    assert cli("verify", bad).code == 0
     ran = cli("verify", bad, "--like", phi)
     assert ran.code == 3 and errors(ran) == [("FS102", lost)]
     assert ran.errors[0]["expected"] == "[48]"

@@ -151,9 +151,13 @@ def open(
     )
 
 
+#: A reference is opened as any other checkpoint is.
+_opened = open
+
+
 def _whole(path: Path, threads: int | None) -> references.Whole:
     """What a reference needs to know of a checkpoint."""
-    checkpoint = open(path, threads=threads)
+    checkpoint = _opened(path, threads=threads)
     opened = checkpoint.opened
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
     files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]

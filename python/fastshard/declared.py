@@ -199,6 +199,8 @@ class Description:
     headless: str | None = None
     #: The files are what ``save_pretrained`` writes: their config describes them.
     saved_whole: bool = False
+    #: It is one of several files of a model, looked at by itself.
+    is_part: bool = False
 
     @property
     def hf_names(self) -> bool:

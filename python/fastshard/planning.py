@@ -297,7 +297,7 @@ def _evidence(
     """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
     model = opened.source.model
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
-    if source.layout is not None or not (model.hf_names or by_config):
+    if source.layout is not None or model.is_part or not (model.hf_names or by_config):
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.

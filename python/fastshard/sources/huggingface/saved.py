@@ -262,7 +262,9 @@ class HuggingFace:
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
             layers_may_repeat=True,
-            model=Description(dialect=huggingface.DIALECT, saved_whole=True),
+            model=Description(
+                dialect=huggingface.DIALECT, saved_whole=True, is_part=_is_part(listing, found.files)
+            ),
             expected_names=set(found.notes.get("weight_map", {})),
             vocab_size=options.vocab_size,
         )
@@ -287,6 +289,12 @@ class HuggingFace:
             # Elsewhere a table says what there must be.
             source.findings += index_files.sizes(index, counted, found.files, values, config)
         return source
+
+
+def _is_part(listing: Listing, files: list[File]) -> bool:
+    """True for a file that was given by itself and is one of several by its name."""
+    shards = [_SHARD.match(file.name) for file in files]
+    return listing.single and any(match is not None and int(match[3]) > 1 for match in shards)
 
 
 def _in_order(contents: Contents, files: int) -> list[str]:
