@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core, regular
-from .config_rosters import roster_of_config
+from .config_rosters import refuse_untold
 from .declared import Source, is_state
 from .errors import FastshardError, Finding, error_for
 from .naming.wrappers import bare
@@ -213,7 +213,9 @@ def _of_config(at: Path, given: str) -> Reference:
             expected="model_type",
             got="neither it nor tensors",
         )
-    return Reference(given, roster_of_config(config, given), config, at, [at.parent], [], has_shapes=False)
+    refuse_untold(config, given)
+    # A source that is read with this config is judged by the layout table.
+    return Reference(given, None, config, at, [at.parent], [], has_shapes=False)
 
 
 def _json(at: Path, limit: int) -> dict[str, Any]:
