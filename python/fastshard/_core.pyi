@@ -11,6 +11,7 @@ from .external.array_writer import StoreWriter
 
 __all__ = [
     "DEBUG_BUILD",
+    "STEPS",
     "Catalog",
     "CoreError",
     "Draft",
@@ -46,6 +47,8 @@ __all__ = [
 
 __version__: str
 DEBUG_BUILD: bool
+#: True where tests can hold a run at named places: never in a released build.
+STEPS: bool
 
 class CoreError(Exception):
     """Findings that stopped an operation, as a JSON array in the message."""

@@ -8,6 +8,7 @@ use std::time::Duration;
 use fastshard::codes;
 use fastshard::engine::Control;
 use fastshard::error::{Finding, Result};
+use fastshard::steps::{self, Step};
 use pyo3::prelude::*;
 
 /// How often Python gets to look at signals and to draw progress.
@@ -87,6 +88,9 @@ pub(crate) fn run_telling<T: Send + 'static>(
         if let Err(error) = signals.and(drawn).and(told) {
             control.cancel.store(true, Ordering::Relaxed);
             fastshard::storage::elsewhere::interrupt(std::thread::current().id());
+            if stopped.is_none() {
+                py.detach(|| steps::reach(Step::Cancelled));
+            }
             stopped.get_or_insert(error);
         }
         if ended {

@@ -532,7 +532,9 @@ fn anonymous_memory() -> u64 {
 #[pymodule(gil_used = false)]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    m.add("DEBUG_BUILD", cfg!(debug_assertions))?;
+    // The build for tests has assertions on purpose.
+    m.add("DEBUG_BUILD", cfg!(debug_assertions) && !cfg!(feature = "steps"))?;
+    m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
     m.add_class::<drafts::Draft>()?;

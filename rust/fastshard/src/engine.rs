@@ -28,6 +28,7 @@ use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
 use crate::plan::{Combine, Output, Part, Plan};
 use crate::stats::{Gather, Level, Seen};
+use crate::steps::{self, Step};
 use crate::storage::SourceFile;
 
 pub use budget::{admit, MemoryUse};
@@ -426,12 +427,14 @@ impl<'a> Run<'a> {
 
     /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
     fn make_all(&self, files: &[Arc<SourceFile>], memory: &MemoryUse) -> Result<()> {
+        steps::reach(Step::Opened);
         std::thread::scope(|scope| {
             for _ in 1..memory.workers {
                 scope.spawn(|| self.work());
             }
             self.work();
         });
+        steps::reach(Step::Made);
         if let Some(error) = lock(&self.failed).take() {
             return Err(error);
         }
@@ -478,6 +481,7 @@ impl<'a> Run<'a> {
             if global >= self.total_tiles || self.stopped() {
                 break;
             }
+            steps::reach(Step::Tile(global));
             // The last run that starts at or before this tile.
             let place = self.first.partition_point(|f| *f <= global) - 1;
             let run = self.runs[place];

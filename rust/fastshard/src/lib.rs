@@ -24,6 +24,7 @@ pub mod request;
 pub mod roster;
 pub(crate) mod standing;
 pub mod stats;
+pub mod steps;
 pub mod storage;
 pub mod tensor;
 pub mod value;

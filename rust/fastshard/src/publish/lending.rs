@@ -36,6 +36,7 @@ use super::journal::Journal;
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
 use crate::error::{without_panic, Error, Finding, Result};
+use crate::steps::{self, Step};
 use crate::storage::elsewhere::{time_of, Elsewhere, Lender, Standing};
 use own::Owner;
 use ranges::Ranges;
@@ -304,6 +305,7 @@ impl Lending {
         };
         let spawned = std::thread::Builder::new().name("fastshard-lends".into()).spawn(turns);
         lending.thread = Some(spawned.map_err(|e| Error::io(folder, "cannot start a thread", &e))?);
+        steps::reach(Step::Listed);
         let all = shared.wait_for_lists(go_on)?;
         let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
         lending.sources = shared.stand(&told, &all, &folder)?;
@@ -633,7 +635,10 @@ impl Lent {
                 }
             };
             match missing {
-                Some((lo, hi)) => self.ask_ahead(lo, hi)?,
+                Some((lo, hi)) => {
+                    self.ask_ahead(lo, hi)?;
+                    steps::reach(Step::Waits(self.rank));
+                }
                 None => self.shared.check()?,
             }
             asked = true;

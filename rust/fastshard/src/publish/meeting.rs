@@ -34,6 +34,7 @@ use super::process::Process;
 use super::shared::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::steps::{self, Step};
 
 pub(super) use left::collect;
 pub use left::forget_dead;
@@ -121,6 +122,7 @@ impl Meeting {
         meeting.take_rank(go_on)?;
         meeting.start();
         meeting.meet(go_on).inspect_err(|error| meeting.stop(error.findings()))?;
+        steps::reach(Step::Met);
         Ok(meeting)
     }
 
@@ -495,6 +497,7 @@ impl Meeting {
             }
             state.card.nonce.clone()
         };
+        steps::reach(Step::Farewell);
         let begun = Instant::now();
         let seen = self.table.lock().card.seen.clone();
         let stays = |rank: u32, heard: &Heard| {

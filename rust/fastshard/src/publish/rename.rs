@@ -17,6 +17,7 @@ use super::Options;
 use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
+use crate::steps::{self, Step};
 
 /// Where an older result goes that cannot be exchanged with the new one.
 const OLD: &str = "old";
@@ -80,6 +81,7 @@ pub(super) fn publish(
             seal
         }
     };
+    steps::reach(Step::Sealed);
     if !seal.is_published(&place, &folder)? {
         let done = if place.inside {
             move_in(&place, &folder, &seal)
@@ -95,6 +97,7 @@ pub(super) fn publish(
             }
         }
     }
+    steps::reach(Step::Published);
     if options.fsync {
         // Until this is on disk the older result is not touched: a power failure may bring it back.
         let synced = place.base.sync().at(place.base.path(), "cannot bring the directory to disk");

@@ -1,0 +1,82 @@
+//! Named places of a run at which a test holds it, instead of racing it.
+//!
+//! A process whose environment names a Unix socket in `FASTSHARD_STEPS` connects to it at each place, writes `PID NAME\n`,
+//! and goes on once the other end closes the connection. A test that holds the connection holds the run; nobody polls.
+//! The feature `steps` compiles this in; released builds come without it, and then [`reach`] does nothing.
+
+use std::fmt;
+
+/// A place of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// The sources are open, and no tile is made.
+    Opened,
+    /// This tile is about to be made: its number among those of this process.
+    Tile(u64),
+    /// All tiles of this process are made.
+    Made,
+    /// The ranks of a run have met.
+    Met,
+    /// This rank has told the others what it lends, and waits for what they tell.
+    Listed,
+    /// This rank has asked that one for bytes, and waits for them.
+    Waits(u32),
+    /// The run was told to stop, and threads at work will see that.
+    Cancelled,
+    /// The result is complete and sealed, and not published.
+    Sealed,
+    /// The result is published, and what is left of the run not cleaned up.
+    Published,
+    /// A rank has said how its run ended, and waits for the others to read that.
+    Farewell,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Step::Opened => f.write_str("opened"),
+            Step::Tile(number) => write!(f, "tile-{number}"),
+            Step::Made => f.write_str("made"),
+            Step::Met => f.write_str("met"),
+            Step::Listed => f.write_str("listed"),
+            Step::Waits(rank) => write!(f, "waits-{rank}"),
+            Step::Cancelled => f.write_str("cancelled"),
+            Step::Sealed => f.write_str("sealed"),
+            Step::Published => f.write_str("published"),
+            Step::Farewell => f.write_str("farewell"),
+        }
+    }
+}
+
+/// Says that the run has come to a place, and waits there as long as a test holds it.
+#[cfg(not(feature = "steps"))]
+#[inline(always)]
+pub fn reach(_step: Step) {}
+
+#[cfg(feature = "steps")]
+pub use held::reach;
+
+#[cfg(feature = "steps")]
+mod held {
+    use std::env::var_os;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
+    use std::sync::OnceLock;
+
+    use super::Step;
+
+    /// Says that the run has come to a place, and waits there as long as a test holds it.
+    pub fn reach(step: Step) {
+        // A test that has ended holds nobody.
+        let Some(mut stream) = socket().and_then(|path| UnixStream::connect(path).ok()) else { return };
+        if writeln!(stream, "{} {step}", std::process::id()).is_ok() {
+            let _ = stream.read_to_end(&mut Vec::new());
+        }
+    }
+
+    fn socket() -> Option<&'static PathBuf> {
+        static SOCKET: OnceLock<Option<PathBuf>> = OnceLock::new();
+        SOCKET.get_or_init(|| var_os("FASTSHARD_STEPS").map(PathBuf::from)).as_ref()
+    }
+}
