@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ NOT_YET: dict[str, str] = {}
 
 #: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.
 ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
+
+
+# A shell without job control starts `command &` with SIGINT ignored, and so does nohup. Every child would keep that, and the
+# tests that send it would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

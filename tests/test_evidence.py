@@ -143,7 +143,7 @@ DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
     "a norm": (stablelm, without(f"{LAYER}input_layernorm"), "error", "FS102"),
     "a block, which may be meant": (stablelm, without(f"{LAYER}self_attn", f"{LAYER}input_layernorm"), "warning", "FS102"),
     "a layer between": (stablelm, without(LAYER), "error", "FS103"),
-    "the last layer": (stablelm, without(LAST), "error", "FS103"),
+    "the last layer, which the config alone counts": (stablelm, without(LAST), "warning", "FS103"),
     "the first layers": (stablelm, without("layers.0.", "layers.1."), "error", "FS103"),
     "the output layer": (stablelm, without("lm_head"), "error", "FS102"),
     "the embedding": (stablelm, without("embed_tokens"), "error", "FS102"),
@@ -161,6 +161,7 @@ DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
     "an expert": (mixture, without(f"{LAYER}mlp.experts.5."), "error", "FS102"),
     "an expert of all layers": (mixture, without("experts.5."), "error", "FS102"),
     "a rank's experts": (mixture, without(*(f"experts.{i}." for i in range(4, 8))), "error", "FS102"),
+    "a rank's experts, and the routers": (mixture, without("mlp.gate", *(f"experts.{i}." for i in range(4, 8))), "warning", "FS102"),
     "a router": (mixture, without(f"{LAYER}mlp.gate.weight"), "error", "FS102"),
     "a matrix of the dense layer": (mixture, without("layers.0.self_attn.o_proj"), "error", "FS102"),
     "the final norm, which nothing tells of": (stablelm, without("model.norm"), "none", ""),
@@ -176,6 +177,74 @@ def test_what_is_found(case: str) -> None:
     worst = next((s for s in ("error", "warning") if any(f.severity == s for f in found)), "none")
     assert worst == severity, found
     assert not code or any(f.code == code and f.severity == severity for f in found)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_found_of_a_model_in_several_files(case: str) -> None:
+    """One of them may be lost: what the config alone counts is an error there, and all else is as in one file."""
+    model, damage, severity, code = DAMAGE[case]
+    tensors, config = model()
+    by_config_alone = case in (
+        "the last layer, which the config alone counts",
+        "a rank's experts, and the routers",
+    )
+    found = judge(damage(tensors), config, in_files=True).findings
+    worst = next((s for s in ("error", "warning") if any(f.severity == s for f in found)), "none")
+    assert worst == ("error" if by_config_alone else severity), found
+    assert not code or any(f.code == code and f.severity == worst for f in found)
+
+
+def in_parts(tensors: Tensors, config: dict[str, Any], *kinds: str) -> dict[str, Any]:
+    """A config that lists attention and MLP of each block as layers of their own."""
+    blocks = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    return config | {
+        "model_type": "of_next_week",
+        "num_hidden_layers": blocks * len(kinds),
+        "layer_types": list(kinds) * blocks,
+    }
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_family_that_counts_the_parts_of_its_blocks_is_not_accused(in_files: bool) -> None:
+    tensors, config = stablelm()
+    config = in_parts(tensors, config, "full_attention", "mlp")
+    assert judge(tensors, config, in_files=in_files).findings == []
+    # And a block that is lost is one still.
+    (lost,) = judge(without(LAST)(tensors), config, in_files=in_files).findings
+    assert (lost.code, lost.severity) == ("FS103", "error" if in_files else "warning")
+    assert any(f.code == "FS103" for f in judge(without(LAYER)(tensors), config, in_files=in_files).findings)
+    # Where blocks hold one part each, as the config says, half of them are not all.
+    halves = {
+        name: held
+        for name, held in tensors.items()
+        if not name.startswith("model.layers.") or "mlp" in name or "post_attention_layernorm" in name
+    }
+    (lost,) = judge(halves, config, in_files=in_files).findings
+    assert (lost.code, lost.tensor) == ("FS103", "model.layers.6")
+
+
+def test_a_family_that_nobody_knows_is_not_accused_for_how_it_counts(folder: Path, tmp_path: Path) -> None:
+    """A number that the config alone contradicts is a warning; the same of a checkpoint in several files may be a lost one."""
+    config = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "of_next_week",
+        "num_hidden_layers": 9,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    ran = cli("verify", folder)
+    assert ran.code == 0 and not ran.errors
+    assert [(f["severity"], f["tensor"]) for f in ran.having("FS103")] == [("warning", "model.layers.6")]
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/config.json").write_text(json.dumps(config))
+    names = sorted(tensors)
+    parts = {f"model-{i + 1:05}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, held in parts.items():
+        save_file(
+            {name: tensors[name] for name in held}, tmp_path / "shards" / file, metadata={"format": "pt"}
+        )
+    index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
+    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(index))
+    assert cli("verify", tmp_path / "shards").having("FS103", severity="error", tensor="model.layers.6")
 
 
 def test_most_of_what_repeats_is_guarded() -> None:

@@ -309,7 +309,9 @@ def _evidence(
     tensors = {
         name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
     }
-    return evidence.judge(tensors, model.config, saved_whole=model.saved_whole)
+    return evidence.judge(
+        tensors, model.config, saved_whole=model.saved_whole, in_files=len(opened.behind) > 1
+    )
 
 
 def _unproven(source: Source, seen: evidence.Evidence | None) -> Finding:

@@ -33,7 +33,11 @@ class Evidence:
 
 
 def judge(
-    tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None, *, saved_whole: bool = True
+    tensors: Mapping[str, Held],
+    config: Mapping[str, Any] | None = None,
+    *,
+    saved_whole: bool = True,
+    in_files: bool = False,
 ) -> Evidence:
     """Judges a model by its layers and its config.
 
@@ -41,6 +45,8 @@ def judge(
         tensors: shape and dtype of each whole tensor, by its name.
         config: content of the model's config.json, if there is one.
         saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
+        in_files: True for a model in several files, one of which may be lost. One file is there or is not: layers
+            that the config alone counts are no loss there, as families count them in ways of their own.
     """
     found = stacks(tensors)
     stated = None if config is None else by_config.Stated(config)
@@ -48,7 +54,7 @@ def judge(
     partial = not saved_whole and not by_config.holds_embedding(tensors)
     findings += [
         replace(finding, severity="warning") if partial else finding
-        for finding in by_config.counts(found, stated)
+        for finding in by_config.counts(found, stated, tensors, in_files=in_files)
     ]
     if stated is not None:
         findings += by_config.rows(tensors, stated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ _LAYERS = frozenset(
 )  # fmt: skip
 #: Of these, the ones that say what kind each layer is of.
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
+#: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
+_MLP = re.compile(r"mlp|ffn|feed_forward|moe")
+_MIXER = re.compile(r"attn|attention|mixer|mamba|ssm|conv|rnn")
 #: Layers behind the last one, which predict further tokens.
 _FURTHER = frozenset(
     ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -46,6 +50,8 @@ class Stated:
     def __init__(self, config: Mapping[str, Any]) -> None:
         #: (path of keys, value) of each whole number.
         self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config))
+        #: Numbers of blocks where an MLP is listed as a layer of its own, if a block holds one beside what mixes tokens.
+        self.parts: set[int] = set(_parts(config))
         #: True where blocks are listed one by one, as searched architectures do.
         self.lists_blocks = "block_configs" in config or "auto_map" in config
 
@@ -74,6 +80,17 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]
             left += [(inner, path) for inner in value[:_LONG]]
         elif isinstance(value, int) and not isinstance(value, bool) and path:
             yield path, value
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[int]:
+    """How many layers of lists of kinds are no MLPs, for lists that have such."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _parts(value)
+        elif key in _KINDS and isinstance(value, list):
+            others = [kind for kind in value if not _MLP.fullmatch(str(kind))]
+            if 2 * len(others) == len(value):
+                yield len(others)
 
 
 def rows(tensors: Mapping[str, Held], stated: Stated) -> Iterator[Finding]:
@@ -177,17 +194,23 @@ def holds_embedding(tensors: Iterable[str]) -> bool:
     return any(name.split(".")[-2:-1] == [module] for name in tensors for module in _EMBEDDING)
 
 
-def counts(stacks: Iterable[Stack], stated: Stated | None) -> Iterator[Finding]:
-    """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``."""
+def counts(
+    stacks: Iterable[Stack], stated: Stated | None, tensors: Mapping[str, Held], *, in_files: bool
+) -> Iterator[Finding]:
+    """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``.
+
+    A number that the config alone contradicts is a warning; an error where a file of several may be lost, or where a router
+    of the same layer has as many rows.
+    """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
             yield from _gap(stack, "FS103", "layer", stated)
             if stated is not None:
-                yield from _ends(stack, stated)
+                yield from _ends(stack, stated, in_files)
         elif stack.is_experts and len(stack.elements) > 1:
             yield from _gap(stack, "FS102", "expert", stated)
             if stated is not None:
-                yield from _experts(stack, stated)
+                yield from _experts(stack, stated, tensors, in_files)
 
 
 def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[Finding]:
@@ -203,15 +226,18 @@ def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[
     )  # fmt: skip
 
 
-def _ends(stack: Stack, stated: Stated) -> Iterator[Finding]:
+def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
     """The number of layers against what the config says of this part of the model."""
     sizes = _layers_of(stack.prefix, stated)
+    if stated.parts and all(_has_both(held) for held in stack.elements.values()):
+        sizes |= stated.parts
     if not sizes or not stated.of(("vocab_size",)) or stated.has(stack.count, "layer", "depth", "block"):
         # Towers that no words go through count otherwise: by one less, by multipliers.
         return
     if stack.count < min(sizes):
         yield Finding.of(
-            "FS103", "the layers at the end are in no file", tensor=f"{stack.prefix}{stack.count}",
+            "FS103", "the layers at the end are in no file", severity="error" if in_files else "warning",
+            tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
             help="the files that held them are missing from the index too: copy them from where they were saved",
         )  # fmt: skip
@@ -221,6 +247,13 @@ def _ends(stack: Stack, stated: Stated) -> Iterator[Finding]:
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
             help="the config belongs to another model, or the layers to a further stack: they are kept",
         )  # fmt: skip
+
+
+def _has_both(names: Iterable[str]) -> bool:
+    """True for a layer that holds an MLP and something beside it that mixes tokens."""
+    modules = {name.partition(".")[0] for name in names}
+    modules -= {module for module in modules if "norm" in module}
+    return any(_MLP.search(module) for module in modules) and any(_MIXER.search(module) for module in modules)
 
 
 def _layers_of(prefix: str, stated: Stated) -> set[int]:
@@ -238,11 +271,17 @@ def _part_of(path: tuple[str, ...]) -> set[tuple[str, ...]]:
     return {part for part in _PARTS if any(word in key for word in part for key in path)}
 
 
-def _experts(stack: Stack, stated: Stated) -> Iterator[Finding]:
+def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files: bool) -> Iterator[Finding]:
     sizes = set(stated.of(_EXPERTS).values())
     if len(sizes) == 1 and stack.count < min(sizes) and not stated.lists_blocks:
+        beside = stack.prefix[: -len(stack.word) - 1]
+        routed = any(
+            shape[:1] == (min(sizes),) and name.startswith(beside) and not name.startswith(stack.prefix)
+            for name, (shape, _) in tensors.items()
+        )
         yield Finding.of(
-            "FS102", "the experts at the end are in no file", tensor=f"{stack.prefix}{stack.count}",
+            "FS102", "the experts at the end are in no file", severity="error" if in_files or routed else "warning",
+            tensor=f"{stack.prefix}{stack.count}",
             expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
             help="the files of other expert-parallel ranks are missing from the index too: copy them",
         )  # fmt: skip
