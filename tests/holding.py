@@ -1,0 +1,161 @@
+"""Holds processes at named places (`rust/fastshard/src/steps.rs`), so that a test need not catch a run at work.
+
+.. code-block:: python
+
+    with Steps("tile-3") as steps:
+        process = spawn("merge", ckpt, out, env=steps.environment)
+        held = steps.wait("tile-3")
+        process.send_signal(signal.SIGINT)
+        steps.wait("cancelled")
+        held.release()
+
+Processes that come to other places go on at once; all places are noted in the order in which they were come to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import pytest
+from fastshard import _core
+
+#: How long a test waits, in seconds, for what comes at once unless something hangs.
+HANG = 240.0
+
+needs_steps = pytest.mark.skipif(
+    not _core.STEPS and "FASTSHARD_NEED_STEPS" not in os.environ,
+    reason="this build has no steps: maturin develop --profile tests -F pyo3/extension-module,steps",
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A thread of a process that has come to a place, and waits there."""
+
+    process: int
+    place: str
+    _connection: socket.socket
+
+    def release(self) -> None:
+        """Lets it go on."""
+        self._connection.close()
+
+
+class Steps:
+    """Places at which processes are held that have this :attr:`environment`."""
+
+    def __init__(self, *held: str) -> None:
+        """``held`` are the places at which every process waits; :meth:`hold` and :meth:`pass_by` change them."""
+        self._held = set(held)
+        self._folder = tempfile.mkdtemp(prefix="steps-")
+        # Not below the test's own folder, whose path is too long for a socket's name.
+        self.socket = os.path.join(self._folder, "socket")  # noqa: PTH118
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket)
+        self._listener.listen(1024)
+        self._changed = threading.Condition()
+        self._reached: list[tuple[int, str]] = []
+        self._waiting: list[Held] = []
+        self._taken: list[Held] = []
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment, with what makes a child come here."""
+        return os.environ | {"FASTSHARD_STEPS": self.socket}
+
+    def __enter__(self) -> Steps:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._ended = True
+        # Wakes the thread.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for held in [*self._waiting, *self._taken]:
+            held.release()
+        shutil.rmtree(self._folder)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection.makefile("r") as file:
+                process, _, place = file.readline().strip().partition(" ")
+            with self._changed:
+                if self._ended:
+                    return
+                self._reached.append((int(process), place))
+                if place in self._held:
+                    self._waiting.append(Held(int(process), place, connection))
+                else:
+                    connection.close()
+                self._changed.notify_all()
+
+    def hold(self, *places: str) -> None:
+        """Holds processes that come to these places from now on."""
+        with self._changed:
+            self._held |= {*places}
+
+    def pass_by(self, *places: str) -> None:
+        """Lets go all that wait at these places, and holds nobody there any more."""
+        with self._changed:
+            self._held -= {*places}
+            for held in [held for held in self._waiting if held.place in places]:
+                self._waiting.remove(held)
+                held.release()
+
+    def reached(self, process: int | None = None) -> list[str]:
+        """Places that were come to so far, by one process or by all."""
+        with self._changed:
+            return [place for of, place in self._reached if process in (None, of)]
+
+    def wait(self, place: str, process: subprocess.Popen[str] | None = None) -> Held:
+        """Waits for a process, or for this one, to come to a place; it is held there if the place is one of those.
+
+        Raises:
+            AssertionError: the process ended without, or nobody came.
+        """
+        of = None if process is None else process.pid
+        held: list[Held] = []
+
+        def came() -> bool:
+            if place not in self._held:
+                return place in [at for by, at in self._reached if of in (None, by)]
+            found = next((h for h in self._waiting if h.place == place and of in (None, h.process)), None)
+            if found is not None:
+                self._waiting.remove(found)
+                self._taken.append(found)
+                held.append(found)
+            return found is not None
+
+        self._until(came, lambda: f"nobody came to {place}", process)
+        return held[0] if held else Held(of or 0, place, socket.socket())
+
+    def _until(
+        self, done: Callable[[], bool], otherwise: Callable[[], str], process: subprocess.Popen[str] | None
+    ) -> None:
+        end = time.monotonic() + HANG
+        with self._changed:
+            while not done():
+                ended = process is not None and process.poll() is not None
+                assert not ended and time.monotonic() < end, f"{otherwise()}; came to: {self._reached[-20:]}"
+                # Woken when somebody comes; the time is for a process that ends without.
+                self._changed.wait(0.1)
