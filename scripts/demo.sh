@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
-setup -q .
+setup ""
 
 show() {
   printf '\n$ %s\n' "$*"

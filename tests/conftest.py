@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -25,6 +26,10 @@ NOT_YET: dict[str, str] = {}
 ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each process would start as many threads as there are cores, beside as many processes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell without job control starts `command &` with SIGINT ignored, and so does nohup. Every child would keep that, and the
 # tests that send it would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,7 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--renew-snapshots: one process writes, so no -n")
 
 
+def _group(item: pytest.Item) -> str | None:
+    """What runs in one process with a test under ``--dist loadgroup``: fixtures of a module or a folder are made once."""
+    if item.path.parent.name in ("real_deepspeed", "real_ray", "fsdp"):
+        return item.path.parent.name
+    found = getattr(item, "_fixtureinfo", None)
+    fixtures = found.name2fixturedefs.values() if found is not None else ()
+    is_shared = any(fixture.scope == "module" for each in fixtures for fixture in each)
+    return item.path.stem if is_shared else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--fixtures-only"):
         others = [item for item in items if not _is_of_fixtures(item)]
         config.hook.pytest_deselected(items=others)
@@ -80,7 +98,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     root: Path = metafunc.config.getoption("--fixtures-dir") or FIXTURES
     for kind, (folder, prefix) in KINDS.items():
         if f"{kind}_fixture" in metafunc.fixturenames:
-            found = sorted(p for p in (root / folder).glob(f"{prefix}*") if (p / "expected.json").is_file())
+            # Those of the folder that is given, and the committed ones that it does not have.
+            named = {
+                path.parent.name: path.parent
+                for place in (FIXTURES, root)
+                for path in (place / folder).glob(f"{prefix}*/expected.json")
+            }
+            found = [named[name] for name in sorted(named)]
             assert found, f"no {prefix}* in {root / folder}: these tests would show nothing"
             metafunc.parametrize(f"{kind}_fixture", found, ids=[p.name for p in found])
     if "broken_case" in metafunc.fixturenames:

@@ -29,7 +29,7 @@ import pytest
 from fastshard import _core
 
 #: How long a test waits, in seconds, for what comes at once unless something hangs.
-HANG = 240.0
+HANG = 300.0
 
 needs_steps = pytest.mark.skipif(
     not _core.STEPS and "FASTSHARD_NEED_STEPS" not in os.environ,

@@ -11,6 +11,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import blocks
 from blocks import ROOT, Block
 from running import Page, Untrue

@@ -16,6 +16,7 @@ from typing import Any
 import blocks
 import checking
 from blocks import ROOT, Block
+from holding import HANG
 
 #: Between the outputs of commands; nothing prints it.
 _BETWEEN = "\x1e"
@@ -123,7 +124,7 @@ class Page:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ) as process:  # fmt: skip
             try:
-                printed, _ = process.communicate(timeout=200)
+                printed, _ = process.communicate(timeout=HANG)
             except subprocess.TimeoutExpired:
                 raise Untrue(f"{block.where}: it does not end") from None
             finally:
