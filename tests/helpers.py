@@ -10,14 +10,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import fastshard
 import pytest
 import torch
 from fastshard.cli import main
+from holding import HANG
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -83,6 +86,27 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
+@contextlib.contextmanager
+def few_steps(most: int) -> Iterator[None]:
+    """Asserts that this thread executes no more lines of fastshard's Python than ``most``: work, not time."""
+    package, lines = os.path.dirname(fastshard.__file__), 0  # noqa: PTH120 - compared with names of code
+
+    def each(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        lines += event == "line"
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    assert lines <= most, f"{lines} lines were executed"
+
+
 def spawn(*argv: object, **options: Any) -> subprocess.Popen[str]:
     """Runs `fastshard` in a process of its own."""
     command = [sys.executable, "-m", "fastshard", *map(str, argv)]
@@ -94,7 +118,7 @@ def in_a_mount(script: str, *argv: object, **environment: str) -> subprocess.Com
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc", script, "sh", *map(str, argv)]
     if os.geteuid() == 0:
         del command[1:3]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120,
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG,
                           env=os.environ | {"PYTHON": sys.executable} | environment)  # fmt: skip
 
 

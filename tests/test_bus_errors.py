@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from holding import HANG
 from safetensors.numpy import save_file
 
 #: Gathers columns from a map, as dividing a matrix over ranks does, so that the handler is there.
@@ -49,7 +50,7 @@ def test_bus_error_of_somebody_else_ends_the_process_as_before(order: str, how: 
     save_file({"w": np.ones((512, 8192), np.float32)}, tmp_path / "w.safetensors")
     code = f"{GATHER}\n{ORDERS[order]}; print('gathered', flush=True); {how}"
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=HANG
     )
     assert ran.stdout == "gathered\n", ran.stderr
     assert ran.returncode == -signal.SIGBUS

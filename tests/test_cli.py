@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from fastshard.errors import CODES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
+from holding import HANG
 
 COMMANDS = {
     "inspect": lambda tmp: ("inspect", NEOX),
@@ -30,7 +31,7 @@ COMMANDS = {
 def run(*argv: object, **options: object) -> subprocess.CompletedProcess[str]:
     """In a process of its own, so that what is printed is what a shell sees."""
     command = [sys.executable, "-m", "fastshard", *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG, **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -167,7 +168,7 @@ def test_reader_of_stdout_that_leaves_is_no_crash() -> None:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert "Traceback" not in process.stderr.read()
-    assert process.wait(timeout=30) in (0, 2)
+    assert process.wait(timeout=HANG) in (0, 2)
     process.stderr.close()
 
 

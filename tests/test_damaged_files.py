@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HF, NEOX, STEP, TP4, assert_refused, cli, copy, edit_safetensors, layer_file, spawn
+from holding import HANG
 
 FILE = "tp_rank_01.safetensors"
 
@@ -251,6 +252,6 @@ def test_file_names_that_are_no_utf8_do_not_crash(tmp_path: Path) -> None:
     strange = os.fsencode(ckpt) + b"/model-\xff\xfe\x1b[31m.safetensors"
     Path(os.fsdecode(strange)).write_bytes(b"x")
     process = spawn("verify", ckpt)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode in (0, 1, 2), err
     assert "Traceback" not in err and "\x1b" not in out + err

@@ -18,6 +18,7 @@ from helpers import (
     cli,
     copy,
     edit_pt,
+    few_steps,
     flip_payload,
     layer_file,
     load_pt,
@@ -448,7 +449,7 @@ def test_degrees_that_no_run_has_are_refused(options: tuple[object, ...], tmp_pa
     assert_refused(root, tmp_path / "out", "FS515", exit=2, command=command, options=options)
 
 
-# Numbers of another world: told in few words, in the time that a header takes.
+# Numbers of another world: told in few words, and with few steps of work for each thing that is named, if any.
 
 
 def unstated(root: Path, *keys: str) -> Path:
@@ -459,8 +460,8 @@ def unstated(root: Path, *keys: str) -> Path:
     return root
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("key, most", [("num_layers", 1 << 14), ("model_parallel_size", 1 << 16)])
+@few_steps(32 << 16)
 def test_many_files_that_are_not_there_are_told_in_few_words(key: str, most: int, tmp_path: Path) -> None:
     root = unstated(write(tmp_path / "ckpt", Spec()), key)
     edit_yaml(root, **{key: most})
@@ -479,8 +480,8 @@ def test_many_files_that_are_not_there_are_told_in_few_words(key: str, most: int
     assert_refused(root, tmp_path / "out", "FS211", exit=2, message="num_layers times model_parallel_size")
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "sequential"])
+@few_steps(40_000)
 def test_rank_that_no_run_has_is_a_leftover(pipeline: bool, tmp_path: Path) -> None:
     root = unstated(write(tmp_path / "ckpt", Spec(), pipeline=pipeline), "model_parallel_size")
     step = root / "global_step7"
@@ -491,8 +492,8 @@ def test_rank_that_no_run_has_is_a_leftover(pipeline: bool, tmp_path: Path) -> N
     assert ran.having("FS108", file=stray)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@few_steps(40_000)
 def test_layers_are_counted_where_nothing_states_them(tied: bool, tmp_path: Path) -> None:
     root = unstated(write(tmp_path / "ckpt", Spec(tied=tied)), "num_layers")
     assert cli("merge", root, tmp_path / "out").code == 0
@@ -501,7 +502,7 @@ def test_layers_are_counted_where_nothing_states_them(tied: bool, tmp_path: Path
     assert_refused(root, tmp_path / "other", "FS108", file="layer_99999999999999999999999")
 
 
-@pytest.mark.timeout(20)
+@few_steps(4 << 20)
 def test_many_rank_files_that_are_not_there_are_one_finding(tmp_path: Path) -> None:
     root = write(tmp_path / "ckpt", Spec())
     for rank in (0, 1):

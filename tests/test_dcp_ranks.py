@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import assert_refused, cli, copy, read_result
+from holding import HANG
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,7 +112,7 @@ def run(folder: Path, world: int) -> Path:
         )
         for rank in range(world)
     ]
-    told = [rank.communicate(timeout=200)[1] for rank in ranks]
+    told = [rank.communicate(timeout=HANG)[1] for rank in ranks]
     assert not any(rank.returncode for rank in ranks), "\n".join(told)
     return folder
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import fastshard
 import pytest
 from helpers import HF, NEOX, TP4, assert_refused, cli, copy, in_a_mount, read_result, state_of
+from holding import HANG
 
 
 def test_destination_that_is_a_file(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_manifest_into_a_place_that_may_not_be_written(mounts: Path) -> None:
 def test_file_size_limit_is_an_error_and_publishes_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", 'ulimit -f 64; exec "$0" -m fastshard merge "$1" "$2" --json', sys.executable, HF, tmp_path / "out"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=HANG,
     )  # fmt: skip
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert not (tmp_path / "out").exists()

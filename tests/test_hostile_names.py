@@ -12,6 +12,7 @@ import fastshard
 import pytest
 import torch
 from helpers import FIXTURES, HF, TP4, assert_refused, cli, copy
+from holding import HANG
 from safetensors.torch import save_file
 
 #: Address space of a run: what would count through a name's number takes more.
@@ -30,7 +31,7 @@ def bounded(*argv: object) -> tuple[int, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG,
     )
     assert "Traceback" not in ran.stderr, ran.stderr[-2000:]
     return ran.returncode, ran.stderr

@@ -6,11 +6,8 @@ import json
 import re
 import shutil
 import signal
-import tempfile
-import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from helpers import (
     read_result,
     spawn,
 )
+from holding import HANG, Steps, needs_steps
 from neox_maker import ROW_BIAS, Spec, make_shards, write
 from test_neox_logits import TOLERANCE, largest_difference
 from test_neox_parallel import edit_yaml, same_bits
@@ -562,40 +560,39 @@ def test_values_of_torch_files() -> None:
         tree({1, 2})
 
 
-@pytest.fixture(scope="module")
-def big() -> Iterator[Path]:
-    """400 MB of a Hugging Face model; in memory where the system has such a place."""
-    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place, prefix="fastshard-test-") as folder:
-        root = write(Path(folder) / "neox", Spec(tp=1, hidden=1024, layers=8, inner=4096, vocab=1000))
-        fastshard.convert(root, Path(folder) / "hf", to="hf", memory="2GiB", fsync=False)
-        shutil.rmtree(root)
-        yield Path(folder) / "hf"
-
-
+@needs_steps
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl_c", "kill"])
-def test_stopped_run_is_resumed_to_the_same_files(big: Path, how: signal.Signals) -> None:
-    with tempfile.TemporaryDirectory(dir=big.parent) as folder:
-        options = ("--to", "gpt_neox", "--tp", "4", "--threads", "1", "--fsync", "none", "--json")
-        fresh, out = Path(folder) / "fresh", Path(folder) / "out"
-        process = spawn("convert", big, fresh, *options)
-        assert process.wait(120) == 0
-        process = spawn("convert", big, out, *options)
-        while not any(p.suffix == ".pt" for p in Path(folder).glob(".out*/**/*")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        time.sleep(0.05)
+def test_stopped_run_is_resumed_to_the_same_files(how: signal.Signals, tmp_path: Path) -> None:
+    """Stopped in the middle of the tiles: some files are whole, some begun."""
+    neox = write(tmp_path / "neox", Spec(tp=1, hidden=128, layers=4, inner=512, vocab=1000))
+    source, place = tmp_path / "hf", tmp_path / "place"
+    fastshard.convert(neox, source, to="hf", memory="2GiB", fsync=False)
+    place.mkdir()
+    options = ("--to", "gpt_neox", "--tp", "4", "--threads", "1", "--fsync", "none", "--json")
+    fresh, out = place / "fresh", place / "out"
+    with Steps() as steps:
+        process = spawn("convert", source, fresh, *options, env=steps.environment)
+        process.communicate(timeout=HANG)
+        assert process.returncode == 0
+        tiles = sum(name.startswith("tile-") for name in steps.reached())
+    half = f"tile-{tiles // 2}"
+    with Steps(half) as steps:
+        process = spawn("convert", source, out, *options, env=steps.environment)
+        held = steps.wait(half, process)
         process.send_signal(how)
-        process.communicate(timeout=60)
-        assert process.returncode != 0 and not out.exists()
-        process = spawn("convert", big, out, *options, "--resume")
-        stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stdout + stderr
-        manifest = fresh / "fastshard.manifest.json"
-        for path in sorted(p for p in fresh.rglob("*") if p.is_file() and p != manifest):
-            assert (out / path.relative_to(fresh)).read_bytes() == path.read_bytes(), path.name
-        written_at = re.compile(r'"mtime_ns": \d+')
-        one, two = (written_at.sub("", (folder / manifest.name).read_text()) for folder in (fresh, out))
-        assert one == two
-        assert cli("verify", out).code == 0
-        assert sorted(p.name for p in Path(folder).iterdir()) == ["fresh", "out"]
+        if how == signal.SIGINT:
+            steps.wait("cancelled", process)
+        held.release()
+        process.communicate(timeout=HANG)
+    assert process.returncode == (130 if how == signal.SIGINT else -how) and not out.exists()
+    process = spawn("convert", source, out, *options, "--resume")
+    stdout, stderr = process.communicate(timeout=HANG)
+    assert process.returncode == 0, stdout + stderr
+    manifest = fresh / "fastshard.manifest.json"
+    for path in sorted(p for p in fresh.rglob("*") if p.is_file() and p != manifest):
+        assert (out / path.relative_to(fresh)).read_bytes() == path.read_bytes(), path.name
+    written_at = re.compile(r'"mtime_ns": \d+')
+    one, two = (written_at.sub("", (folder / manifest.name).read_text()) for folder in (fresh, out))
+    assert one == two
+    assert cli("verify", out).code == 0
+    assert sorted(p.name for p in place.iterdir()) == ["fresh", "out"]

@@ -14,6 +14,7 @@ import fastshard
 import numpy as np
 import pytest
 from helpers import HF, NEOX, TP4, cli, read_result, state_of
+from holding import HANG
 from safetensors.numpy import save_file
 
 OLDER = {
@@ -116,7 +117,7 @@ def test_what_a_reader_leaves_behind_does_not_count(tmp_path: Path) -> None:
 def run_in(folder: Path, *argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fastshard", *map(str, argv)], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=60, env=os.environ | environment,
+        timeout=HANG, env=os.environ | environment,
     )  # fmt: skip
 
 

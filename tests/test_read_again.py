@@ -15,6 +15,7 @@ import pytest
 import torch
 from fastshard import regular
 from helpers import cli
+from holding import HANG
 from safetensors import SafetensorError, safe_open
 
 #: The format's limit. source: safetensors src/tensor.rs, MAX_HEADER_SIZE
@@ -134,7 +135,7 @@ for i in range(4):
 stop.set()
 thread.join()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG)
     for i in range(4):
         errors = [f for f in fastshard.verify(tmp_path / f"out{i}", memory="8GiB") if f.severity == "error"]
         assert errors == []

@@ -13,6 +13,7 @@ import fastshard
 import numpy as np
 import pytest
 from helpers import cli, in_a_mount, read_result
+from holding import HANG
 from safetensors.numpy import save_file
 
 TENSORS = 16
@@ -201,7 +202,7 @@ def test_an_error_before_anything_is_written_leaves_nothing(source: Path, place:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG,
     )
     assert failed.returncode == 2, failed
     assert sorted(p.name for p in place.iterdir()) == ["src"]

@@ -14,6 +14,7 @@ from fastshard.cli.verbs import VERBS
 from fastshard.cli.verbs.completion import SHELLS
 from fastshard.targets.registry import TARGETS
 from helpers import cli
+from holding import HANG
 
 
 def needs(program: str) -> str:
@@ -67,7 +68,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     else:
         command = [program, "-f", "-c", ZSH.replace("{folder}", str(script.parent)).replace("{line}", line)]
     env = {**os.environ, "HOME": str(cwd), "TERM": "dumb", "COLUMNS": "400"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd, env=env, timeout=HANG)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", " ", done.stdout)
     if name == "fish":
         return {row.split("\t")[0].rstrip("/") for row in shown.splitlines()}

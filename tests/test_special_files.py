@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fastshard import regular
 from helpers import FIXTURES, HF, NEOX, TP4, Ran, at_once, cli, copy, spawn
+from holding import HANG
 
 ORBAX = sorted((FIXTURES / "orbax").iterdir())[0]
 
@@ -51,7 +52,7 @@ def bounded(*argv: object) -> Ran:
     """In a process of its own, which must end soon and stay small."""
     process = spawn(*argv, "--json")
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG)
     except BaseException:
         process.kill()
         process.communicate()

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import fastshard
 import pytest
 from fastshard.errors import Finding, error_for
-from helpers import FIXTURES, HF, TP4, at_once, cli
+from helpers import FIXTURES, HF, TP4, at_once, cli, spawn
+from holding import HANG, Steps, needs_steps
 
 COMMANDS = {
     "inspect": ["inspect", HF],
@@ -43,7 +43,7 @@ def shell(argv: list[object], redirection: str, tmp_path: Path) -> subprocess.Co
     words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in argv]
     script = f'exec "$@" {redirection}'
     command = ["sh", "-c", script, "sh", sys.executable, "-m", "fastshard", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
@@ -52,7 +52,7 @@ def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "fastshard", *words],
-        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG, check=False,
     )  # fmt: skip
     os.close(writer)
     return done.returncode, done.stderr
@@ -135,7 +135,7 @@ if __name__ == "__main__":
 def harness(act: str, *argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", HARNESS.format(act=act), *map(str, argv)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=HANG, check=False,
     )  # fmt: skip
 
 
@@ -159,14 +159,87 @@ def test_signal_after_publication_says_so(number: signal.Signals, tmp_path: Path
     assert [f["file"] for f in document["findings"] if f["code"] == "FS519"] == [str(tmp_path / "json")]
 
 
-def test_second_signal_while_the_first_is_handled(tmp_path: Path) -> None:
-    for pause in (0, 0.001, 0.003, 0.01, 0.03):
-        kill = f"kill -2 $PPID; sleep {pause}; kill -2 $PPID"
-        once = f"'sent' in vars(progress) or vars(progress).update(sent=subprocess.Popen(['sh', '-c', '{kill}']))"
-        act = f"{once}; time.sleep(0.5)"
-        done = harness(act, "merge", HF, tmp_path / "out", "--json", "--overwrite", "--resume")
-        assert done.returncode == 130 and "Traceback" not in done.stderr, done
-        json.loads(done.stdout)
+@needs_steps
+@pytest.mark.parametrize("at", ["cancelled", "tile-0"])
+def test_second_signal_while_the_run_stops(at: str, tmp_path: Path) -> None:
+    """While the main thread has told the others to stop, and while one of them ends its tile."""
+    with Steps("cancelled", "tile-0") as steps:
+        process = spawn("merge", HF, tmp_path / "out", "--json", env=steps.environment)
+        tile = steps.wait("tile-0", process)
+        process.send_signal(signal.SIGINT)
+        cancelled = steps.wait("cancelled", process)
+        for held in (cancelled, tile) if at == "tile-0" else (tile, cancelled):
+            if held.place == at:
+                process.send_signal(signal.SIGINT)
+            held.release()
+        out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 130 and "Traceback" not in err, (out, err)
+    document = json.loads(out)
+    assert (document["exit_code"], [f["code"] for f in document["findings"]]) == (130, ["FS510"])
+
+
+#: Runs the command line with a signal at its N-th call of a function since it took signals over, and says on stderr how many
+#: calls there were, and whether all was done by then.
+AT_CALL = """
+import importlib, os, sys
+from fastshard.cli.stopping import Stopping
+
+number, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+calls = 0
+
+class Counted(Stopping):
+    def __enter__(self):
+        global stopping
+        stopping = super().__enter__()
+        sys.setprofile(count)
+        return stopping
+
+    def __exit__(self, *how):
+        sys.setprofile(None)
+        os.write(2, f"+{calls}+".encode())
+        super().__exit__(*how)
+
+def count(frame, event, arg):
+    global calls
+    if event in ("call", "c_call") and frame.f_code is not Counted.__exit__.__code__:
+        calls += 1
+        if calls == at:
+            os.write(2, b"+done+" if stopping._count else b"+sent+")
+            os.kill(os.getpid(), number)
+
+# Its package has a function of that name.
+command_line = importlib.import_module("fastshard.cli.main")
+command_line.Stopping = Counted
+sys.exit(command_line.main())
+"""
+
+
+def at_call(
+    number: int, at: int, argv: list[object], tmp_path: Path
+) -> tuple[int, str, subprocess.CompletedProcess[str]]:
+    """Calls in all, ``sent`` or ``done`` at the chosen one, and how the process ended."""
+    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in argv]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_CALL, str(number), str(at), *words],
+        capture_output=True, text=True, timeout=HANG, check=False,
+    )  # fmt: skip
+    told = done.stderr.split("+")[1::2]
+    return int(told[-1]), "".join(told[:-1]), done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", at_once([n for n in COMMANDS if n != "usage"], ("merge", "help")))
+def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    """At any call of a function, from the moment on which the command line has taken over until it gives back."""
+    argv = [*COMMANDS[name], *(["--overwrite", "--resume"] if name in WRITING else [])]
+    calls, _, undisturbed = at_call(number, 0, argv, tmp_path)
+    assert calls > 20
+    for eighth in range(8):
+        at = 1 + eighth * calls // 8
+        _, when, done = at_call(number, at, argv, tmp_path)
+        usual = undisturbed.returncode
+        assert (when, done.returncode) in [("sent", 128 + number), ("done", usual)], (at, calls, done)
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, (at, done)
 
 
 def test_third_signal_ends_the_process(tmp_path: Path) -> None:
@@ -185,28 +258,6 @@ with Stopping():
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "2\ntwo\n", "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", at_once([n for n in COMMANDS if n != "usage"], ("merge", "help")))
-def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signals, tmp_path: Path) -> None:
-    """From the moment on which the command line has taken over; Python's own start is not its."""
-    script = "import sys, fastshard.cli as c; sys.stderr.write('+'); sys.stderr.flush(); sys.exit(c.main())"
-    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in COMMANDS[name]]
-    for delay in (0.0, 0.005, 0.02, 0.06):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, *words, *(["--overwrite", "--resume"] if name in WRITING else [])],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stderr is not None and process.stderr.read(1) == "+"
-        time.sleep(0.002 + delay)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-        # Before main() took over, and after it has given back, signals are Python's.
-        if process.returncode in (-number, 0) or "in <module>" in err:
-            continue
-        assert process.returncode in (128 + number, 1), (process.returncode, out, err)
-        assert "Traceback" not in err and "Exception ignored" not in err
 
 
 def test_ignored_signals_stay_ignored() -> None:
@@ -367,6 +418,6 @@ def test_current_directory_that_is_gone() -> None:
             ["sh", "-c", script, "sh", sys.executable, "-P", "-m", "fastshard", *map(str, argv)]
             if sys.version_info >= (3, 11)
             else ["sh", "-c", script, "sh", sys.executable, "-m", "fastshard", *map(str, argv)],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=HANG, check=False,
         )  # fmt: skip
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from holding import HANG
+
 HERE = Path(__file__).parent
 WORLD = 2
 
@@ -24,7 +26,7 @@ def launch(what: str, folder: Path, script: str = "training.py") -> None:
         with log.open("wb") as out:
             ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
     try:
-        codes = [rank.wait(timeout=240) for rank in ranks]
+        codes = [rank.wait(timeout=HANG) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import cli
+from holding import HANG
 from tiny_models import MODELS, model
 
 HERE = Path(__file__).parent
@@ -59,7 +60,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             command = [sys.executable, str(HERE / "loading.py"), str(root)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [rank.wait(timeout=240) for rank in ranks]
+        codes = [rank.wait(timeout=HANG) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
