@@ -112,7 +112,7 @@ impl RunOptions {
                 .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
             stats: self.stats == Statistics::Full,
             expected: self.expected,
-            patience: patience.unwrap_or(std::time::Duration::MAX),
+            patience: patience.unwrap_or(std::time::Duration::MAX).into(),
             near: self.near,
         }
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use fastshard::codes;
 use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
+use fastshard::publish::clock::Clock;
 use fastshard::publish::lending::{Lending, Root};
 use fastshard::publish::shared::Shared;
 use fastshard::publish::{gc, meeting};
@@ -62,6 +63,7 @@ impl Meeting {
             timeout: seconds(about.timeout),
             words: about.words,
             hosts: about.hosts,
+            clock: Clock::default(),
         };
         let met = run(py, None, move |control| {
             let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
@@ -247,7 +249,7 @@ pub(crate) fn collect(
 ) -> PyResult<String> {
     let collected = run(py, None, move |control| {
         let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
-        gc::collect(&out, abandon.as_deref(), seconds(patience), dry, &go_on)
+        gc::collect(&out, abandon.as_deref(), &seconds(patience).into(), dry, &go_on)
     });
     let fate = |fate| match fate {
         gc::Fate::Removed => "removed",

@@ -139,6 +139,18 @@ pub struct Control {
     pub cancel: AtomicBool,
     /// What is to be said before the end, for whoever watches.
     pub notices: Mutex<Vec<Finding>>,
+    /// What a test does at places of this run.
+    #[cfg(feature = "steps")]
+    pub at: steps::At,
+}
+
+impl Control {
+    /// Says that the run has come to a place; see [`steps`].
+    fn reach(&self, step: Step) {
+        #[cfg(feature = "steps")]
+        self.at.call(self, step);
+        steps::reach(step);
+    }
 }
 
 /// How to run.
@@ -427,14 +439,14 @@ impl<'a> Run<'a> {
 
     /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
     fn make_all(&self, files: &[Arc<SourceFile>], memory: &MemoryUse) -> Result<()> {
-        steps::reach(Step::Opened);
+        self.control.reach(Step::Opened);
         std::thread::scope(|scope| {
             for _ in 1..memory.workers {
                 scope.spawn(|| self.work());
             }
             self.work();
         });
-        steps::reach(Step::Made);
+        self.control.reach(Step::Made);
         if let Some(error) = lock(&self.failed).take() {
             return Err(error);
         }
@@ -481,7 +493,7 @@ impl<'a> Run<'a> {
             if global >= self.total_tiles || self.stopped() {
                 break;
             }
-            steps::reach(Step::Tile(global));
+            self.control.reach(Step::Tile(global));
             // The last run that starts at or before this tile.
             let place = self.first.partition_point(|f| *f <= global) - 1;
             let run = self.runs[place];

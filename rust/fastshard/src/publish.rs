@@ -41,6 +41,7 @@
 //! is the only guard, so that two processes must not resume one run. Errors that NFS reports only at
 //! `close` are seen through `fsync`, which network filesystems get in any case.
 
+pub mod clock;
 mod content;
 mod disk;
 #[cfg(test)]
@@ -70,7 +71,7 @@ mod tests;
 pub use content::{hash_of_file, is_plain};
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use member::{Edge, Log, Member, Watch, Who};
+pub use member::{Edge, Log, Member, Who};
 pub use mounts::told as storage_of;
 pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;

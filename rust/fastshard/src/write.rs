@@ -15,7 +15,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
 
 use crate::codes;
 use crate::engine::{self, Control, Discard, Report};
@@ -25,6 +24,7 @@ use crate::format::{dcp, torch_zip, Frame, Member};
 use crate::hash;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
+use crate::publish::clock::Patience;
 use crate::publish::{self, Needs, OutFile, Space, Staging};
 use crate::stats::Level;
 use crate::storage::SourceFile;
@@ -62,7 +62,7 @@ pub struct Options {
     /// True if the sources were compared with a manifest of theirs, so that nothing in them can be swapped.
     pub expected: bool,
     /// How long other processes of the same run are given to show a sign of life.
-    pub patience: Duration,
+    pub patience: Patience,
     /// Which rank has each root of the sources on its own disk, where not all see all of them.
     pub near: Option<Vec<u32>>,
 }

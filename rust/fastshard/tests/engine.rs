@@ -2,13 +2,17 @@
 
 mod common;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::ThreadId;
 use std::time::Duration;
 
+use common::held::{child_of_its_own, until, Steps};
 use common::world::encode;
 use common::{
     carry_out, cases, file_name, make_plan, mix, open, options, run, sources, temp, units, write_ranks,
@@ -20,6 +24,7 @@ use fastshard::error::{Error, Severity};
 use fastshard::kernel;
 use fastshard::plan::{Fill, Output, Plan};
 use fastshard::stats::{Accumulator, Level, Seen};
+use fastshard::steps::{At, Step};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::{publish, write};
@@ -75,7 +80,7 @@ fn write_out(
         stats: false,
         expected: false,
         near: None,
-        patience: Duration::from_secs(1),
+        patience: Duration::from_secs(1).into(),
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)
         .map(|_| ())
@@ -116,42 +121,40 @@ fn an_interrupted_run_continues_to_the_same_result() {
     write_ranks(&source, &checkpoint());
     write_out(&source, &dir.path().join("fresh"), 2, false, &Control::default()).unwrap();
     let want = content(&dir.path().join("fresh"));
-    let mut interrupted = 0;
+    let tiles = Arc::new(AtomicU64::new(0));
+    let counts = Arc::clone(&tiles);
+    let at = At::new(move |_, step| {
+        counts.fetch_add(u64::from(matches!(step, Step::Tile(_))), Ordering::Relaxed);
+    });
+    write_out(&source, &dir.path().join("counted"), 2, false, &Control { at, ..Control::default() }).unwrap();
+    let tiles = tiles.load(Ordering::Relaxed);
+    assert!(tiles > 100);
     for i in 0..cases(40) as u64 {
         let out = dir.path().join(format!("out{i}"));
         // Several interrupts before the last run goes through.
         for n in 0..3 {
-            let control = Control::default();
-            let until = mix(i * 7 + n) % 2_400_000;
-            let result = std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    while control.done.load(Ordering::Relaxed) < until
-                        && !control.cancel.load(Ordering::Relaxed)
-                    {
-                        std::thread::yield_now();
-                    }
+            let place = match mix(i * 7 + n) % (tiles + 2) {
+                0 => Step::Opened,
+                1 => Step::Made,
+                tile => Step::Tile(tile - 2),
+            };
+            let at = At::new(move |control, step| {
+                if step == place {
                     control.cancel.store(true, Ordering::Relaxed);
-                });
-                let result = write_out(&source, &out, 1 + (i as usize % 2), n > 0, &control);
-                control.cancel.store(true, Ordering::Relaxed);
-                result
-            });
-            match result {
-                Ok(()) => break,
-                Err(error) => {
-                    assert!(error.is_interrupt(), "{error}");
-                    assert!(!out.exists());
-                    interrupted += 1;
                 }
-            }
+            });
+            let control = Control { at, ..Control::default() };
+            let result = write_out(&source, &out, 1 + (i as usize % 2), n > 0, &control);
+            let error = result.expect_err("it was stopped");
+            assert!(error.is_interrupt(), "{place}: {error}");
+            assert!(!out.exists());
         }
-        if !out.exists() {
-            write_out(&source, &out, 2, true, &Control::default()).unwrap();
-        }
+        write_out(&source, &out, 2, true, &Control::default()).unwrap();
         same(&content(&out), &want);
     }
-    assert!(interrupted > 0);
 }
+
+const CHILD: &str = "child_writes";
 
 /// Not a test: the process that is killed.
 #[test]
@@ -171,19 +174,37 @@ fn a_killed_run_continues_to_the_same_result() {
     write_out(&source, &dir.path().join("fresh"), 2, false, &Control::default()).unwrap();
     let want = content(&dir.path().join("fresh"));
     let out = dir.path().join("out");
-    let mut killed = 0;
-    for i in 0..cases(12) as u64 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_writes", "--ignored"])
-            .env("FASTSHARD_TEST_KILLED", dir.path())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        std::thread::sleep(Duration::from_micros(u64::from(i > 0) * (mix(i) % 30_000)));
-        killed += u32::from(child.try_wait().unwrap().is_none());
+    let start = |steps: &Steps| {
+        let mut command = child_of_its_own(CHILD);
+        command.env("FASTSHARD_TEST_KILLED", dir.path()).stdout(Stdio::null()).stderr(Stdio::null());
+        steps.hold(&mut command).spawn().unwrap()
+    };
+    // A run that nobody kills: all the places that it comes by.
+    let steps = Steps::new();
+    let mut places = steps.all(&mut start(&steps));
+    drop(steps);
+    same(&content(&out), &want);
+    std::fs::remove_dir_all(&out).unwrap();
+    // Which of two threads comes first is no matter.
+    places
+        .sort_by_key(|place| (place.strip_prefix("tile-").map(|n| n.parse::<u64>().unwrap()), place.clone()));
+    let [others @ .., last] = &["made", "opened", "published", "sealed", "tile-0"];
+    assert!(places.iter().take(5).eq(others.iter().chain([last])), "{places:?}");
+    assert!(places.len() > 100);
+    for i in 0..cases(12) as usize {
+        // Each of the few, and tiles from the first one to the last.
+        let all = cases(12).max(6) as usize;
+        let place = match i {
+            0..5 => &places[i],
+            _ => &places[4 + (i - 4) * (places.len() - 5) / (all - 5)],
+        };
+        let steps = Steps::new();
+        let mut child = start(&steps);
+        let held = steps.until(&mut child, place);
         child.kill().unwrap();
-        child.wait().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(9), "{place}");
+        drop(held);
+        assert_eq!(out.exists(), place == "published", "{place}");
         if !out.exists() {
             write_out(&source, &out, 2, true, &Control::default()).unwrap();
         }
@@ -200,7 +221,6 @@ fn a_killed_run_continues_to_the_same_result() {
         let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left.len(), 2, "only source and fresh result: {left:?}");
     }
-    assert!(killed > 0);
 }
 
 /// A result in memory, with the records of what is done and the claims of an earlier run.
@@ -558,20 +578,46 @@ fn widened_and_narrowed_values_are_those_of_the_kernel_at_every_position() {
     }
 }
 
-/// Panics at a tile, and counts those that come after.
-#[derive(Default)]
+/// Panics at a tile once all other threads are at one of theirs, which go on once the thread that panicked is gone.
 struct Panics {
+    threads: u64,
     tiles: AtomicU64,
     late: AtomicU64,
+    /// Of the test, which is one of the workers: it is never gone.
+    own: ThreadId,
+    chosen: AtomicBool,
+    /// Threads that wait for the end of the one that panics.
+    waiting: AtomicU64,
+    gone: Arc<AtomicBool>,
+}
+
+thread_local!(static LAST_WORDS: RefCell<Option<LastWords>> = const { RefCell::new(None) });
+
+/// Says that a thread has ended, and all that came of it is known.
+struct LastWords(Arc<AtomicBool>);
+
+impl Drop for LastWords {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
 }
 
 impl Sink for Panics {
     fn write(&self, _: usize, _: u64, _: &[u8]) -> Result<(), Error> {
-        let n = self.tiles.fetch_add(1, Ordering::Relaxed);
-        assert_ne!(n, 20, "tile 20 is one too many");
-        self.late.fetch_add(u64::from(n > 20), Ordering::Relaxed);
-        // So that the others come by while the one unwinds.
-        std::thread::sleep(Duration::from_micros(100));
+        let n = self.tiles.fetch_add(1, Ordering::SeqCst);
+        if n < 20 {
+            return Ok(());
+        }
+        let alone = self.threads == 1;
+        let may_panic = alone || std::thread::current().id() != self.own;
+        if may_panic && !self.chosen.swap(true, Ordering::SeqCst) {
+            LAST_WORDS.set(Some(LastWords(Arc::clone(&self.gone))));
+            until("all others are at a tile", || self.waiting.load(Ordering::SeqCst) == self.threads - 1);
+            panic!("tile 20 is one too many");
+        }
+        self.late.fetch_add(1, Ordering::SeqCst);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        until("the end of the thread that panicked", || alone || self.gone.load(Ordering::SeqCst));
         Ok(())
     }
 }
@@ -581,15 +627,23 @@ fn a_panic_of_a_worker_stops_all_and_is_an_error() {
     let dir = temp();
     let (plan, files) = planned(dir.path());
     for threads in [1, 4] {
-        let sink = Panics::default();
-        let options = options(threads, dir.path());
+        let sink = Panics {
+            threads,
+            tiles: AtomicU64::new(0),
+            late: AtomicU64::new(0),
+            own: std::thread::current().id(),
+            chosen: AtomicBool::new(false),
+            waiting: AtomicU64::new(0),
+            gone: Arc::default(),
+        };
+        let options = options(threads as usize, dir.path());
         let result = engine::execute_tiled(&plan, &files, &sink, &options, Some(1024), &Control::default());
         let error = result.unwrap_err();
         let finding = &error.findings()[0];
         assert_eq!((finding.code, error.findings().len()), (codes::INTERNAL, 1));
         assert!(finding.message.contains("tile 20 is one too many"), "{finding:?}");
-        // Printing the panic takes a while; there are thousands of tiles.
-        assert!(sink.late.into_inner() < 2000, "the others go on");
+        // Each of the others ends with the tile that it was at; there are thousands.
+        assert_eq!(sink.late.into_inner(), threads - 1, "the others go on");
     }
 }
 

@@ -4,17 +4,20 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::held::{until, Time};
 use common::{cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes::{self, Code};
 use fastshard::engine::Control;
 use fastshard::error::Error;
 use fastshard::plan::Plan;
+use fastshard::publish::clock::{Clock, Patience};
 use fastshard::publish::meeting::{About, Meeting};
 use fastshard::publish::shared::Shared;
+use fastshard::steps::{At, Step};
 use fastshard::storage::SourceFile;
 use fastshard::write::shared::{self, Begun, Made};
 use fastshard::{publish, write};
@@ -83,7 +86,8 @@ impl Case {
             arrays: None,
             stats: false,
             expected: false,
-            patience: PATIENCE,
+            // Whoever waits for others waits in vain, and no time.
+            patience: Patience { time: PATIENCE, clock: Clock::leaping() },
             near: None,
         }
     }
@@ -228,31 +232,51 @@ fn what_is_missing_is_named_and_made_by_another_number_of_parts() {
     }
 }
 
+/// Stops a run when it comes to a place.
+fn stops_at(place: Step) -> Control {
+    let at = At::new(move |control, step| {
+        if step == place {
+            control.cancel.store(true, Ordering::Relaxed);
+        }
+    });
+    Control { at, ..Control::default() }
+}
+
 #[test]
 fn a_stopped_part_is_continued_by_another_one_and_by_one_process() {
     let case = Case::new(400_000);
     case.alone("alone", false).unwrap();
-    for i in 0..cases(12) as u64 {
+    let begun = case.begin("counted", 2, false).unwrap();
+    let tiles = [0, 1].map(|part| {
+        let counted = Arc::new(AtomicU64::new(0));
+        let counts = Arc::clone(&counted);
+        let at = At::new(move |_, step| {
+            counts.fetch_add(u64::from(matches!(step, Step::Tile(_))), Ordering::Relaxed);
+        });
+        case.part("counted", part, &Control { at, ..Control::default() }).unwrap();
+        counted.load(Ordering::Relaxed)
+    });
+    case.conclude(begun).unwrap();
+    // One of them is a large tensor, the other one all that is small.
+    let (stopped, other) = if tiles[0] > tiles[1] { (0, 1) } else { (1, 0) };
+    let tiles = tiles[stopped as usize];
+    assert!(tiles > 50, "{tiles}");
+    let all = u64::from(cases(12));
+    for i in 0..all {
         let out = format!("out{i}");
         let begun = case.begin(&out, 2, false).unwrap();
-        let control = Control::default();
-        let until = mix(i) % 1_200_000;
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while control.done.load(Ordering::Relaxed) < until && !control.cancel.load(Ordering::Relaxed)
-                {
-                    std::thread::yield_now();
-                }
-                control.cancel.store(true, Ordering::Relaxed);
-            });
-            let stopped = case.part(&out, 0, &control);
-            assert!(stopped.is_ok() || stopped.is_err_and(|error| error.is_interrupt()));
-            control.cancel.store(true, Ordering::Relaxed);
-        });
-        case.part(&out, 1, &Control::default()).unwrap();
+        // From before the first tile to after the last one.
+        let place = match i {
+            0 => Step::Opened,
+            _ if i + 1 == all => Step::Made,
+            _ => Step::Tile((i - 1) * (tiles - 1) / (all - 3).max(1)),
+        };
+        let made = case.part(&out, stopped, &stops_at(place));
+        assert!(made.as_ref().is_err_and(|error| error.is_interrupt()), "{place}: {made:?}");
+        case.part(&out, other, &Control::default()).unwrap();
         match i % 3 {
             0 => {
-                case.part(&out, 0, &Control::default()).unwrap();
+                assert_eq!(case.part(&out, stopped, &Control::default()).unwrap(), Made::Now, "{place}");
                 case.conclude(begun).unwrap();
             }
             1 => {
@@ -288,17 +312,21 @@ fn a_run_that_is_not_there_is_not_made() {
     refused(case.part("out", 2, &Control::default()), codes::USAGE);
 }
 
+fn about(rank: u32, world: u32, timeout: Duration, clock: &Clock) -> About {
+    About { rank, world, timeout, words: BTreeMap::new(), hosts: Vec::new(), clock: clock.clone() }
+}
+
 #[test]
 fn a_rank_is_taken_over_from_a_process_that_is_silent() {
     let dir = temp();
     let out = dir.path().join("out");
-    let about = || About { rank: 0, world: 1, timeout: PATIENCE, words: BTreeMap::new(), hosts: Vec::new() };
+    // Nobody else is there: whoever waits may move time.
+    let clock = Clock::leaping();
+    let begin = || Meeting::begin(&out, about(0, 1, PATIENCE, &clock), &|| true).unwrap();
     let folder = dir.path().join(".out.fastshard-ranks");
     let card = folder.join("rank-00000.json");
-    let first = Meeting::begin(&out, about(), &|| true).unwrap();
-    while !card.exists() {
-        std::thread::yield_now();
-    }
+    let first = begin();
+    until("the first card", || card.exists());
     let mut left: serde_json::Value = serde_json::from_slice(&std::fs::read(&card).unwrap()).unwrap();
     drop(first);
     assert!(!folder.exists());
@@ -308,30 +336,84 @@ fn a_rank_is_taken_over_from_a_process_that_is_silent() {
         std::fs::create_dir(&folder).unwrap();
         std::fs::write(&card, serde_json::to_vec(&left).unwrap()).unwrap();
         std::fs::write(folder.join("rank-00007.json"), "{}").unwrap();
-        let again = Meeting::begin(&out, about(), &|| true).unwrap();
-        std::thread::sleep(Duration::from_millis(300));
+        let begun = clock.now();
+        let again = begin();
+        assert!(clock.elapsed(begun) >= Duration::from_millis(2500), "{digit}: it was watched");
+        // It has looked at the cards again and again, and found nothing wrong.
+        let time = Time { clock: &clock, folder: folder.clone() };
+        let beat = time.beat(0);
+        until("signs of life", || time.beat(0) >= beat + 4 || again.stopped().is_some());
         assert!(again.stopped().is_none(), "{digit}");
         drop(again);
         assert!(!folder.exists(), "{digit}: cards of more ranks than there are now");
     }
 }
 
+/// Ranks that have met, each by its clock.
+fn met(out: &Path, timeout: Duration, clocks: [&Clock; 2]) -> [Meeting; 2] {
+    let begin = |rank: u32| {
+        let (out, about) = (out.to_path_buf(), about(rank, 2, timeout, clocks[rank as usize]));
+        std::thread::spawn(move || Meeting::begin(&out, about, &|| true).unwrap())
+    };
+    [begin(0), begin(1)].map(|thread| thread.join().unwrap())
+}
+
 #[test]
 fn a_rank_that_is_busy_learns_why_the_others_stopped_though_they_are_gone() {
     let dir = temp();
-    let met = |rank: u32| {
-        let out = dir.path().join("out");
-        let timeout = Duration::from_secs(20);
-        std::thread::spawn(move || {
-            let about = About { rank, world: 2, timeout, words: BTreeMap::new(), hosts: Vec::new() };
-            Meeting::begin(&out, about, &|| true).unwrap()
-        })
-    };
-    let [zero, one] = [met(0), met(1)].map(|thread| thread.join().unwrap());
+    let (clock, folder) = (Clock::manual(), dir.path().join(".out.fastshard-ranks"));
+    let time = Time { clock: &clock, folder: folder.clone() };
+    let [zero, one] = met(&dir.path().join("out"), Duration::from_secs(20), [&clock, &clock]);
     zero.stop(&[fastshard::error::Finding::new(codes::UNSUPPORTED, "not read here")]);
+    until("rank 1 has read that", || one.stopped().is_some());
     // It gives others a few seconds, and takes the folder away: this one's next sign of life cannot be written.
-    drop(zero);
-    assert!(!dir.path().join(".out.fastshard-ranks").exists());
-    std::thread::sleep(Duration::from_millis(1500));
+    let begun = clock.now();
+    let gone = std::thread::spawn(|| drop(zero));
+    while !gone.is_finished() {
+        time.clock.advance(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    gone.join().unwrap();
+    assert!(clock.elapsed(begun) >= Duration::from_secs(3), "{:?}", clock.elapsed(begun));
+    assert!(!folder.exists());
+    clock.advance(Duration::from_millis(1500));
+    until("rank 1 finds that nobody is there", || {
+        format!("{one:?}").contains("the other ranks have ended, before this one had read how")
+    });
     refused(one.watch(&|_| false), codes::UNSUPPORTED);
+}
+
+#[test]
+fn a_rank_that_is_stopped_is_silent_once_it_was_watched_for_the_timeout() {
+    let dir = temp();
+    // As if the process of rank 1 were stopped: for it no time passes.
+    let (clock, stopped) = (Clock::manual(), Clock::manual());
+    let time = Time { clock: &clock, folder: dir.path().join(".out.fastshard-ranks") };
+    let [zero, one] = met(&dir.path().join("out"), Duration::from_secs(20), [&clock, &stopped]);
+    // What it said last may be read after the first step.
+    (0..39).for_each(|_| time.step(&[0]));
+    zero.watch(&|_| false).unwrap();
+    (0..2).for_each(|_| time.step(&[0]));
+    let error = refused(zero.watch(&|_| false), codes::PART_MISSING);
+    assert!(error.to_string().contains("no sign of life for 20 s"), "{error}");
+    assert_eq!(error.findings()[0].rank.as_deref(), Some("rank 1"));
+    drop(one);
+}
+
+#[test]
+fn ranks_that_were_all_stopped_for_hours_take_nobody_for_silent() {
+    let dir = temp();
+    let clock = Clock::manual();
+    let time = Time { clock: &clock, folder: dir.path().join(".out.fastshard-ranks") };
+    let ranks = met(&dir.path().join("out"), Duration::from_secs(4), [&clock, &clock]);
+    for _ in 0..20 {
+        time.clock.advance(Duration::from_secs(3600));
+        // Before the other one had the time to show that it lives, as well as afterwards.
+        ranks.iter().for_each(|rank| rank.watch(&|_| false).unwrap());
+        time.jump(Duration::from_secs(3600), &[0, 1]);
+        ranks.iter().for_each(|rank| rank.watch(&|_| false).unwrap());
+    }
+    let [zero, one] = ranks;
+    drop(one);
+    drop(zero);
 }

@@ -94,7 +94,7 @@ fn write_out(
         arrays: None,
         stats: false,
         expected: false,
-        patience: std::time::Duration::ZERO,
+        patience: std::time::Duration::ZERO.into(),
         near: None,
     };
     let roots = [source.to_path_buf()];
@@ -280,7 +280,7 @@ fn safetensors_files_can_be_prescribed() {
         arrays: None,
         stats: false,
         expected: false,
-        patience: std::time::Duration::ZERO,
+        patience: std::time::Duration::ZERO.into(),
         near: None,
     };
     let (manifest, _) =

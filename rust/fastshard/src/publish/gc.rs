@@ -1,8 +1,8 @@
 //! What runs that are over have left at a destination: taken away, and nothing else.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
+use super::clock::Patience;
 use super::disk::At;
 use super::folder::{check_owner, entries, is_data, remove_folder};
 use super::lock;
@@ -48,7 +48,7 @@ pub struct Leaving {
 pub fn collect(
     out: &Path,
     abandon: Option<&str>,
-    patience: Duration,
+    patience: &Patience,
     dry: bool,
     go_on: &dyn Fn() -> bool,
 ) -> Result<Vec<Leaving>> {

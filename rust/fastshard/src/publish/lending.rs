@@ -27,10 +27,11 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::clock::{Clock, Watched};
 use super::disk::{At, Dir};
 use super::journal::Journal;
 use super::meeting::{Meeting, Pauses};
@@ -61,7 +62,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Ranks that are looked at in that time.
 const MANY: u32 = 16;
 /// Time that bytes are given to arrive as they were lent.
-const ARRIVAL: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+const ARRIVAL: Duration = Duration::from_secs(10);
 
 /// A path that a rank was given as the checkpoint, or as a part of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -180,6 +181,7 @@ struct Shared {
     rank: u32,
     world: u32,
     nonce: String,
+    clock: Clock,
     folder: Dir,
     journal: Journal,
     state: Mutex<State>,
@@ -188,6 +190,9 @@ struct Shared {
     interrupted: AtomicBool,
     /// Bytes that this rank has lent.
     lent: AtomicU64,
+    /// Looks of those who wait.
+    #[cfg(test)]
+    looks: AtomicU64,
     /// What has ended the thread that lends: nothing comes any more.
     broken: OnceLock<Error>,
 }
@@ -268,6 +273,7 @@ impl Lending {
             rank: meeting.rank(),
             world: meeting.world(),
             nonce,
+            clock: meeting.clock().clone(),
             folder: inside,
             journal,
             state: Mutex::default(),
@@ -275,6 +281,8 @@ impl Lending {
             ended: AtomicBool::new(false),
             interrupted: AtomicBool::new(false),
             lent: AtomicU64::new(0),
+            #[cfg(test)]
+            looks: AtomicU64::new(0),
             broken: OnceLock::new(),
         });
         let mut lending = Lending {
@@ -289,11 +297,13 @@ impl Lending {
         let told = Told { host, roots };
         let (owner, listed) = Owner::begin(&shared, &told, files)?;
         let pause = LOOK * shared.world.div_ceil(MANY);
+        let clock = shared.clock.clone();
         let turns = move || {
-            let (mut owner, mut pauses) = (owner, Pauses::new(pause));
+            let (mut owner, clock) = (owner, clock);
+            let mut pauses = Pauses::new(&clock, pause);
             while !owner.shared().ended.load(Ordering::Relaxed) {
                 match without_panic(|| owner.turn()) {
-                    Ok(true) => pauses = Pauses::new(pause),
+                    Ok(true) => pauses = Pauses::new(&clock, pause),
                     Ok(false) => pauses.sleep(),
                     Err(error) => {
                         let _ = owner.shared().broken.set(error.clone());
@@ -366,6 +376,8 @@ impl Shared {
 
     /// Looks whether waiting makes sense still.
     fn check(&self) -> Result<()> {
+        #[cfg(test)]
+        self.looks.fetch_add(1, Ordering::Relaxed);
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
         }
@@ -674,14 +686,16 @@ impl Lent {
     /// Reads a piece and compares it with its checksum, until it has arrived; none if another process has taken the rank
     /// over, which lends it anew.
     fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
-        let begun = Instant::now();
+        let clock = &self.shared.clock;
+        let mut watched = Watched::begin(clock.now(), ARRIVAL);
         let mut bytes = vec![0; piece.len as usize];
-        let mut pauses = Pauses::new(LOOK);
+        let mut pauses = Pauses::new(clock, LOOK);
         let mut again = false;
         loop {
             if !self.is_current(piece) {
                 return Ok(None);
             }
+            let now = clock.now();
             let file = self.bytes(piece.process, again)?;
             let read = file.is_some_and(|file| file.read_exact_at(&mut bytes, piece.place).is_ok());
             if read && crc32fast::hash(&bytes) == piece.crc32 {
@@ -693,7 +707,7 @@ impl Lent {
                 }
                 return Ok(Some(bytes));
             }
-            if begun.elapsed() > ARRIVAL {
+            if watched.look(now) > ARRIVAL {
                 let state = self.shared.lock();
                 let nonce = state.others.get(&self.rank).map(|o| o.nonce.clone()).unwrap_or_default();
                 return Err(Finding::new(

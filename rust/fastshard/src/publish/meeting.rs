@@ -24,8 +24,9 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::clock::{Clock, Watched};
 use super::disk::{self, At};
 use super::folder::{check_owner, entries};
 use super::mounts;
@@ -72,6 +73,8 @@ pub struct About {
     pub words: BTreeMap<String, serde_json::Value>,
     /// Hosts by rank, as far as the launcher tells.
     pub hosts: Vec<String>,
+    /// By which clock.
+    pub clock: Clock,
 }
 
 /// A rank among others. Dropping it takes its card away.
@@ -85,19 +88,20 @@ pub struct Meeting {
 /// Pauses between looks, short at first.
 #[derive(Debug)]
 pub struct Pauses {
+    clock: Clock,
     next: Duration,
     most: Duration,
 }
 
 impl Pauses {
-    /// Up to so long.
-    pub fn new(most: Duration) -> Pauses {
-        Pauses { next: FIRST_LOOK.min(most), most }
+    /// Up to so long, by this clock.
+    pub fn new(clock: &Clock, most: Duration) -> Pauses {
+        Pauses { clock: clock.clone(), next: FIRST_LOOK.min(most), most }
     }
 
     /// Sleeps; the next time a little longer.
     pub fn sleep(&mut self) {
-        std::thread::sleep(self.next);
+        self.clock.sleep(self.next);
         self.next = (self.next * 5 / 4).min(self.most);
     }
 }
@@ -154,17 +158,20 @@ impl Meeting {
         let (others, failed) = (BTreeMap::new(), None);
         let state = State { card, written: None, changes: 0, silent: None, others, ended: false, failed };
         let state = Mutex::new(state);
-        Ok(Meeting { about, table: Arc::new(Table { base: place.base, name, folder, state }), thread: None })
+        let (clock, timeout) = (about.clock.clone(), about.timeout);
+        let table = Table { base: place.base, name, folder, clock, timeout, state };
+        Ok(Meeting { about, table: Arc::new(table), thread: None })
     }
 
     /// Waits until a process that seems to hold this rank shows no sign of life.
     fn take_rank(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
-        let begun = Instant::now();
+        let clock = &self.about.clock;
+        let mut watched = Watched::begin(clock.now(), HELD_FOR);
         let first = self.table.read(self.about.rank);
         while let Some(first) = first.as_ref().filter(|card| !card.process.is_dead()) {
             match self.table.read(self.about.rank) {
                 Some(now) if (&now.nonce, now.beat) != (&first.nonce, first.beat) => return Err(taken(&now)),
-                Some(_) if begun.elapsed() < HELD_FOR && go_on() => std::thread::sleep(LOOK),
+                Some(_) if watched.look(clock.now()) < HELD_FOR && go_on() => clock.sleep(LOOK),
                 _ => break,
             }
         }
@@ -179,10 +186,11 @@ impl Meeting {
                 if let Err(error) = table.turn() {
                     table.lock().failed = error.into_findings().into_iter().next();
                 }
-                // Woken early at the end.
-                let until = Instant::now() + pause;
-                while Instant::now() < until && !table.lock().ended {
-                    std::thread::sleep(LOOK / 10);
+                // Woken early at the end. Counted, not measured: by a clock that stands still others are looked at too.
+                let mut slept = Duration::ZERO;
+                while slept < pause && !table.lock().ended {
+                    table.clock.sleep(LOOK / 10);
+                    slept += LOOK / 10;
                 }
             }
         };
@@ -206,6 +214,11 @@ impl Meeting {
     /// How long it waits for others.
     pub fn timeout(&self) -> Duration {
         self.about.timeout
+    }
+
+    /// The clock by which it waits.
+    pub fn clock(&self) -> &Clock {
+        &self.about.clock
     }
 
     /// All ranks as rank 0 sees them, for whoever asks which storage they have; of others rank 0 alone.
@@ -257,16 +270,20 @@ impl Meeting {
 
     /// Waits for something, and for no longer than the others show signs of life.
     ///
-    /// `done` is asked with the cards; `late` says who has not come once the time is over.
+    /// `done` is asked with the cards; `late`, with the time that was waited, says who has not come once it is over.
     fn wait<T>(
         &self,
         go_on: &dyn Fn() -> bool,
         mut done: impl FnMut(&Card, &BTreeMap<u32, Heard>) -> Option<T>,
-        late: impl Fn(&Card, &BTreeMap<u32, Heard>) -> Option<Vec<Finding>>,
+        late: impl Fn(&Card, &BTreeMap<u32, Heard>, Duration) -> Option<Vec<Finding>>,
     ) -> Result<T> {
-        let mut pauses = Pauses::new(self.pause());
+        let clock = &self.about.clock;
+        let mut pauses = Pauses::new(clock, self.pause());
+        let mut waited = Watched::begin(clock.now(), self.about.timeout);
         loop {
+            let now = clock.now();
             self.table.turn()?;
+            waited.look(now);
             if let Some(stopped) = self.stopped() {
                 return Err(stopped);
             }
@@ -278,7 +295,7 @@ impl Meeting {
                 if let Some(found) = done(&state.card, &state.others) {
                     return Ok(found);
                 }
-                if let Some(findings) = late(&state.card, &state.others) {
+                if let Some(findings) = late(&state.card, &state.others, waited.time()) {
                     return Err(findings.into());
                 }
             }
@@ -287,13 +304,12 @@ impl Meeting {
     }
 
     fn meet(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
-        let (begun, rank, world) = (Instant::now(), self.about.rank, self.about.world);
-        let over = || begun.elapsed() >= self.about.timeout;
+        let (rank, world, timeout) = (self.about.rank, self.about.world, self.about.timeout);
         if rank == 0 {
             self.wait(
                 go_on,
                 |own, _| (own.seen.len() as u32 + 1 == world).then_some(()),
-                |own, others| over().then(|| self.absent(own, others)),
+                |own, others, waited| (waited >= timeout).then(|| self.absent(own, others)),
             )?;
             self.alike()?;
             self.say(|card| card.phase = Phase::Met);
@@ -306,13 +322,12 @@ impl Meeting {
                 let seen = zero.card.seen.get(&rank) == Some(&own.nonce);
                 (seen && zero.card.phase >= Phase::Met).then_some(())
             },
-            |own, others| {
+            |own, others, waited| {
                 let differs =
                     others.get(&0).filter(|zero| zero.lives).and_then(|zero| differing(own, &zero.card));
                 // If rank 0 is there it says it first: it knows best.
-                let waits = others.get(&0).is_some_and(|zero| zero.lives)
-                    && begun.elapsed() < self.about.timeout + GRACE;
-                let stray = || (over() && !waits).then(|| self.stray(own, others));
+                let waits = others.get(&0).is_some_and(|zero| zero.lives) && waited < timeout + GRACE;
+                let stray = || (waited >= timeout && !waits).then(|| self.stray(own, others));
                 differs.map(|finding| vec![finding]).or_else(stray)
             },
         )?;
@@ -338,7 +353,7 @@ impl Meeting {
                     let zero = met(own, others)?;
                     (zero.card.plan.is_some()).then(|| zero.card.plan.clone())
                 },
-                |_, others| self.silent(others, 0),
+                |_, others, _| self.silent(others, 0),
             )?;
             if theirs.as_deref() != Some(plan) {
                 let findings = vec![self.other_plan(files)];
@@ -348,7 +363,7 @@ impl Meeting {
             return self.wait(
                 go_on,
                 |own, others| (met(own, others)?.card.phase >= Phase::Agreed).then_some(()),
-                |_, others| self.silent(others, 0),
+                |_, others, _| self.silent(others, 0),
             );
         }
         self.wait(
@@ -357,7 +372,7 @@ impl Meeting {
                 let held = others.values().filter(|heard| heard.card.plan == own.plan && is_seen(own, heard));
                 (held.count() + 1 == world).then_some(())
             },
-            |own, others| {
+            |own, others, _| {
                 let silent = (1..self.about.world).find_map(|rank| self.silent(others, rank));
                 let differs = others.values().find(|heard| {
                     is_seen(own, heard)
@@ -374,7 +389,7 @@ impl Meeting {
                     vec![finding]
                 };
                 // It is about to say what differs.
-                let told = |heard: &Heard| (heard.moved.elapsed() > BEAT_EVERY * 4).then(|| told(heard));
+                let told = |heard: &Heard| (heard.silent.time() > BEAT_EVERY * 4).then(|| told(heard));
                 differs.and_then(told).or(silent)
             },
         )?;
@@ -416,7 +431,7 @@ impl Meeting {
                 let zero = met(own, others)?;
                 (zero.card.phase >= Phase::Working).then(|| zero.card.opened.clone())
             },
-            |_, others| self.silent(others, 0),
+            |_, others, _| self.silent(others, 0),
         )
     }
 
@@ -431,7 +446,7 @@ impl Meeting {
                 let told = met(own, others).is_some_and(|zero| zero.card.phase == Phase::Published);
                 (told || published()).then_some(())
             },
-            |_, others| self.silent(others, 0),
+            |_, others, _| self.silent(others, 0),
         )
     }
 
@@ -498,7 +513,8 @@ impl Meeting {
             state.card.nonce.clone()
         };
         steps::reach(Step::Farewell);
-        let begun = Instant::now();
+        let clock = &self.about.clock;
+        let mut waited = Watched::begin(clock.now(), FAREWELL);
         let seen = self.table.lock().card.seen.clone();
         let stays = |rank: u32, heard: &Heard| {
             // Who has answered this process lived then, though its counter was not seen to move.
@@ -507,9 +523,9 @@ impl Meeting {
             reads && self.table.read(rank).is_some_and(|card| card.nonce == heard.card.nonce)
         };
         let others = self.table.lock().others.clone();
-        let mut pauses = Pauses::new(LOOK);
+        let mut pauses = Pauses::new(clock, LOOK);
         while rank == 0
-            && begun.elapsed() < FAREWELL
+            && waited.look(clock.now()) < FAREWELL
             && others.iter().any(|(rank, heard)| stays(*rank, heard))
         {
             pauses.sleep();
@@ -522,7 +538,7 @@ impl Meeting {
                 z.phase < Phase::Published && z.seen.get(&rank) == Some(&own) && !z.process.is_dead()
             })
         };
-        while rank > 0 && stopped && begun.elapsed() < FAREWELL && unread() {
+        while rank > 0 && stopped && waited.look(clock.now()) < FAREWELL && unread() {
             pauses.sleep();
         }
         gone(&format!("{own}.new"));

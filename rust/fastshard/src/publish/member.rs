@@ -1,14 +1,15 @@
 //! A process that takes part in a shared run: its journal, which nobody else writes to.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::clock::Clock;
 use super::disk::{self, At, Dir};
 use super::file::OutFile;
 use super::folder::MAX_OWN;
@@ -76,14 +77,14 @@ impl Member {
     /// Takes up a part of a round, in a journal of its own.
     ///
     /// Errors: what the system says.
-    pub(super) fn begin(shared: &Shared, round: &str, who: &Who) -> Result<Member> {
+    pub(super) fn begin(shared: &Shared, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
         let nonce = super::shared::nonce();
         let folder = shared.folder.again().at(shared.folder.path(), "cannot open")?;
         let journal = Arc::new(Journal::open(&folder, &format!("{MEMBER}{nonce}"), true)?);
         journal.append(&[&[WHO][..], &serde_json::to_vec(who).expect("plain data")].concat())?;
         journal.sync()?;
         folder.sync().at(folder.path(), "cannot bring to disk")?;
-        let beats = Beats::start(&journal);
+        let beats = Beats::start(&journal, clock);
         Ok(Member {
             folder,
             nonce,
@@ -205,16 +206,22 @@ struct Beats {
 }
 
 impl Beats {
-    fn start(journal: &Arc<Journal>) -> Beats {
+    fn start(journal: &Arc<Journal>, clock: &Clock) -> Beats {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let (journal, stopped) = (Arc::clone(journal), Arc::clone(&stop));
+        let (journal, stopped, clock) = (Arc::clone(journal), Arc::clone(&stop), clock.clone());
         let beat = move || {
             let (stop, woken) = &*stopped;
             let mut ended = stop.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut next = clock.now();
             while !*ended {
-                // One that fails is one that is missed.
-                let _ = journal.append(&[BEAT]).and_then(|()| journal.show());
-                ended = woken.wait_timeout(ended, BEAT_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+                let now = clock.now();
+                if now >= next {
+                    // One that fails is one that is missed.
+                    let _ = journal.append(&[BEAT]).and_then(|()| journal.show());
+                    next = now + BEAT_EVERY;
+                }
+                let nap = clock.nap(next.saturating_sub(clock.now()));
+                ended = woken.wait_timeout(ended, nap).unwrap_or_else(PoisonError::into_inner).0;
             }
         };
         let thread = std::thread::Builder::new().name("fastshard-beat".into()).spawn(beat).ok();
@@ -352,31 +359,20 @@ pub(super) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
     Ok((who, end.is_some_and(|record| record.len() == 33 && record[0] == DONE)))
 }
 
-/// Watches journals for signs of life, by this process's own clock.
+/// Watches journals for signs of life.
 #[derive(Debug, Default)]
-pub struct Watch {
-    lengths: Vec<(String, u64, Instant)>,
+pub(super) struct Watch {
+    lengths: HashMap<String, u64>,
 }
 
 impl Watch {
-    /// How long the journal of a member has been silent, as far as this has seen it.
-    pub(super) fn silence(&mut self, folder: &Dir, nonce: &str) -> Duration {
+    /// True if the journal of a member has changed since the look before.
+    pub(super) fn moves(&mut self, folder: &Dir, nonce: &str) -> bool {
         // Opened anew each time: a file server's client tells the length then.
         let name = format!("{MEMBER}{nonce}");
         let length = folder.read_only(&name).and_then(|file| Ok(file.metadata()?.len())).unwrap_or(0);
-        let now = Instant::now();
-        match self.lengths.iter_mut().find(|(known, ..)| known == nonce) {
-            Some((_, seen, since)) => {
-                if *seen != length {
-                    (*seen, *since) = (length, now);
-                }
-                now - *since
-            }
-            None => {
-                self.lengths.push((nonce.into(), length, now));
-                Duration::ZERO
-            }
-        }
+        let before = self.lengths.insert(nonce.into(), length);
+        before.is_some_and(|before| before != length)
     }
 }
 

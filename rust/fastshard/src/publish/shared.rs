@@ -47,6 +47,7 @@ use std::time::Duration;
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
+use super::clock::{Clock, Patience, Watched};
 use super::disk::{self, At, Dir};
 use super::file::OutFile;
 use super::folder::{check_owner, entries, is_data, MAX_OWN};
@@ -69,6 +70,8 @@ const STATE_BYTES: usize = 64;
 const MAX_ROUND: u64 = 1 << 30;
 /// Most rounds of one run.
 const MAX_ROUNDS: u32 = 100_000;
+/// Time between two looks at journals.
+const LOOK: Duration = Duration::from_millis(50);
 /// Times that older folders are emptied: somebody may be moving files as well.
 const TIMES: usize = 100;
 
@@ -294,32 +297,30 @@ impl Shared {
     /// `patience` they show a sign of life.
     ///
     /// Errors: what the system says.
-    pub fn alive(&self, patience: Duration, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
+    pub fn alive(&self, patience: &Patience, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
         let open = |logs: Vec<Log>| logs.into_iter().filter(|log| !log.has_ended()).collect::<Vec<_>>();
         let mut watch = Watch::default();
         let mut suspects = open(self.logs()?);
         let mut alive = Vec::new();
         suspects.iter().for_each(|log| {
-            watch.silence(&self.folder, &log.nonce);
+            watch.moves(&self.folder, &log.nonce);
         });
         // From now on: to read the journals of a large run takes a while, in which nobody was watched.
-        let begun = std::time::Instant::now();
-        while !suspects.is_empty() && begun.elapsed() < patience && go_on() {
-            std::thread::sleep(Duration::from_millis(50).min(patience));
+        let Patience { time, clock } = patience;
+        let mut watched = Watched::begin(clock.now(), *time);
+        while !suspects.is_empty() && watched.time() < *time && go_on() {
+            clock.sleep(LOOK.min(*time));
+            let now = clock.now();
             suspects.retain(|log| {
-                let beats = watch.silence(&self.folder, &log.nonce) < begun.elapsed() / 2;
+                let beats = watch.moves(&self.folder, &log.nonce);
                 if beats {
                     alive.extend(log.who.clone());
                 }
                 !beats
             });
+            watched.look(now);
         }
         Ok(alive)
-    }
-
-    /// How long a member has shown no sign of life, as far as `watch` has seen.
-    pub fn silence(&self, watch: &mut Watch, nonce: &str) -> Duration {
-        watch.silence(&self.folder, nonce)
     }
 
     /// Begins the next round: from now on no other process writes to what becomes the result.
@@ -465,7 +466,7 @@ impl Shared {
         &self,
         round: &Round,
         part: u32,
-        patience: Duration,
+        patience: &Patience,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Joined> {
         let of_part = |who: &Option<Who>| {
@@ -485,7 +486,7 @@ impl Shared {
                 .help("give each process a rank of its own; one that is gone is replaced once it shows no sign of life")
                 .into());
         }
-        Member::begin(self, &round.nonce, &who).map(Joined::Member)
+        Member::begin(self, &round.nonce, &who, &patience.clock).map(Joined::Member)
     }
 
     /// A data file as the parts have written it, for reading.
@@ -501,11 +502,12 @@ impl Shared {
     /// Takes up what only one process does in a round: to make the files before the parts begin, or to conclude the run.
     ///
     /// Errors: what the system says.
-    pub fn preside(&self, claimed: &Claimed) -> Result<Member> {
+    pub fn preside(&self, claimed: &Claimed, clock: &Clock) -> Result<Member> {
         Member::begin(
             self,
             &claimed.nonce,
             &Who { round: claimed.number, part: None, process: Process::own() },
+            clock,
         )
     }
 }

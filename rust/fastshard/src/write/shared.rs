@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +19,7 @@ use crate::error::{Error, Finding, Result};
 use crate::hash::TileHasher;
 use crate::manifest::{Maker, Manifest, Provenance, MANIFEST_NAME};
 use crate::plan::{Form, Plan};
+use crate::publish::clock::{Clock, Patience};
 use crate::publish::shared::{Claimed, Joined, Round, Shared};
 use crate::publish::{self, Log, Member, Space, Staging};
 use crate::storage::SourceFile;
@@ -174,7 +174,7 @@ fn prepare(
 ) -> Result<(Shared, Round, Vec<u64>)> {
     let shared = match found {
         Some(shared) => {
-            refuse_living(&shared, options.patience, control)?;
+            refuse_living(&shared, &options.patience, control)?;
             refuse_touched(&shared, &about)?;
             shared
         }
@@ -191,7 +191,7 @@ fn prepare(
     let sizes = work_of(&shared)?.sizes();
     let claimed = shared.claim()?;
     staging.enter(&claimed, None);
-    let member = shared.preside(&claimed)?;
+    let member = shared.preside(&claimed, &options.patience.clock)?;
     let made = make_files(plan, files, staging, &member, options, control);
     member.leave();
     let remade = made?;
@@ -221,7 +221,7 @@ fn is_array(plan: &Plan, output: usize) -> bool {
     matches!(plan.files[plan.outputs[output].file as usize].form, Form::Arrays(_))
 }
 
-fn refuse_living(shared: &Shared, patience: Duration, control: &Control) -> Result<()> {
+fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Result<()> {
     let alive = shared.alive(patience, &|| is_running(control))?;
     go_on(control)?;
     if alive.is_empty() {
@@ -411,7 +411,7 @@ pub fn make_part(
     publish::preflight_part(out, roots, &plan.digest(), &needs(plan, files, options))?;
     let logs = shared.logs()?;
     let is_fresh = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
-    let member = match shared.join(round, part, options.patience, &|| is_running(control))? {
+    let member = match shared.join(round, part, &options.patience, &|| is_running(control))? {
         Joined::Done(_) => return Ok(Made::Before),
         Joined::Member(member) => member,
     };
@@ -496,7 +496,7 @@ pub fn conclude(
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let mut staging = staging;
-    let gathered = gather(plan, &mut staging, shared).and_then(|prior| {
+    let gathered = gather(plan, &mut staging, shared, &options.patience.clock).and_then(|prior| {
         // What nobody had a part of: stores of arrays.
         let tiles = engine::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
         engine::foresee(plan, files, &prior.sizes, &Share { tiles, pads: Vec::new() }, control)?;
@@ -594,18 +594,18 @@ fn commit_found(
             .file(shared.path())
             .into());
     }
-    refuse_living(shared, options.patience, control)?;
+    refuse_living(shared, &options.patience, control)?;
     conclude(plan, files, staging, shared, options, findings, control)
 }
 
 /// Takes the run over, and puts together what its parts have made.
-fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared) -> Result<Prior> {
+fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared, clock: &Clock) -> Result<Prior> {
     let sizes = work_of(shared)?.sizes();
     if let Some(round) = shared.round()? {
         refuse_missing(shared, &missing_parts(shared, &round)?)?;
     }
     let claimed = shared.claim()?;
-    let member = shared.preside(&claimed)?;
+    let member = shared.preside(&claimed, clock)?;
     staging.enter(&claimed, Some(&member));
     let mut remade = BTreeSet::new();
     for (number, file) in (0u32..).zip(&plan.files).filter(|(_, f)| !matches!(f.form, Form::Arrays(_))) {

@@ -82,7 +82,7 @@ impl Case {
             expected: false,
             near: None,
             // Nobody is alive: this thread is all of them.
-            patience: Duration::ZERO,
+            patience: Duration::ZERO.into(),
         }
     }
 

@@ -100,7 +100,7 @@ impl Together<'_> {
         let made = || -> Result<()> {
             meeting.open_run(Opened { run: shared.run.nonce.clone(), round: round.number });
             self.part(&shared, &round, 0)?;
-            let mut pauses = Pauses::new(LOOK);
+            let mut pauses = Pauses::new(meeting.clock(), LOOK);
             loop {
                 go_on(control)?;
                 let missing = shared::missing_parts(&shared, &round)?;
@@ -168,7 +168,7 @@ impl Together<'_> {
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
         let made = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut pauses = Pauses::new(LOOK);
+                let mut pauses = Pauses::new(meeting.clock(), LOOK);
                 while !ended.load(Ordering::Relaxed) {
                     if let Err(error) = meeting.watch(&|_| false) {
                         *stopped.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);

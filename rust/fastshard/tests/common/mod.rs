@@ -1,6 +1,7 @@
 //! What the tests share: dice for structured random cases, checkpoints on disk, runs in memory.
 #![allow(dead_code)] // each test file uses its own part
 
+pub mod held;
 pub mod world;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -30,17 +30,31 @@ fn content(rank: u32, bytes: usize) -> Vec<u8> {
     (0..bytes as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> (8 + rank)) as u8).collect()
 }
 
-fn about(rank: u32) -> About {
-    About { rank, world: 2, timeout: Duration::from_secs(20), words: BTreeMap::new(), hosts: Vec::new() }
+/// Time after which something has got stuck.
+const HANG: Duration = Duration::from_secs(240);
+
+fn about(rank: u32, clock: Clock) -> About {
+    let (timeout, words, hosts) = (Duration::from_secs(20), BTreeMap::new(), Vec::new());
+    About { rank, world: 2, timeout, words, hosts, clock }
+}
+
+/// Waits until something is so.
+#[track_caller]
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = std::time::Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < HANG, "stuck before {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// A rank with its file of `bytes` bytes, met and lending.
-fn begun(base: &Path, rank: u32, bytes: usize) -> (Arc<Meeting>, Result<Lending>) {
+fn begun(base: &Path, rank: u32, bytes: usize, clock: Clock) -> (Arc<Meeting>, Result<Lending>) {
     let (own, stubs) = (base.join(format!("own-{rank}")), base.join(format!("stubs-{rank}")));
     std::fs::create_dir_all(own.join("deep")).unwrap();
     std::fs::create_dir_all(&stubs).unwrap();
     std::fs::write(own.join("deep/file"), content(rank, bytes)).unwrap();
-    let meeting = Arc::new(Meeting::begin(&base.join("out"), about(rank), &|| true).unwrap());
+    let meeting = Arc::new(Meeting::begin(&base.join("out"), about(rank, clock), &|| true).unwrap());
     let roots = vec![Root { folder: own, file: None, called: PathBuf::new() }];
     let by = std::thread::current().id();
     let lending = Lending::begin(&meeting, roots, &[(0, "deep/file".into())], &stubs, by, &|| true);
@@ -49,12 +63,17 @@ fn begun(base: &Path, rank: u32, bytes: usize) -> (Arc<Meeting>, Result<Lending>
 
 impl Two {
     fn new(bytes: usize) -> Two {
+        Two::by(bytes, &Clock::default())
+    }
+
+    /// By this clock.
+    fn by(bytes: usize, clock: &Clock) -> Two {
         let folder = tempfile::tempdir().unwrap();
         let base = folder.path().to_path_buf();
         let threads: Vec<_> = (0..2)
             .map(|rank| {
-                let base = base.clone();
-                std::thread::spawn(move || begun(&base, rank, bytes))
+                let (base, clock) = (base.clone(), clock.clone());
+                std::thread::spawn(move || begun(&base, rank, bytes, clock))
             })
             .collect();
         let by = threads.iter().map(|thread| thread.thread().id()).collect();
@@ -73,6 +92,25 @@ impl Two {
 
     fn own(&self) -> PathBuf {
         self.folder.path().join("own-1/deep/file")
+    }
+
+    /// How often a rank has shown that it lives.
+    fn beat(&self, rank: u32) -> u64 {
+        let card = self.ranks[0].0.folder().path().join(format!("rank-{rank:05}.json"));
+        let card = std::fs::read(card).ok().and_then(|card| serde_json::from_slice(&card).ok());
+        card.and_then(|card: serde_json::Value| card["beat"].as_u64()).unwrap_or(0)
+    }
+
+    /// Lets the time between two signs of life pass; returns once both ranks have shown one.
+    fn step(&self, clock: &Clock) {
+        let before = [0, 1].map(|rank| self.beat(rank));
+        clock.advance(Duration::from_millis(500));
+        until("signs of life", || [0, 1].iter().zip(before).all(|(rank, before)| self.beat(*rank) > before));
+    }
+
+    /// How often rank 0 has looked for what it waits for.
+    fn looks(&self) -> u64 {
+        self.ranks[0].1.as_ref().unwrap().shared.looks.load(Ordering::Relaxed)
     }
 
     /// The bytes that rank 1 has lent.
@@ -135,20 +173,49 @@ fn files_alone_can_be_filled() {
 #[test]
 fn what_changes_on_the_way_is_never_taken() {
     let bytes = 1 << 20;
-    let two = Two::new(bytes);
+    let clock = Clock::manual();
+    let two = Two::by(bytes, &clock);
     let file = SourceFile::open(&two.stub()).unwrap();
     file.will_read(&[(0, bytes as u64)]).unwrap();
-    let begun = Instant::now();
-    while two.ranks[0].1.as_ref().unwrap().lent()[&1] < bytes as u64 {
-        assert!(begun.elapsed() < Duration::from_secs(20));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("all is lent", || two.ranks[0].1.as_ref().unwrap().lent()[&1] >= bytes as u64);
     let mut spooled = std::fs::read(two.spool()).unwrap();
     spooled.iter_mut().for_each(|byte| *byte ^= 1);
     std::fs::write(two.spool(), &spooled).unwrap();
-    let error = file.read_at(300_000, &mut [0; 10]).unwrap_err();
+    let begun = clock.now();
+    let reading = std::thread::spawn(move || file.read_at(300_000, &mut [0; 10]).unwrap_err());
+    while !reading.is_finished() {
+        two.step(&clock);
+    }
+    let error = reading.join().unwrap();
+    assert!(clock.elapsed(begun) >= ARRIVAL, "it may arrive late: {:?}", clock.elapsed(begun));
     assert_eq!(error.findings()[0].code, codes::WRITTEN_DIFFERS);
     assert_eq!(error.findings()[0].rank.as_deref(), Some("rank 1"));
+}
+
+#[test]
+fn what_arrives_late_is_taken() {
+    let bytes = 1 << 20;
+    let clock = Clock::manual();
+    let two = Two::by(bytes, &clock);
+    let file = SourceFile::open(&two.stub()).unwrap();
+    file.will_read(&[(0, bytes as u64)]).unwrap();
+    until("all is lent", || two.ranks[0].1.as_ref().unwrap().lent()[&1] >= bytes as u64);
+    let right = std::fs::read(two.spool()).unwrap();
+    let wrong: Vec<u8> = right.iter().map(|byte| byte ^ 1).collect();
+    std::fs::write(two.spool(), wrong).unwrap();
+    let reading = std::thread::spawn(move || {
+        let mut read = [0; 10];
+        file.read_at(300_000, &mut read).map(|_| read)
+    });
+    let looks = two.looks();
+    until("it looks again", || two.looks() > looks + 2 || reading.is_finished());
+    // Not even hours at once are too late: it was looked at for an instant.
+    clock.advance(ARRIVAL * 360);
+    let looks = two.looks();
+    until("it looks again", || two.looks() > looks + 2 || reading.is_finished());
+    assert!(!reading.is_finished());
+    std::fs::write(two.spool(), right).unwrap();
+    assert_eq!(reading.join().unwrap().unwrap()[..], content(1, bytes)[300_000..300_010]);
 }
 
 #[test]
@@ -178,7 +245,8 @@ fn an_owner_lends_nothing_of_a_file_whose_status_was_changed() {
 
 #[test]
 fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
-    let mut two = Two::new(1 << 20);
+    let clock = Clock::manual();
+    let mut two = Two::by(1 << 20, &clock);
     let file = SourceFile::open(&two.stub()).unwrap();
     let stub = two.stub();
     // Its owner is gone without a word.
@@ -188,11 +256,20 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
         told.send(file.read_at(300_000, &mut [0; 10]).unwrap_err().findings()[0].code).unwrap();
         file
     });
-    assert!(heard.recv_timeout(Duration::from_millis(300)).is_err(), "it waits for its owner");
+    // Whoever waits looks again and again, and finds no reason to give up.
+    let waits = |why: &str| {
+        let looks = two.looks();
+        until(why, || two.looks() > looks + 2 || reading.is_finished());
+        assert!(heard.try_recv().is_err(), "{why}");
+    };
+    waits("it waits for its owner");
+    // For longer than anybody may be silent: its owner lives.
+    (0..50).for_each(|_| two.step(&clock));
+    waits("its owner lives");
     crate::storage::elsewhere::interrupt(two.by[1]);
-    assert!(heard.recv_timeout(Duration::from_millis(300)).is_err(), "another run was stopped");
+    waits("another run was stopped");
     crate::storage::elsewhere::interrupt(two.by[0]);
-    assert_eq!(heard.recv_timeout(Duration::from_secs(20)).unwrap(), codes::INTERRUPTED);
+    assert_eq!(heard.recv_timeout(HANG).unwrap(), codes::INTERRUPTED);
     let file = reading.join().unwrap();
     two.ranks[0].1.take().unwrap();
     assert!(file.read_at(300_000, &mut [0; 10]).is_err());

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use super::table::{Card, MAX_CARD};
 use super::LOOK;
 use crate::error::Result;
+use crate::publish::clock::{Patience, Watched};
 use crate::publish::disk::{At, Dir};
 use crate::publish::folder::{check_owner, entries};
 use crate::publish::gc::{Fate, Leaving};
@@ -49,7 +49,7 @@ pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
 /// Takes away the cards of ranks that are gone, and the folder if none is left.
 pub(in crate::publish) fn collect(
     place: &Place,
-    patience: Duration,
+    patience: &Patience,
     dry: bool,
     go_on: &dyn Fn() -> bool,
 ) -> Result<Option<Leaving>> {
@@ -71,9 +71,11 @@ pub(in crate::publish) fn collect(
         };
         Ok(names.filter_map(read).collect())
     };
-    let (first, begun) = (cards()?, Instant::now());
-    while first.values().any(|(.., dead)| !dead) && begun.elapsed() < patience && go_on() {
-        std::thread::sleep(LOOK);
+    let Patience { time, clock } = patience;
+    let first = cards()?;
+    let mut watched = Watched::begin(clock.now(), *time);
+    while first.values().any(|(.., dead)| !dead) && watched.look(clock.now()) < *time && go_on() {
+        clock.sleep(LOOK);
         let moved = |(name, card): (&String, &(String, u64, bool))| first.get(name) != Some(card);
         if cards()?.iter().any(moved) {
             return Ok(left(Fate::AtWork));

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::told::{taken, taken_away};
 use crate::error::{Finding, Result};
+use crate::publish::clock::{Clock, Watched};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::process::Process;
 
@@ -92,6 +93,9 @@ pub(super) struct Table {
     pub(super) base: Dir,
     pub(super) name: OsString,
     pub(super) folder: Dir,
+    pub(super) clock: Clock,
+    /// How long others may be silent.
+    pub(super) timeout: Duration,
     pub(super) state: Mutex<State>,
 }
 
@@ -99,7 +103,7 @@ pub(super) struct Table {
 pub(super) struct State {
     pub(super) card: Card,
     /// What it was when it was written last, and when.
-    pub(super) written: Option<(u64, Instant)>,
+    pub(super) written: Option<(u64, Duration)>,
     /// Counts changes of the card.
     pub(super) changes: u64,
     /// Nonce and counter of a card of this rank that was silent when it was taken over: its process may be stopped, or
@@ -117,10 +121,17 @@ pub(super) struct State {
 #[derive(Debug, Clone)]
 pub(super) struct Heard {
     pub(super) card: Card,
-    /// When its counter was seen to move.
-    pub(super) moved: Instant,
+    /// For how long its counter was not seen to move.
+    pub(super) silent: Watched,
     /// True once it has moved at all: what lies there from earlier does not.
     pub(super) lives: bool,
+}
+
+impl Heard {
+    /// True if it is the card that was read last.
+    fn is(&self, card: &Card) -> bool {
+        (&self.card.nonce, self.card.beat) == (&card.nonce, card.beat)
+    }
 }
 
 pub(super) fn file_of(rank: u32) -> String {
@@ -144,6 +155,8 @@ impl Table {
 
     /// Writes the card as it is now, whole.
     pub(super) fn write(&self, state: &mut State) -> Result<()> {
+        // The time before others can see it: the next one is due by that.
+        let now = self.clock.now();
         state.card.beat += 1;
         let bytes = serde_json::to_vec(&state.card).expect("plain data");
         let (name, fresh) = (file_of(state.card.rank), format!("{}.new", state.card.nonce));
@@ -161,7 +174,7 @@ impl Table {
         self.folder
             .rename_over(OsStr::new(&fresh), &self.folder, OsStr::new(&name))
             .at(&self.folder.join(&name), "cannot rename into place")?;
-        state.written = Some((state.changes, Instant::now()));
+        state.written = Some((state.changes, now));
         Ok(())
     }
 
@@ -171,9 +184,12 @@ impl Table {
             let state = self.lock();
             (state.card.rank, state.card.world)
         };
+        // Before the look: what comes meanwhile counts as seen.
+        let now = self.clock.now();
         let own = self.read(rank);
         let wanted: Vec<u32> = if rank == 0 { (1..world).collect() } else { vec![0] };
-        let cards: Vec<Card> = wanted.into_iter().filter_map(|other| self.read(other)).collect();
+        let cards: Vec<(u32, Option<Card>)> =
+            wanted.into_iter().map(|other| (other, self.read(other))).collect();
         let mut state = self.lock();
         if let Some(own) = own.filter(|own| own.nonce != state.card.nonce) {
             let holds = rank != 0
@@ -190,16 +206,19 @@ impl Table {
                 return Err(taken(&own));
             }
         }
-        let now = Instant::now();
-        for card in cards {
-            let heard = state.others.entry(card.rank).or_insert_with(|| Heard {
-                card: card.clone(),
-                moved: now,
-                lives: false,
-            });
-            if (&heard.card.nonce, heard.card.beat) != (&card.nonce, card.beat) {
-                (heard.moved, heard.lives) = (now, true);
-                heard.card = card;
+        for (other, card) in cards {
+            match (state.others.get_mut(&other), card) {
+                (Some(heard), Some(card)) if !heard.is(&card) => {
+                    heard.silent.found(now);
+                    (heard.card, heard.lives) = (card, true);
+                }
+                // What cannot be read, or was taken away, is silence too.
+                (Some(heard), _) => drop(heard.silent.look(now)),
+                (None, Some(card)) => {
+                    let silent = Watched::begin(now, self.timeout);
+                    state.others.insert(other, Heard { card, silent, lives: false });
+                }
+                (None, None) => {}
             }
         }
         if rank == 0 {
@@ -211,7 +230,8 @@ impl Table {
                 state.changes += 1;
             }
         }
-        let due = |(changes, at): (u64, Instant)| changes != state.changes || at.elapsed() >= BEAT_EVERY;
+        let due =
+            |(changes, at): (u64, Duration)| changes != state.changes || self.clock.elapsed(at) >= BEAT_EVERY;
         if state.written.is_none_or(due) {
             self.write(&mut state)?;
         }

@@ -130,7 +130,8 @@ impl Meeting {
     pub(super) fn silent(&self, others: &BTreeMap<u32, Heard>, rank: u32) -> Option<Vec<Finding>> {
         let heard = others.get(&rank)?;
         let dead = heard.card.process.is_dead() && heard.card.phase < Phase::Stopped;
-        if !dead && heard.moved.elapsed() < self.about.timeout {
+        let silent = heard.silent.time();
+        if !dead && silent < self.about.timeout {
             return None;
         }
         let mut finding = Finding::new(
@@ -138,7 +139,7 @@ impl Meeting {
             match dead {
                 true => format!("rank {rank} has ended without a word"),
                 false => {
-                    format!("rank {rank} has shown no sign of life for {} s", heard.moved.elapsed().as_secs())
+                    format!("rank {rank} has shown no sign of life for {} s", silent.as_secs())
                 }
             },
         )
