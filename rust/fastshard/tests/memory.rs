@@ -1,13 +1,11 @@
-//! The memory budget: a process of its own, and one test at a time, so that nobody else changes the
-//! anonymous memory that is looked at.
+//! The memory budget: each test in a process of its own, so that nobody else changes the memory that is looked at.
 
 mod common;
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
+use common::held::child_of_its_own;
 use common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard, Report};
@@ -17,10 +15,9 @@ use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use serde_json::json;
 
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
+const CHECKSUMS: &str = "child_checksums";
+const HASHES: &str = "child_hashes";
+const BUDGETS: &str = "child_budgets";
 
 /// A plan of one tensor of bytes, as it lies in a file of zeros of which nothing is on disk.
 fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<Arc<SourceFile>>) {
@@ -63,27 +60,53 @@ fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<
     (plan, vec![Arc::new(SourceFile::open(&path).unwrap())])
 }
 
-/// Runs within 8 MiB more than there is; with the most memory that was seen meanwhile.
+/// Most memory of the process that was in use since [`forget_peak`], as the kernel has counted it at each page.
+fn peak_memory() -> u64 {
+    resident("VmHWM:")
+}
+
+fn resident(what: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(what)).unwrap();
+    1024 * line.split_whitespace().next().unwrap().parse::<u64>().unwrap()
+}
+
+/// Lets the peak be what is in use now.
+fn forget_peak() {
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    assert!(peak_memory() <= resident("VmRSS:") + (1 << 20));
+}
+
+/// Runs within 8 MiB more than there is; with the most anonymous memory that was in use meanwhile.
 fn peak(plan: &Plan, files: &[Arc<SourceFile>], tile: Option<u64>) -> (Report, u64) {
-    let (peak, stop) = (AtomicU64::new(0), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !stop.load(Ordering::Relaxed) {
-                peak.fetch_max(anonymous_memory(), Ordering::Relaxed);
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        });
-        let options = engine::Options { memory: anonymous_memory() + (8 << 20), ..options(2, Path::new("")) };
-        let report = engine::execute_tiled(plan, files, &Discard, &options, tile, &Control::default());
-        peak.fetch_max(anonymous_memory(), Ordering::Relaxed);
-        stop.store(true, Ordering::Relaxed);
-        (report.unwrap(), peak.load(Ordering::Relaxed))
-    })
+    let options = engine::Options { memory: anonymous_memory() + (8 << 20), ..options(2, Path::new("")) };
+    forget_peak();
+    let others = resident("RssFile:") + resident("RssShmem:");
+    let report = engine::execute_tiled(plan, files, &Discard, &options, tile, &Control::default());
+    // The pages of files are no part of it: those of the program, for the source is not mapped.
+    (report.unwrap(), peak_memory() - others)
+}
+
+/// Runs a test of this file in a process of its own, so that nobody else changes the memory that is looked at.
+fn in_a_child(test: &str) {
+    let ended = child_of_its_own(test).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stdout).into_owned() + &String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]
 fn checksums_of_what_is_read_out_of_order_stay_within_the_budget() {
-    let _alone = alone();
+    in_a_child(CHECKSUMS);
+}
+
+#[test]
+fn hashes_of_tiles_stay_within_the_budget() {
+    in_a_child(HASHES);
+}
+
+#[test]
+#[ignore = "run by checksums_of_what_is_read_out_of_order_stay_within_the_budget"]
+fn child_checksums() {
     let dir = temp();
     let (n, each) = (200_003u64, 256);
     // A prime number of pieces, none beside the one before it.
@@ -101,8 +124,8 @@ fn checksums_of_what_is_read_out_of_order_stay_within_the_budget() {
 }
 
 #[test]
-fn hashes_of_tiles_stay_within_the_budget() {
-    let _alone = alone();
+#[ignore = "run by hashes_of_tiles_stay_within_the_budget"]
+fn child_hashes() {
     let dir = temp();
     let len = 300 << 20;
     let pieces = Pieces::View { blob: 0, offset: 0, strides: vec![1] };
@@ -121,7 +144,12 @@ const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[shard]\ntp = [\"F\"]\n\
 
 #[test]
 fn a_budget_too_small_is_refused_with_both_numbers() {
-    let _alone = alone();
+    in_a_child(BUDGETS);
+}
+
+#[test]
+#[ignore = "run by a_budget_too_small_is_refused_with_both_numbers"]
+fn child_budgets() {
     let dir = temp();
     let rank = |r: u64| RankFile {
         coords: [("tp".to_string(), r)].into(),

@@ -444,6 +444,6 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
     std::thread::spawn(move || {
         let _ = tell.send(run_alone(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
     });
-    let result = told.recv_timeout(std::time::Duration::from_secs(60)).expect("the run ends");
+    let result = told.recv_timeout(common::held::HANG).expect("the run ends");
     assert_eq!(result.unwrap_err().findings()[0].code, fastshard::codes::INTERNAL);
 }

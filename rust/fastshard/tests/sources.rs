@@ -3,12 +3,14 @@
 mod common;
 
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use common::held::{child_of_its_own, until, Steps};
 use common::{mix, options, temp};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard};
@@ -110,6 +112,8 @@ fn expected(transposed: bool) -> Vec<[u8; 32]> {
     (0..4).map(|i| *blake3::hash(&part(i).collect::<Vec<u8>>()).as_bytes()).collect()
 }
 
+const CHILD: &str = "child_gathers";
+
 /// Not a test: the process whose source is taken away. It reads until somebody does, and is content with the
 /// right bytes or `FS506` alone.
 #[test]
@@ -118,9 +122,8 @@ fn child_gathers() {
     let Some(dir) = std::env::var_os("FASTSHARD_TEST_SOURCE").map(PathBuf::from) else { return };
     let file = Arc::new(SourceFile::open(&dir.join("w")).unwrap());
     let wanted = [expected(false), expected(true)];
-    std::fs::write(dir.join("reading"), "").unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < until {
+    // It is held after two turns; those beyond are of a source that nobody took away.
+    for _ in 0..8 {
         for transposed in [false, true] {
             let control = Control::default();
             let files = [Arc::clone(&file)];
@@ -150,18 +153,28 @@ fn a_source_that_is_cut_short_at_any_instant_is_no_signal() {
         let dir = temp();
         let path = dir.path().join("w");
         source(&path, ROWS);
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_gathers", "--ignored", "--nocapture"])
-            .env("FASTSHARD_TEST_SOURCE", dir.path())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        while !dir.path().join("reading").exists() {
-            assert!(child.try_wait().unwrap().is_none());
-            std::thread::sleep(Duration::from_millis(1));
+        let steps = Steps::new();
+        let mut command = child_of_its_own(CHILD);
+        command.env("FASTSHARD_TEST_SOURCE", dir.path()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = steps.hold(&mut command).spawn().unwrap();
+        // A turn in which nothing happens tells what there is to be held at.
+        let mut places = Vec::new();
+        while places.iter().filter(|place| *place == "made").count() < 2 {
+            places.push(steps.next(&mut child).expect("it reads").place.clone());
         }
-        std::thread::sleep(Duration::from_micros(mix(i) % 60_000));
+        assert!(places.iter().filter(|place| place.starts_with("tile-")).count() >= 12, "{places:?}");
+        // From the first to the last, then anywhere.
+        let number = match i < 12 {
+            true => i as usize * (places.len() - 1) / 11,
+            false => mix(i) as usize % places.len(),
+        };
+        let mut held = None;
+        // In the next turn two threads come by in another order perhaps, but by the same places.
+        for _ in 0..=number {
+            drop(held.take());
+            held = steps.next(&mut child);
+        }
+        let place = held.as_ref().expect("it reads").place.clone();
         let open = || std::fs::OpenOptions::new().write(true).open(&path).unwrap();
         match i % 6 {
             0 => open().set_len(0).unwrap(),
@@ -180,10 +193,12 @@ fn a_source_that_is_cut_short_at_any_instant_is_no_signal() {
                 open().set_len(ROWS * COLUMNS).unwrap();
             }
         }
+        drop(held);
+        steps.all(&mut child);
         let ended = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.signal(), None, "instant {i}: {said}");
-        assert!(ended.status.success(), "instant {i}: {said}");
+        assert_eq!(ended.status.signal(), None, "change {i} at {place}: {said}");
+        assert!(ended.status.success(), "change {i} at {place}: {said}");
     }
 }
 
@@ -204,6 +219,16 @@ fn both_plans_are_gathered_right() {
     }
 }
 
+/// Changes something until the time of the last change is another one: clocks of filesystems tick.
+fn until_ctime_moves(path: &Path, change: &mut dyn FnMut()) {
+    let ctime = || std::fs::metadata(path).map(|meta| (meta.ctime(), meta.ctime_nsec())).unwrap();
+    let before = ctime();
+    until("another time", || {
+        change();
+        ctime() != before
+    });
+}
+
 #[test]
 fn other_permissions_or_another_name_meanwhile_are_a_warning() {
     use std::os::unix::fs::PermissionsExt;
@@ -214,24 +239,29 @@ fn other_permissions_or_another_name_meanwhile_are_a_warning() {
         let (files, options) = ([Arc::clone(file)], options(2, dir.path()));
         engine::execute(&plan(false), &files, &Discard, &options, &Control::default())
     };
-    let changes: [&dyn Fn(); 2] =
-        [&|| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap(), &|| {
-            std::fs::hard_link(&path, dir.path().join("another")).unwrap()
-        }];
+    let mut links = 0;
+    let changes: [&mut dyn FnMut(); 2] = [
+        &mut || std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap(),
+        &mut || {
+            links += 1;
+            std::fs::hard_link(&path, dir.path().join(format!("another {links}"))).unwrap()
+        },
+    ];
     for change in changes {
         let file = Arc::new(SourceFile::open(&path).unwrap());
         assert!(run(&file).unwrap().findings.is_empty());
-        // Timestamps move on with the clock's ticks.
-        std::thread::sleep(Duration::from_millis(20));
-        change();
+        until_ctime_moves(&path, change);
         let report = run(&file).unwrap();
         let found: Vec<_> = report.findings.iter().map(|f| (f.code, f.severity)).collect();
         assert_eq!(found, [(codes::SOURCE_CHANGED, Severity::Warning)]);
         assert_eq!(report.outputs.iter().map(|o| o.hash).collect::<Vec<_>>(), expected(false));
     }
     let file = Arc::new(SourceFile::open(&path).unwrap());
-    std::thread::sleep(Duration::from_millis(20));
+    let written = std::fs::metadata(&path).unwrap().modified().unwrap();
     source(&path, ROWS);
+    // As if it had been written a moment later.
+    let again = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    again.set_modified(written + Duration::from_millis(20)).unwrap();
     assert_eq!(run(&file).unwrap_err().findings()[0].code, codes::SOURCE_CHANGED);
 }
 
