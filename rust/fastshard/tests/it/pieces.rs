@@ -1,13 +1,11 @@
 //! Stored tensors in pieces (views, boxes, flat ranges) under hand-made plans, against dense arrays.
 
-mod common;
-
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use common::{cases, divided, element, errors, options, run_alone, temp, Dice};
+use crate::common::{cases, divided, element, errors, options, run_alone, temp, Dice};
 use fastshard::engine;
 use fastshard::error::Result;
 use fastshard::plan::{
@@ -444,6 +442,6 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
     std::thread::spawn(move || {
         let _ = tell.send(run_alone(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
     });
-    let result = told.recv_timeout(common::held::HANG).expect("the run ends");
+    let result = told.recv_timeout(crate::common::held::HANG).expect("the run ends");
     assert_eq!(result.unwrap_err().findings()[0].code, fastshard::codes::INTERNAL);
 }

@@ -252,7 +252,7 @@ fn hex(text: &serde_json::Value) -> u64 {
 /// Repeats the patterns so that they pass through vector bodies and tails at every position.
 #[test]
 fn conversions_equal_torch() {
-    let golden: serde_json::Value = serde_json::from_str(include_str!("data/cast_golden.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(include_str!("../data/cast_golden.json")).unwrap();
     let cases = golden["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 10);
     for case in cases {

@@ -1,13 +1,11 @@
 //! What must not pass in silence: each kind of damage is done to a small checkpoint, and found.
 
-mod common;
-
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::Arc;
 
-use common::{
+use crate::common::{
     carry_out, cases, errors, file_name, make_plan, mix, open, run, sources, temp, units, write_ranks,
     Outcome, RankFile, Tensor,
 };
@@ -797,7 +795,7 @@ fn a_source_that_changes_while_it_is_read_is_found() {
             &plan,
             &sources(&catalog, &plan),
             &sink,
-            &common::options(1, dir.path()),
+            &crate::common::options(1, dir.path()),
             &Control::default(),
         )
         .unwrap_err();

@@ -55,6 +55,9 @@ impl<'a> Dice<'a> {
     }
 }
 
+/// A budget that no run here comes up to, whatever other tests of this process hold at the same time.
+pub const AMPLE: u64 = 1 << 40;
+
 /// Cases of a property; `FASTSHARD_CASES=10` runs ten times as many.
 pub fn cases(n: u32) -> u32 {
     let factor: f64 = std::env::var("FASTSHARD_CASES").ok().and_then(|f| f.parse().ok()).unwrap_or(1.0);
@@ -210,7 +213,7 @@ impl Sink for Memory {
 pub fn options(threads: usize, scratch_dir: &Path) -> Options {
     Options {
         threads,
-        memory: 2 << 30,
+        memory: AMPLE,
         scratch_dir: scratch_dir.to_path_buf(),
         held: None,
         encodes: 0,

@@ -368,7 +368,7 @@ fn statistics_that_cannot_be_are_refused() {
     assert!(good.check(Dtype::F32, &[u64::MAX, 6]).is_err());
 }
 
-/// Bytes per second of one thread, printed: `cargo test --release --test stats -- --ignored --nocapture`.
+/// Bytes per second of one thread, printed: `cargo test --release --test it stats:: -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn speed() {

@@ -1,7 +1,5 @@
 //! The engine as a whole: interrupted and resumed runs, value ops, sums and their inverse, budgets.
 
-mod common;
-
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -12,11 +10,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use common::held::{child_of_its_own, until, Steps};
-use common::world::encode;
-use common::{
+use crate::common::held::{child_of_its_own, until, Steps};
+use crate::common::world::encode;
+use crate::common::{
     carry_out, cases, file_name, make_plan, mix, open, options, run, sources, temp, units, write_ranks,
-    RankFile, Tensor,
+    RankFile, Tensor, AMPLE,
 };
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard, Report, Sink, TileDone};
@@ -71,7 +69,7 @@ fn write_out(
     assert!(plan.files.len() > 2);
     let options = write::Options {
         threads,
-        memory: 1 << 30,
+        memory: AMPLE,
         publish: publish::Options { resume, fsync: false, overwrite: false },
         copies: Vec::new(),
         values: serde_json::Value::Null,
@@ -154,7 +152,7 @@ fn an_interrupted_run_continues_to_the_same_result() {
     }
 }
 
-const CHILD: &str = "child_writes";
+const CHILD: &str = "engine::child_writes";
 
 /// Not a test: the process that is killed.
 #[test]
@@ -385,7 +383,7 @@ fn claims_of_bytes_that_are_others_now_are_made_anew() {
 fn statistics_are_those_of_the_outputs_also_where_an_earlier_run_made_tiles() {
     let dir = temp();
     let (plan, files) = planned(dir.path());
-    let (outputs, plain) = common::run(&plan, &files, 2, Some(2048), dir.path()).unwrap();
+    let (outputs, plain) = crate::common::run(&plan, &files, 2, Some(2048), dir.path()).unwrap();
     assert!(plain.outputs.iter().all(|o| o.seen == Seen::Nothing));
     let (_, first) = resumed(&plan, &files, Records::new(&plan), 2048, Level::Nothing);
     for claims in [Vec::new(), first.all()] {
@@ -416,7 +414,13 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
 }
 
 /// One file through a pair of tables with value ops; axis d has the extent 3 to be irrational.
-fn through(dtype: Dtype, bytes: Vec<u8>, from: &str, to: &str, cast: Option<Dtype>) -> common::Outcome {
+fn through(
+    dtype: Dtype,
+    bytes: Vec<u8>,
+    from: &str,
+    to: &str,
+    cast: Option<Dtype>,
+) -> crate::common::Outcome {
     let n = (bytes.len() / dtype.size()) as u64;
     let files =
         vec![RankFile { tensors: vec![Tensor::new("x", dtype, &[n / 3, 3], bytes)], ..RankFile::default() }];
@@ -489,7 +493,7 @@ proptest! {
         let bytes: Vec<u8> = (0..n)
             .flat_map(|i| {
                 let m = mix(u64::from(seed) << 20 | i);
-                let bits = if m.is_multiple_of(8) { common::world::negative_zero(dtype) } else { m.to_le_bytes()[..dtype.size()].to_vec() };
+                let bits = if m.is_multiple_of(8) { crate::common::world::negative_zero(dtype) } else { m.to_le_bytes()[..dtype.size()].to_vec() };
                 if decode(dtype, &bits)[0].is_nan() { encode(dtype, -0.0).0 } else { bits }
             })
             .collect();
@@ -506,7 +510,7 @@ proptest! {
         let (outputs, _) = run(&plan, &sources(&catalog, &plan), 1, Some(1024), dir.path()).unwrap();
         prop_assert_eq!(outputs.len() as u64, tp);
         prop_assert_eq!(&outputs[0], &bytes);
-        let neutral = common::world::negative_zero(dtype);
+        let neutral = crate::common::world::negative_zero(dtype);
         prop_assert!(outputs[1..].iter().all(|o| o.chunks(dtype.size()).all(|c| c == neutral)));
 
         let split: Vec<RankFile> = outputs

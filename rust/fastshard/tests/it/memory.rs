@@ -1,12 +1,10 @@
 //! The memory budget: each test in a process of its own, so that nobody else changes the memory that is looked at.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use common::held::child_of_its_own;
-use common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
+use crate::common::held::child_of_its_own;
+use crate::common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard, Report};
 use fastshard::memory::anonymous_memory;
@@ -15,9 +13,9 @@ use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use serde_json::json;
 
-const CHECKSUMS: &str = "child_checksums";
-const HASHES: &str = "child_hashes";
-const BUDGETS: &str = "child_budgets";
+const CHECKSUMS: &str = "memory::child_checksums";
+const HASHES: &str = "memory::child_hashes";
+const BUDGETS: &str = "memory::child_budgets";
 
 /// A plan of one tensor of bytes, as it lies in a file of zeros of which nothing is on disk.
 fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<Arc<SourceFile>>) {

@@ -1,15 +1,15 @@
 //! One run by several processes: begun, made in parts, concluded; interrupted, killed, stopped and woken at any point.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::held::{until, Time};
-use common::{cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor};
+use crate::common::held::{until, Time};
+use crate::common::{
+    cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE,
+};
 use fastshard::codes::{self, Code};
 use fastshard::engine::Control;
 use fastshard::error::Error;
@@ -78,7 +78,7 @@ impl Case {
     fn options(&self, resume: bool) -> write::Options {
         write::Options {
             threads: 2,
-            memory: 1 << 30,
+            memory: AMPLE,
             publish: publish::Options { resume, fsync: true, overwrite: false },
             copies: Vec::new(),
             values: serde_json::Value::Null,

@@ -1,12 +1,10 @@
 //! Torch files that a plan prescribes: placed, written in any order, resumed, read back.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use common::{make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor};
+use crate::common::{make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE};
 use fastshard::catalog::Catalog;
 use fastshard::codes;
 use fastshard::engine::{Control, Options};
@@ -83,10 +81,10 @@ fn write_out(
 ) -> Result<Manifest> {
     let catalog = open(source, 1);
     let planned = make_plan(&catalog, request(tp, files(tp))).unwrap();
-    assert!(common::errors(&planned.findings).is_empty(), "{:?}", planned.findings);
+    assert!(crate::common::errors(&planned.findings).is_empty(), "{:?}", planned.findings);
     let options = write::Options {
         threads,
-        memory: 2 << 30,
+        memory: AMPLE,
         publish: publish::Options { overwrite: false, resume, fsync: true },
         copies: Vec::new(),
         values: Json::Null,
@@ -114,7 +112,7 @@ fn content(out: &Path, manifest: &Manifest) -> BTreeMap<String, Vec<u8>> {
 fn options(dir: &Path) -> Options {
     Options {
         threads: 2,
-        memory: 2 << 30,
+        memory: AMPLE,
         scratch_dir: dir.to_path_buf(),
         held: None,
         encodes: 0,
@@ -149,7 +147,7 @@ fn what_is_written_reads_back_and_verifies() {
         // The identity of each file is that of an inventory of what is there.
         let (found, findings) =
             verify::inventory(&catalog, &options(dir.path()), &Control::default()).unwrap();
-        assert!(common::errors(&findings).is_empty(), "{findings:?}");
+        assert!(crate::common::errors(&findings).is_empty(), "{findings:?}");
         let identities = |m: &Manifest| -> BTreeMap<String, (u64, String)> {
             m.files
                 .iter()
@@ -179,7 +177,7 @@ fn what_is_written_reads_back_and_verifies() {
         let found =
             verify::against(&catalog, &manifest, None, &known, &options(dir.path()), &Control::default())
                 .unwrap();
-        let codes: Vec<_> = common::errors(&found).iter().map(|f| f.code).collect();
+        let codes: Vec<_> = crate::common::errors(&found).iter().map(|f| f.code).collect();
         assert!(codes.contains(&codes::CRC) && codes.contains(&codes::HASH), "{found:?}");
     }
 }
@@ -194,7 +192,7 @@ fn an_interrupted_run_continues_to_the_same_files() {
     let manifest = write_out(&source, &fresh, 2, 1, false, &Control::default()).unwrap();
     let want = content(&fresh, &manifest);
     let mut interrupted = 0;
-    for i in 0..common::cases(30) as u64 {
+    for i in 0..crate::common::cases(30) as u64 {
         let out = dir.path().join(format!("out{i}"));
         for n in 0..3 {
             let control = Control::default();
@@ -238,7 +236,7 @@ fn files_that_do_not_fit_the_outputs_are_refused() {
         let mut files = files(1);
         change(&mut files);
         let planned = make_plan(&catalog, request(1, files)).unwrap();
-        let errors = common::errors(&planned.findings);
+        let errors = crate::common::errors(&planned.findings);
         errors.iter().map(|f| (f.code, f.tensor.clone().unwrap_or_default())).collect::<Vec<_>>()
     };
     let layer = |name: &str| json!({"torch_zip": {"list": [{"tensor": name}]}});
@@ -272,7 +270,7 @@ fn safetensors_files_can_be_prescribed() {
     let out = dir.path().join("out");
     let options = write::Options {
         threads: 1,
-        memory: 2 << 30,
+        memory: AMPLE,
         publish: publish::Options::default(),
         copies: Vec::new(),
         values: Json::Null,
@@ -307,7 +305,7 @@ fn optional_tensors_that_no_source_knows_are_left_out() {
         let mut request = request(1, files(1));
         request["target"]["layout"] = json!(format!("{TABLE}{entry}"));
         let planned = make_plan(&catalog, request).unwrap();
-        common::errors(&planned.findings).iter().map(|f| f.code).collect::<Vec<_>>()
+        crate::common::errors(&planned.findings).iter().map(|f| f.code).collect::<Vec<_>>()
     };
     assert_eq!(with("optional = true\n"), []);
     assert_eq!(with(""), [codes::UNBOUND_AXIS]);

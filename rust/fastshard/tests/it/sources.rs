@@ -1,7 +1,5 @@
 //! Source files that change, end or are replaced while they are read, and paths that are no files.
 
-mod common;
-
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
@@ -10,8 +8,8 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::held::{child_of_its_own, until, Steps};
-use common::{mix, options, temp};
+use crate::common::held::{child_of_its_own, until, Steps};
+use crate::common::{mix, options, temp};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard};
 use fastshard::error::Severity;
@@ -112,7 +110,7 @@ fn expected(transposed: bool) -> Vec<[u8; 32]> {
     (0..4).map(|i| *blake3::hash(&part(i).collect::<Vec<u8>>()).as_bytes()).collect()
 }
 
-const CHILD: &str = "child_gathers";
+const CHILD: &str = "sources::child_gathers";
 
 /// Not a test: the process whose source is taken away. It reads until somebody does, and is content with the
 /// right bytes or `FS506` alone.

@@ -1,11 +1,9 @@
 //! Layout tables to bytes, against an oracle that knows nothing but index loops.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::world::{self, Case, Extents, Role, Side, World};
-use common::{
+use crate::common::world::{self, Case, Extents, Role, Side, World};
+use crate::common::{
     carry_out, cases, errors, file_name, make_plan, open, run, sources, temp, units, write_ranks, Dice,
     RankFile, Tensor,
 };
