@@ -24,4 +24,16 @@ docs:
 bench:
     python -m pytest benches --benchmark-only
 
+# what decides whether a change lands; or some steps of it: just ci lint tests
+ci *steps:
+    bash .ci/run {{steps}}
+
+# the same tests with the newest release of everything; what it finds blocks nobody
+newest:
+    FASTSHARD_NEWEST=1 bash .ci/run build install tests slow
+
+# pins the newest versions, for review
+pin:
+    sh scripts/pin.sh && git diff --stat .ci/constraints.txt
+
 check: lint test bench
