@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _group(item: pytest.Item) -> str | None:
     """What runs in one process with a test under ``--dist loadgroup``: fixtures of a module or a folder are made once."""
-    if item.path.parent.name in ("real_deepspeed", "real_ray", "fsdp"):
+    if item.path.parent.name in ("real_deepspeed", "real_megatron", "real_ray", "fsdp"):
         return item.path.parent.name
     found = getattr(item, "_fixtureinfo", None)
     fixtures = found.name2fixturedefs.values() if found is not None else ()

@@ -275,6 +275,13 @@ assert signal.getsignal(signal.SIGTERM) is before
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_tests_are_stopped_by_ctrl_c_where_it_was_ignored_on_entry() -> None:
+    """As a shell starts what runs in its background."""
+    script = "import conftest, signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", script]
+    subprocess.run(words, check=True, cwd=Path(__file__).parent)
+
+
 # --- what an exception carries
 
 
