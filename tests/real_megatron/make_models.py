@@ -332,7 +332,7 @@ def _rank(rank: int, out: str, names: list[str]) -> None:
 
 def main(out: Path, names: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    torch.multiprocessing.spawn(_rank, args=(str(out), names), nprocs=2)
+    torch.multiprocessing.start_processes(_rank, args=(str(out), names), nprocs=2, start_method="fork")
 
 
 if __name__ == "__main__":

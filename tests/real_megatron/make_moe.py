@@ -123,7 +123,9 @@ def _rank(rank: int, world: int, out: str, degrees: tuple[int, int, int]) -> Non
 def main(out: Path) -> None:
     moe_maker.model().save_pretrained(out / "moe_hf_mixtral")
     for degrees in ((2, 1, 2), (1, 2, 2)):
-        torch.multiprocessing.spawn(_rank, args=(4, str(out), degrees), nprocs=4)
+        torch.multiprocessing.start_processes(
+            _rank, args=(4, str(out), degrees), nprocs=4, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

@@ -472,7 +472,9 @@ def main(out: Path, names: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for world in sorted({CASES[name].world for name in names}):
         of_world = [name for name in names if CASES[name].world == world]
-        torch.multiprocessing.spawn(_rank, args=(world, str(out), of_world), nprocs=world)
+        torch.multiprocessing.start_processes(
+            _rank, args=(world, str(out), of_world), nprocs=world, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

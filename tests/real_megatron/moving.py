@@ -157,4 +157,6 @@ def _rank(rank: int, world: int, folder: str, what: str, name: str) -> None:
 
 if __name__ == "__main__":
     ranks = 4 if sys.argv[2] == "megatron" else DATA_PARALLEL
-    torch.multiprocessing.spawn(_rank, args=(ranks, *sys.argv[1:4]), nprocs=ranks)
+    torch.multiprocessing.start_processes(
+        _rank, args=(ranks, *sys.argv[1:4]), nprocs=ranks, start_method="fork"
+    )

@@ -5,18 +5,15 @@ Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_models` makes
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import cli, read_result
+from megatron_ranks import launch
 from safetensors.torch import load_file
 
-MAKER = Path(__file__).parent / "make_models.py"
 #: FASTSHARD_MEGATRON_MODELS names others of the maker's cases.
 CASES = os.environ.get("FASTSHARD_MEGATRON_MODELS", "gpt3_tp2,gpt3_pp2,mtp_tp2,shared_tp2,dense_first_ep2,deepseek_ep2,mla_tp2,moe_etp1,moe_bias_ep2,groups_1_tp2,gate_tp2,bert_tp2,t5_tp1,vit_tp2").split(",")  # fmt: skip
 
@@ -24,13 +21,8 @@ CASES = os.environ.get("FASTSHARD_MEGATRON_MODELS", "gpt3_tp2,gpt3_pp2,mtp_tp2,s
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints, each in a folder CASE/FORM."""
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed: pip install '.[megatron]' (CONTRIBUTING.md)")
     root = tmp_path_factory.mktemp("models")
-    with (root / "log").open("wb") as log:
-        command = [sys.executable, str(MAKER), str(root), *CASES]
-        ran = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=280, check=False)
-    assert ran.returncode == 0, (root / "log").read_text(errors="replace")[-3000:]
+    launch("make_models.py", [root, *CASES], [root / "log"])
     return root
 
 

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import cli
-from holding import HANG
+from megatron_ranks import launch
 from tiny_models import MODELS, model
-
-HERE = Path(__file__).parent
 
 #: Megatron's local attention has no window, and its scaled rotary embeddings are compared beyond 64 positions only.
 NAMES = [name for name in MODELS if name != "mistral"]
@@ -50,22 +44,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 ran = cli("convert", source / name, out, "--to", target, "--tp", at[0], "--pp", at[1],
                           "--make-vocab-size-divisible-by", 256 // at[0])  # fmt: skip
                 assert ran.code == 0, ran.out
-    ranks = []
-    for rank in range(WORLD):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        with (source / f"rank_{rank}.log").open("wb") as log:
-            command = [sys.executable, str(HERE / "loading.py"), str(root)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [rank.wait(timeout=HANG) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    tails = "\n".join((source / f"rank_{r}.log").read_text(errors="replace")[-3000:] for r in range(WORLD))
-    assert codes == [0] * WORLD, tails
+    ranks = [
+        {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713"}
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    launch("loading.py", [root], [source / f"rank_{rank}.log" for rank in range(WORLD)], ranks)
     return [json.loads((root / f"report_{rank}.json").read_text()) for rank in range(WORLD)]
 
 

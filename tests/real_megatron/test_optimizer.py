@@ -5,20 +5,17 @@ Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_optimizer` ma
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_refused, cli, read_result
+from megatron_ranks import launch
 from safetensors.torch import load_file
 
-MAKER = Path(__file__).parent / "make_optimizer.py"
 SLOTS = (".exp_avg", ".exp_avg_sq")
 #: The rest of the maker's cases hold the same rules at other degrees: FASTSHARD_MEGATRON_CASES names them.
 CASES = os.environ.get("FASTSHARD_MEGATRON_CASES", "dp2_bias,pp2_vp2,tp2_plain,moe_ep2_plain,tp2_dp2_shifted,pp2_dp2_tied,moe_tp2_ep2")  # fmt: skip
@@ -28,13 +25,8 @@ READ = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "tor
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints, each in a folder CASE__FORM."""
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed: pip install '.[megatron]' (CONTRIBUTING.md)")
     root = tmp_path_factory.mktemp("optimizers")
-    command = [sys.executable, str(MAKER), str(root), *CASES.split(",")]
-    with (root / "log").open("wb") as log:
-        ran = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=280, check=False)
-    assert ran.returncode == 0, (root / "log").read_text(errors="replace")[-3000:]
+    launch("make_optimizer.py", [root, *CASES.split(",")], [root / "log"])
     return root
 
 
