@@ -76,7 +76,7 @@ def wrong(tensors: Tensors, config: dict[str, Any] | None) -> list[str]:
 
 #: One of each kind that layers alternate in, or that has stacks of its own.
 SOME = ["t5", "modernbert", "whisper", "jamba", "gemma3n_text", "openelm", "stablelm", "glm4_moe", "dots3_note", "encodec",
-        "pvt_v2", "fastspeech2_conformer", "deepseek_v4", "nemotron_h", "mllama", "swin", "zamba2", "moshi"]  # fmt: skip
+        "pvt_v2", "dory", "fastspeech2_conformer", "deepseek_v4", "nemotron_h", "mllama", "swin", "zamba2", "moshi"]  # fmt: skip
 
 
 def test_good_models_are_left_alone() -> None:
