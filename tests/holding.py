@@ -14,6 +14,7 @@ Processes that come to other places go on at once; all places are noted in the o
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import pytest
@@ -35,6 +37,59 @@ needs_steps = pytest.mark.skipif(
     not _core.STEPS and "FASTSHARD_NEED_STEPS" not in os.environ,
     reason="this build has no steps: maturin develop --profile tests -F pyo3/extension-module,steps",
 )
+
+
+class Clock:
+    """The time by which processes wait for one another that have this :attr:`environment`: it moves when told to.
+
+    Without that, nobody is silent or late, however slow the machine is.
+    """
+
+    #: Time between two signs of life of a rank, in seconds: no rank that is to live is told of more at once.
+    STEP = 0.5
+
+    def __init__(self, file: Path) -> None:
+        """``file`` is made, for all who are to see it."""
+        self._file = file
+        self._nanoseconds = 0
+        self.forward(0)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"FASTSHARD_CLOCK": str(self._file)}
+
+    def forward(self, seconds: float = STEP) -> None:
+        """Moves time on."""
+        self._nanoseconds += int(seconds * 1e9)
+        if not self._file.exists():
+            self._file.touch()
+        # In one call, and in place: nobody reads a part of it.
+        with self._file.open("r+b", buffering=0) as file:
+            file.write(self._nanoseconds.to_bytes(8, "little"))
+
+    def until(self, done: Callable[[], bool], *living: Path) -> None:
+        """Moves time on until something is so; after each step the cards of ranks that live are waited for, until they
+        show that, or say that these have stopped."""
+        end = time.monotonic() + HANG
+        while not done():
+            before = {card: _said(card) for card in living}
+            self.forward()
+            while not done() and any(
+                _said(card) == said for card, said in before.items() if said is not None
+            ):
+                assert time.monotonic() < end, before
+                time.sleep(0.002)
+            assert time.monotonic() < end, "what was waited for did not come, whatever the time"
+            time.sleep(0.002)
+
+
+def _said(card: Path) -> tuple[str, int] | None:
+    """What a rank shows of its life on its card; none once it has ended, or has said how it ends."""
+    try:
+        said = json.loads(card.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if said["phase"] in ("published", "stopped") else (said["nonce"], said["beat"])
 
 
 @dataclass(frozen=True)
@@ -127,8 +182,16 @@ class Steps:
         with self._changed:
             return [place for of, place in self._reached if process in (None, of)]
 
-    def wait(self, place: str, process: subprocess.Popen[str] | None = None) -> Held:
+    def wait(
+        self,
+        place: str,
+        process: subprocess.Popen[str] | None = None,
+        *,
+        above: subprocess.Popen[str] | None = None,
+    ) -> Held:
         """Waits for a process, or for this one, to come to a place; it is held there if the place is one of those.
+
+        ``above`` has started whoever comes, whose number is not known: in a namespace it has one of its own.
 
         Raises:
             AssertionError: the process ended without, or nobody came.
@@ -146,7 +209,7 @@ class Steps:
                 held.append(found)
             return found is not None
 
-        self._until(came, lambda: f"nobody came to {place}", process)
+        self._until(came, lambda: f"nobody came to {place}", process or above)
         return held[0] if held else Held(of or 0, place, socket.socket())
 
     def _until(

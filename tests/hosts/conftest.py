@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 # Once for all: a module of tests/ that was looked for in vain is not found later either.
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "conformance")]
+
+from holding import Clock, Steps  # noqa: E402
 
 
 @pytest.fixture
@@ -27,3 +30,16 @@ def place(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def held_at() -> Iterator[Callable[..., Steps]]:
+    """Makes what holds one rank at places."""
+    with ExitStack() as stack:
+        yield lambda *places: stack.enter_context(Steps(*places))
+
+
+@pytest.fixture
+def clock(place: Path) -> Clock:
+    """A time that stands still."""
+    return Clock(place / "clock")

@@ -13,11 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from holding import HANG, Clock, Steps
 
 #: Names the host, gives it a disk of its own at $2 if that is not empty, and becomes the command.
 _ENTER = """
@@ -58,19 +59,22 @@ class Host:
     #: Whether processes have numbers of their own.
     own_pids: bool = True
     environ: Mapping[str, str] = field(default_factory=dict)
+    #: Holds what runs on it.
+    steps: Steps | None = None
+    #: The time there; the system's if none is given.
+    clock: Clock | None = None
     running: subprocess.Popen[str] | None = None
-    began: float = 0.0
-    seconds: float = 0.0
 
     def start(self, argv: Sequence[object]) -> Host:
         """Starts a command."""
         disk = "" if self.own_disk is None else str(self.own_disk)
         command = [*_namespaces(self.own_pids), "sh", "-c", _ENTER, "sh", self.name, disk, self.size]
-        self.began = time.monotonic()
+        steps = {} if self.steps is None else {"FASTSHARD_STEPS": self.steps.socket}
+        clock = {} if self.clock is None else self.clock.environment
         self.running = subprocess.Popen(
             [*command, *(str(word) for word in argv)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, **self.environ},
+            env={**os.environ, **self.environ, **steps, **clock},
         )  # fmt: skip
         return self
 
@@ -83,7 +87,11 @@ class Host:
         assert self.running is not None
         os.killpg(self.running.pid, signal.SIGKILL)
 
-    def end(self, timeout: float = 120) -> tuple[int, str, str]:
+    @property
+    def has_ended(self) -> bool:
+        return self.running is not None and self.running.poll() is not None
+
+    def end(self, timeout: float = HANG) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of the command, once it has ended."""
         assert self.running is not None
         try:
@@ -92,18 +100,39 @@ class Host:
             self.kill()
             out, err = self.running.communicate()
             raise AssertionError(f"{self.name} did not end within {timeout} s: {out}{err}") from None
-        self.seconds = time.monotonic() - self.began
         return self.running.returncode, out, err
 
 
-def ended(hosts: Sequence[Host], timeout: float = 120) -> list[tuple[int, str, str]]:
+def ended(hosts: Sequence[Host], timeout: float = HANG) -> list[tuple[int, str, str]]:
     """What the commands on all hosts came to."""
     try:
         return [host.end(timeout) for host in hosts]
     finally:
         for host in hosts:
-            if host.running is not None and host.running.poll() is None:
+            if not host.has_ended and host.running is not None:
                 host.kill()
+
+
+def card(out: Path, rank: int) -> Path:
+    """What a rank says of itself to the others."""
+    return out.with_name(f".{out.name}.fastshard-ranks") / f"rank-{rank:05}.json"
+
+
+def phase(out: Path, rank: int) -> str | None:
+    """How far a rank is, as it says; none if it says nothing."""
+    try:
+        said: str = json.loads(card(out, rank).read_bytes())["phase"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return said
+
+
+def ended_by(clock: Clock, out: Path, hosts: Sequence[Host], zero: Steps) -> list[tuple[int, str, str]]:
+    """What ranks on all hosts came to that wait for what an earlier run has left; `zero` is where rank 0 says that they
+    have met. Until then time stands still, so that nobody is too late."""
+    zero.wait("met", above=hosts[0].running)
+    clock.until(lambda: all(host.has_ended for host in hosts), *(card(out, i) for i in range(len(hosts))))
+    return ended(hosts)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -8,19 +8,20 @@ import re
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
-from harness import Host, can_have_hosts, content, ended, hidden, hosts
+from harness import Host, can_have_hosts, card, content, ended, ended_by, hidden, hosts, phase
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benches"))
 
 import fastshard
 import neox
 from helpers import FIXTURES, NEOX, cli
+from holding import HANG, Clock, Held, Steps, needs_steps
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.skipif(
@@ -63,17 +64,22 @@ class OnDisks:
         #: Where files lie that stand for others' as long as a run lasts.
         self.temporary = parts[0].parent / "tmp"
         self.temporary.mkdir(exist_ok=True)
+        #: Stands still: nobody is silent, or gone before the others have read how it ended, because it is slow.
+        self.clock = Clock(parts[0].parent / "clock")
 
     def start(
         self,
         verb: str,
         out: Path,
         *options: object,
-        timeout: float = 60,
+        timeout: float = HANG,
         own_pids: bool = True,
         only: int | None = None,
         inside: Sequence[str] = (),
+        steps: Mapping[int, Steps] = MappingProxyType({}),
+        through: Sequence[str] = (),
     ) -> list[Host]:
+        """`steps` hold ranks; `through` is a command that starts its words as they are."""
         environ, started = {"TMPDIR": str(self.temporary)}, []
         for i, (host, part) in enumerate(
             zip(hosts(len(self.parts), environ=environ, own_pids=own_pids), self.parts, strict=True)
@@ -82,15 +88,17 @@ class OnDisks:
                 continue
             ckpt = DISK / inside[i] if inside else DISK
             words = " ".join(f"'{word}'" for word in (verb, ckpt, out, *options, "--node-local"))
+            host.steps, host.clock = steps.get(i), self.clock
             rank = f"--rank {i} --world {len(self.parts)} --timeout {timeout}"
-            line = f"mount --bind '{part}' {DISK} && exec '{sys.executable}' -m fastshard {words} {rank}"
+            exec_ = " ".join(["exec", *through, f"'{sys.executable}'"])
+            line = f"mount --bind '{part}' {DISK} && {exec_} -m fastshard {words} {rank}"
             started.append(host.start(["sh", "-c", line]))
         return started
 
     def run(
-        self, verb: str, out: Path, *options: object, timeout: float = 60, inside: Sequence[str] = ()
+        self, verb: str, out: Path, *options: object, inside: Sequence[str] = ()
     ) -> list[tuple[int, str, str]]:
-        return ended(self.start(verb, out, *options, timeout=timeout, inside=inside))
+        return ended(self.start(verb, out, *options, inside=inside))
 
 
 def unnamed(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -105,13 +113,6 @@ def unnamed(files: dict[str, bytes]) -> dict[str, bytes]:
     ]
     document["not_proven"] = re.sub(r"[^ (]*/(?=[^/ ]+)", "", document["not_proven"])
     return {**files, "fastshard.manifest.json": json.dumps(document).encode()}
-
-
-def wait_until_met(place: Path, n: int) -> None:
-    until = time.monotonic() + 30
-    while len(list((place / ".out.fastshard-ranks").glob("lent-*.journal"))) < n:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 CASES = {
@@ -188,53 +189,66 @@ def test_what_is_missing_is_missing_on_all(split: Path, place: Path) -> None:
     assert not (place / "out").exists() and hidden(place) == []
 
 
-def test_a_host_that_loses_its_power_is_named_and_all_go_on_later(split: Path, place: Path) -> None:
+@needs_steps
+@pytest.mark.parametrize("at", ["met", "tile-0"])
+def test_a_host_that_loses_its_power_is_named_and_all_go_on_later(
+    at: str, split: Path, place: Path, held_at: Callable[..., Steps]
+) -> None:
     parts = divided(split, place, 3, texts_everywhere)
-    on = OnDisks(parts)
-    started = on.start("merge", place / "out", timeout=4)
-    # Once it has met the others, whatever it does then.
-    wait_until_met(place, 3)
+    on, out, steps = OnDisks(parts), place / "out", held_at(at)
+    started = on.start("merge", out, timeout=4, steps={2: steps})
+    steps.wait(at, above=started[2].running)
     started[2].kill()
-    first = ended(started)
-    for code, _, err in first[:2]:
+    # That it is dead is not to be seen from another host.
+    on.clock.until(lambda: phase(out, 0) in ("stopped", None), card(out, 0), card(out, 1))
+    [one] = ended(started[1:2])
+    # It takes leave of all, of the one that is gone too.
+    on.clock.until(lambda: started[0].has_ended)
+    for code, _, err in (*ended(started[:1]), one):
         assert code == 3 and "FS523" in err and "node2" in err, err
-    assert not (place / "out").exists()
-    for code, _, err in on.run("merge", place / "out", "--resume"):
+        assert "rank 2 has shown no sign of life" in err, err
+    assert not out.exists()
+    met = held_at()
+    again = on.start("merge", out, "--resume", timeout=4, steps={0: met})
+    for code, _, err in ended_by(on.clock, out, again, met):
         assert code == 0, err
     alone = place / "alone"
     assert cli("merge", *parts, alone).code == 0
-    assert unnamed(content(place / "out")) == unnamed(content(alone))
+    assert unnamed(content(out)) == unnamed(content(alone))
     assert hidden(place) == []
 
 
-def test_a_host_without_its_part_stops_all(split: Path, place: Path) -> None:
+def test_a_host_without_its_part_stops_all(split: Path, place: Path, clock: Clock) -> None:
     part = divided(split, place, 1, texts_everywhere)[0]
-    line = ["--world", 2, "--timeout", 30, "--node-local"]
-    one = Host("node0").fastshard("merge", part, place / "out", "--rank", 0, *line)
-    two = Host("node1").fastshard("merge", place / "nowhere", place / "out", "--rank", 1, *line)
+    line = ["--world", 2, "--timeout", HANG, "--node-local"]
+    one = Host("node0", clock=clock).fastshard("merge", part, place / "out", "--rank", 0, *line)
+    two = Host("node1", clock=clock).fastshard("merge", place / "nowhere", place / "out", "--rank", 1, *line)
     for code, _, err in ended([one, two]):
         assert code == 2 and "FS501" in err and "node1" in err, err
     assert not (place / "out").exists() and hidden(place) == []
 
 
-def test_the_user_stops_one(split: Path, place: Path) -> None:
+@needs_steps
+@pytest.mark.parametrize("at", ["listed", "tile-0"])
+def test_the_user_stops_one(at: str, split: Path, place: Path, held_at: Callable[..., Steps]) -> None:
     parts = divided(split, place, 3, texts_everywhere)
-    on = OnDisks(parts)
-    started = on.start("merge", place / "out")
-    wait_until_met(place, 3)
+    on, steps = OnDisks(parts), held_at(at)
+    started = on.start("merge", place / "out", steps={1: steps})
+    held = steps.wait(at, above=started[1].running)
     os.killpg(started[1].running.pid, signal.SIGINT)  # type: ignore[union-attr]
+    if at == "tile-0":
+        steps.wait("cancelled", above=started[1].running)
+    held.release()
     ran = ended(started)
     assert list(on.temporary.iterdir()) == []
-    codes = [code for code, _, _ in ran]
-    # What came too late stops nobody: the result is published then.
-    assert codes in ([3, 130, 3], [0, 130, 0], [0, 0, 0]), ran
-    assert (place / "out").exists() == (0 in codes)
+    assert [code for code, _, _ in ran] == [3, 130, 3], ran
+    assert not (place / "out").exists()
 
 
 def test_a_rank_that_comes_late_finds_all_done(split: Path, place: Path) -> None:
     parts = divided(split, place, 2, texts_everywhere)
     assert [code for code, _, _ in OnDisks(parts).run("merge", place / "out")] == [0, 0]
-    again = ["merge", parts[1], place / "out", "--node-local", "--rank", 1, "--world", 2, "--timeout", 2]
+    again = ["merge", parts[1], place / "out", "--node-local", "--rank", 1, "--world", 2, "--timeout", 0.1]
     ran = cli(*again)
     assert ran.code == 0, ran.err
     # What was asked for otherwise, or of something else, is not done: it waits for the others, who are not there.
@@ -249,22 +263,67 @@ def test_a_rank_that_comes_late_finds_all_done(split: Path, place: Path) -> None
     assert cli(*again).code == 2
 
 
-def test_a_rank_that_is_started_again_lends_anew(split: Path, place: Path) -> None:
+def dies_once_it_was_read_from(
+    on: OnDisks, out: Path, held_at: Callable[..., Steps]
+) -> tuple[list[Host], list[Held]]:
+    """Three ranks. Rank 2 has died; ranks 0 and 1, which have read of its files, wait at the next reading, and have not seen
+    that it is dead."""
+    steps = {rank: held_at("waits-2") for rank in (0, 1)}
+    # Headers are read by as many threads as there are cores. With one all others are done with, and none looks around.
+    core = min(os.sched_getaffinity(0))
+    started = on.start("merge", out, own_pids=False, steps=steps, through=["taskset", "-c", str(core)])
+    held = []
+    for rank, at in steps.items():
+        at.wait("waits-2", started[rank].running).release()
+        held.append(at.wait("waits-2", started[rank].running))
+    started[2].kill()
+    started[2].end()
+    for at in steps.values():
+        at.pass_by("waits-2")
+    return started[:2], held
+
+
+@needs_steps
+def test_a_rank_that_is_started_again_lends_anew(
+    split: Path, place: Path, held_at: Callable[..., Steps]
+) -> None:
     """Its first process has gone without a word once the others have read from it."""
     parts = divided(split, place, 3, texts_everywhere)
-    on = OnDisks(parts)
-    started = on.start("merge", place / "out", own_pids=False)
-    wait_until_met(place, 3)
-    time.sleep(0.1)
-    started[2].kill()
-    again = on.start("merge", place / "out", own_pids=False, only=2)
-    codes = [code for code, _, _ in ended([*started[:2], *again])]
-    if codes != [0, 0, 0]:
-        # The others have seen it go first.
-        assert codes[:2] == [3, 3] and not (place / "out").exists(), codes
-        assert [code for code, _, _ in on.run("merge", place / "out", "--resume")] == [0, 0, 0]
+    on, out, anew = OnDisks(parts), place / "out", held_at()
+    others, held = dies_once_it_was_read_from(on, out, held_at)
+    [again] = on.start("merge", out, own_pids=False, only=2, steps={2: anew})
+    # Rank 0, which looks around still while it is held here, has seen it.
+    anew.wait("listed", again.running)
+    for one in held:
+        one.release()
+    ran = ended([*others, again])
+    assert [code for code, _, _ in ran] == [0, 0, 0], ran
     assert cli("merge", *parts, place / "alone").code == 0
-    assert unnamed(content(place / "out")) == unnamed(content(place / "alone"))
+    assert unnamed(content(out)) == unnamed(content(place / "alone"))
+    assert hidden(place) == []
+
+
+@needs_steps
+def test_a_rank_that_is_started_again_too_late_finds_nobody(
+    split: Path, place: Path, held_at: Callable[..., Steps]
+) -> None:
+    """The others have seen its first process go."""
+    parts = divided(split, place, 3, texts_everywhere)
+    on, out = OnDisks(parts), place / "out"
+    others, held = dies_once_it_was_read_from(on, out, held_at)
+    for one in held:
+        one.release()
+    ran = ended(others)
+    [late] = on.start("merge", out, own_pids=False, only=2, timeout=2)
+    on.clock.until(lambda: late.has_ended)
+    ran += ended([late])
+    assert [code for code, _, _ in ran] == [3, 3, 2], ran
+    assert all("rank 2 has ended without a word" in err for _, _, err in ran[:2]), ran
+    assert not out.exists()
+    again = on.start("merge", out, "--resume", own_pids=False)
+    assert [code for code, _, _ in ended(again)] == [0, 0, 0]
+    assert cli("merge", *parts, place / "alone").code == 0
+    assert unnamed(content(out)) == unnamed(content(place / "alone"))
 
 
 def test_a_folder_and_files_of_one_host(place: Path) -> None:
@@ -274,7 +333,7 @@ def test_a_folder_and_files_of_one_host(place: Path) -> None:
     odd.mkdir()
     moved = next(parts[0].glob("*.safetensors"))
     moved.rename(odd / moved.name)
-    line = ["--world", 2, "--timeout", 30, "--node-local"]
+    line = ["--world", 2, "--timeout", HANG, "--node-local"]
     one = Host("node0").fastshard("merge", parts[0], odd / moved.name, place / "out", "--rank", 0, *line)
     two = Host("node1").fastshard("merge", parts[1], place / "out", "--rank", 1, *line)
     whole = cli("merge", parts[0], odd / moved.name, parts[1], place / "alone")
@@ -331,18 +390,18 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
+def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path, clock: Clock) -> None:
     """It is all that is seen of content whose time was set back, and nobody reads the files of all hosts again."""
     # Whole tensors on each host: nobody lends anything of them.
     parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
     for linked in (0, 1):
-        line = ["--world", 2, "--timeout", 30, "--node-local"]
+        line = ["--world", 2, "--timeout", HANG, "--node-local"]
         file = next(parts[linked].glob("*.safetensors"))
         started = []
         for rank, part in enumerate(parts):
             run = ["-c", LINKED, file, place / f"link{rank}"] if rank == linked else ["-m", "fastshard"]
             argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
-            started.append(Host(f"node{rank}").start(argv))
+            started.append(Host(f"node{rank}", clock=clock).start(argv))
         for code, _, err in ended(started):
             assert code == 1 and "FS506" in err and file.name in err and f"node{linked}" in err, err
             assert "--resume continues" not in err, err
@@ -361,7 +420,7 @@ def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
 def test_a_file_that_nobody_reads_may_change(place: Path) -> None:
     """A log that grows, somebody else's file: the run is of the checkpoint."""
     parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
-    line = ["--world", 2, "--timeout", 30, "--node-local"]
+    line = ["--world", 2, "--timeout", HANG, "--node-local"]
     started = []
     for rank, part in enumerate(parts):
         log = part / "train.log"
@@ -402,16 +461,16 @@ def test_what_is_given_may_be_the_step_of_a_store(deep: int, place: Path) -> Non
     assert unnamed(content(out)) == unnamed(content(alone))
 
 
-def test_a_chunk_that_changes_stops_all(place: Path) -> None:
+def test_a_chunk_that_changes_stops_all(place: Path, clock: Clock) -> None:
     for linked in (0, 1):
         nodes = of_nodes("mp2_local_BROKEN_063_zarr3")(place / str(linked))
         data = max(nodes[linked].rglob("d/*"), key=lambda p: p.stat().st_size)
-        line = ["--world", 2, "--timeout", 30, "--node-local"]
+        line = ["--world", 2, "--timeout", HANG, "--node-local"]
         started = []
         for rank, part in enumerate(nodes):
             run = ["-c", LINKED, data, place / "link"] if rank == linked else ["-m", "fastshard"]
             argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
-            started.append(Host(f"node{rank}").start(argv))
+            started.append(Host(f"node{rank}", clock=clock).start(argv))
         for code, _, err in ended(started):
             assert code == 1 and "FS506" in err and data.name in err, err
         assert not (place / "out").exists()
@@ -436,7 +495,7 @@ def test_pieces_are_compared_where_they_lie(place: Path) -> None:
     for number, part in enumerate(held):
         ran = cli("piece", part, disks[number % 2] / f"piece{number}")
         assert ran.code == 0, ran.err
-    line = ["--world", 2, "--timeout", 30, "--node-local"]
+    line = ["--world", 2, "--timeout", HANG, "--node-local"]
 
     def run(out: Path) -> list[tuple[int, str, str]]:
         return ended(
