@@ -198,7 +198,12 @@ fn a_killed_run_continues_to_the_same_result() {
         };
         let steps = Steps::new();
         let mut child = start(&steps);
-        let held = steps.until(&mut child, place);
+        let mut held = Some(steps.until(&mut child, place));
+        if i % 2 == 1 && place.starts_with("tile-") {
+            // Somewhere within the tile: it comes no further than the places after it, at which nobody lets it go.
+            drop(held.take());
+            std::thread::sleep(Duration::from_micros(mix(i as u64) % 300));
+        }
         child.kill().unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(9), "{place}");
         drop(held);

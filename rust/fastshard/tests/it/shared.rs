@@ -1,12 +1,14 @@
 //! One run by several processes: begun, made in parts, concluded; interrupted, killed, stopped and woken at any point.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::held::{until, Time};
+use crate::common::held::{child_of_its_own, until, FileClock, Time};
 use crate::common::{
     cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE,
 };
@@ -21,6 +23,7 @@ use fastshard::steps::{At, Step};
 use fastshard::storage::SourceFile;
 use fastshard::write::shared::{self, Begun, Made};
 use fastshard::{publish, write};
+use rustix::process::{Pid, Signal};
 use serde_json::json;
 
 const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[shard]\ntp = [\"F\"]\n\
@@ -340,7 +343,7 @@ fn a_rank_is_taken_over_from_a_process_that_is_silent() {
         let again = begin();
         assert!(clock.elapsed(begun) >= Duration::from_millis(2500), "{digit}: it was watched");
         // It has looked at the cards again and again, and found nothing wrong.
-        let time = Time { clock: &clock, folder: folder.clone() };
+        let time = Time::new(&out, |time| clock.advance(time));
         let beat = time.beat(0);
         until("signs of life", || time.beat(0) >= beat + 4 || again.stopped().is_some());
         assert!(again.stopped().is_none(), "{digit}");
@@ -362,7 +365,6 @@ fn met(out: &Path, timeout: Duration, clocks: [&Clock; 2]) -> [Meeting; 2] {
 fn a_rank_that_is_busy_learns_why_the_others_stopped_though_they_are_gone() {
     let dir = temp();
     let (clock, folder) = (Clock::manual(), dir.path().join(".out.fastshard-ranks"));
-    let time = Time { clock: &clock, folder: folder.clone() };
     let [zero, one] = met(&dir.path().join("out"), Duration::from_secs(20), [&clock, &clock]);
     zero.stop(&[fastshard::error::Finding::new(codes::UNSUPPORTED, "not read here")]);
     until("rank 1 has read that", || one.stopped().is_some());
@@ -370,7 +372,7 @@ fn a_rank_that_is_busy_learns_why_the_others_stopped_though_they_are_gone() {
     let begun = clock.now();
     let gone = std::thread::spawn(|| drop(zero));
     while !gone.is_finished() {
-        time.clock.advance(Duration::from_millis(100));
+        clock.advance(Duration::from_millis(100));
         std::thread::sleep(Duration::from_millis(2));
     }
     gone.join().unwrap();
@@ -388,7 +390,7 @@ fn a_rank_that_is_stopped_is_silent_once_it_was_watched_for_the_timeout() {
     let dir = temp();
     // As if the process of rank 1 were stopped: for it no time passes.
     let (clock, stopped) = (Clock::manual(), Clock::manual());
-    let time = Time { clock: &clock, folder: dir.path().join(".out.fastshard-ranks") };
+    let time = Time::new(&dir.path().join("out"), |time| clock.advance(time));
     let [zero, one] = met(&dir.path().join("out"), Duration::from_secs(20), [&clock, &stopped]);
     // What it said last may be read after the first step.
     (0..39).for_each(|_| time.step(&[0]));
@@ -404,10 +406,10 @@ fn a_rank_that_is_stopped_is_silent_once_it_was_watched_for_the_timeout() {
 fn ranks_that_were_all_stopped_for_hours_take_nobody_for_silent() {
     let dir = temp();
     let clock = Clock::manual();
-    let time = Time { clock: &clock, folder: dir.path().join(".out.fastshard-ranks") };
+    let time = Time::new(&dir.path().join("out"), |time| clock.advance(time));
     let ranks = met(&dir.path().join("out"), Duration::from_secs(4), [&clock, &clock]);
     for _ in 0..20 {
-        time.clock.advance(Duration::from_secs(3600));
+        clock.advance(Duration::from_secs(3600));
         // Before the other one had the time to show that it lives, as well as afterwards.
         ranks.iter().for_each(|rank| rank.watch(&|_| false).unwrap());
         time.jump(Duration::from_secs(3600), &[0, 1]);
@@ -416,4 +418,64 @@ fn ranks_that_were_all_stopped_for_hours_take_nobody_for_silent() {
     let [zero, one] = ranks;
     drop(one);
     drop(zero);
+}
+
+const CHILD: &str = "shared::child_meets";
+
+/// Not a test: a rank that watches the others, and says when it has met them and why it ends.
+#[test]
+#[ignore = "run by time_moves_for_all_processes_of_a_run_at_once"]
+fn child_meets() {
+    let Some(out) = std::env::var_os("FASTSHARD_TEST_OUT").map(PathBuf::from) else { return };
+    let rank = std::env::var("FASTSHARD_TEST_RANK").unwrap().parse().unwrap();
+    let about = about(rank, 2, Duration::from_secs(20), &Clock::default());
+    let meeting = Meeting::begin(&out, about, &|| true).unwrap();
+    eprintln!("met");
+    let error = loop {
+        match meeting.watch(&|_| false) {
+            Ok(()) => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) => break error,
+        }
+    };
+    eprintln!("{error}");
+}
+
+#[test]
+fn time_moves_for_all_processes_of_a_run_at_once() {
+    let dir = temp();
+    let out = dir.path().join("out");
+    let clock = FileClock::new(&dir.path().join("clock"));
+    let [mut zero, mut one] = [0, 1].map(|rank: u32| {
+        let mut command = child_of_its_own(CHILD);
+        command.env("FASTSHARD_TEST_OUT", &out).env("FASTSHARD_TEST_RANK", rank.to_string());
+        command.env("FASTSHARD_CLOCK", dir.path().join("clock")).stderr(Stdio::piped()).stdout(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut line = String::new();
+        (child, move || {
+            line.clear();
+            said.read_line(&mut line).unwrap();
+            line.clone()
+        })
+    });
+    assert_eq!((zero.1)() + &(one.1)(), "met\nmet\n");
+    let time = Time::new(&out, |time| clock.advance(time));
+    // Three times as long as anybody may be silent: both live.
+    (0..120).for_each(|_| time.step(&[0, 1]));
+    let kill = |child: &Child, signal| {
+        rustix::process::kill_process(Pid::from_child(child), signal).unwrap();
+    };
+    kill(&one.0, Signal::STOP);
+    (0..39).for_each(|_| time.step(&[0]));
+    assert!(zero.0.try_wait().unwrap().is_none());
+    // The last second of the timeout: after it no sign of life comes, as the run has ended.
+    clock.advance(Duration::from_secs(1));
+    assert!((zero.1)().contains("rank 1 has shown no sign of life for 20 s"));
+    // It gives the other one time to read that.
+    until("the end of rank 0", || {
+        clock.advance(Duration::from_millis(100));
+        zero.0.try_wait().unwrap().is_some()
+    });
+    kill(&one.0, Signal::KILL);
+    one.0.wait().unwrap();
 }

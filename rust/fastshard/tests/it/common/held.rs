@@ -1,12 +1,12 @@
 //! Runs that a test holds at named places, and waiting that ends.
 
 use std::io::{BufRead, BufReader, ErrorKind};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-
-use fastshard::publish::clock::Clock;
 
 /// Time after which something has got stuck. No test is to pass or fail by it while the code is right.
 pub const HANG: Duration = Duration::from_secs(240);
@@ -113,14 +113,40 @@ impl Steps {
     }
 }
 
-/// Ranks that meet at a folder by a manual clock, and how time passes for them.
-pub struct Time<'a> {
-    pub clock: &'a Clock,
-    /// The folder with their cards.
-    pub folder: PathBuf,
+/// The clock of processes, which is a file (see [`fastshard::publish::clock`]).
+pub struct FileClock {
+    file: std::fs::File,
+    nanos: AtomicU64,
 }
 
-impl Time<'_> {
+impl FileClock {
+    /// A new file at `path`, where some time has passed already.
+    pub fn new(path: &Path) -> FileClock {
+        let clock = FileClock { file: std::fs::File::create(path).unwrap(), nanos: AtomicU64::new(0) };
+        clock.advance(Duration::from_secs(1));
+        clock
+    }
+
+    pub fn advance(&self, time: Duration) {
+        let nanos = self.nanos.fetch_add(time.as_nanos() as u64, Ordering::SeqCst) + time.as_nanos() as u64;
+        self.file.write_all_at(&nanos.to_le_bytes(), 0).unwrap();
+    }
+}
+
+/// Ranks that meet at a folder, and how time passes for them by a clock that stands still otherwise.
+pub struct Time<'a> {
+    advance: Box<dyn Fn(Duration) + 'a>,
+    /// The folder with their cards.
+    folder: PathBuf,
+}
+
+impl<'a> Time<'a> {
+    /// For ranks that meet before `out`, with what moves their clock.
+    pub fn new(out: &Path, advance: impl Fn(Duration) + 'a) -> Time<'a> {
+        let name = format!(".{}.fastshard-ranks", out.file_name().unwrap().to_str().unwrap());
+        Time { advance: Box::new(advance), folder: out.with_file_name(name) }
+    }
+
     /// How often a rank has shown that it lives.
     pub fn beat(&self, rank: u32) -> u64 {
         let read = || {
@@ -138,7 +164,7 @@ impl Time<'_> {
     /// Lets time pass at once; returns once each of the ranks `alive` has shown that it lives.
     pub fn jump(&self, time: Duration, alive: &[u32]) {
         let before: Vec<u64> = alive.iter().map(|rank| self.beat(*rank)).collect();
-        self.clock.advance(time);
+        (self.advance)(time);
         let moved = |(rank, before): (&u32, &u64)| self.beat(*rank) > *before;
         until("a sign of life", || alive.iter().zip(&before).all(moved));
     }
