@@ -178,14 +178,39 @@ def test_second_signal_while_the_run_stops(at: str, tmp_path: Path) -> None:
     assert (document["exit_code"], [f["code"] for f in document["findings"]]) == (130, ["FS510"])
 
 
-#: Runs the command line with a signal at its N-th call of a function since it took signals over, and says on stderr how many
-#: calls there were, and whether all was done by then.
+#: Sends a further signal as soon as the first is being told of.
+AGAIN = """
+import os, signal
+from fastshard.cli.run import Run
+told = Run.{method}
+def again(self, *arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return told(self, *arguments)
+Run.{method} = again
+"""
+
+
+@pytest.mark.parametrize("method", ["stopped", "_tell"])
+def test_second_signal_while_the_first_is_told_of(method: str, tmp_path: Path) -> None:
+    script = AGAIN.format(method=method) + HARNESS.format(act="os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run(
+        [sys.executable, "-c", script, "merge", HF, tmp_path / "out", "--json"],
+        capture_output=True, text=True, timeout=HANG, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done
+    document = json.loads(done.stdout)
+    assert document["exit_code"] == 130 and document["findings"][0]["code"] in ("FS510", "FS519")
+    assert document["published"] == (tmp_path / "out").exists()
+
+
+#: Runs the command line with a signal at its N-th call of a function since it took signals over, or for -N since all was done;
+#: says on stderr how many calls there were, and whether all was done by then.
 AT_CALL = """
 import importlib, os, sys
 from fastshard.cli.stopping import Stopping
 
 number, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-calls = 0
+calls = after = 0
 
 class Counted(Stopping):
     def __enter__(self):
@@ -200,12 +225,14 @@ class Counted(Stopping):
         super().__exit__(*how)
 
 def count(frame, event, arg):
-    global calls
+    global calls, after, at
     if event in ("call", "c_call") and frame.f_code is not Counted.__exit__.__code__:
         calls += 1
-        if calls == at:
-            os.write(2, b"+done+" if stopping._count else b"+sent+")
+        after += bool(stopping._count)
+        if at in (calls, -after) and at:
+            os.write(2, b"+done+" if after else b"+sent+")
             os.kill(os.getpid(), number)
+            at = 0
 
 # Its package has a function of that name.
 command_line = importlib.import_module("fastshard.cli.main")
@@ -218,7 +245,7 @@ def at_call(
     number: int, at: int, argv: list[object], tmp_path: Path
 ) -> tuple[int, str, subprocess.CompletedProcess[str]]:
     """Calls in all, ``sent`` or ``done`` at the chosen one, and how the process ended."""
-    words = [str(tmp_path / "out") if a == "OUT" else str(a) for a in argv]
+    words = [str(tmp_path / f"out{at}") if a == "OUT" else str(a) for a in argv]
     done = subprocess.run(
         [sys.executable, "-c", AT_CALL, str(number), str(at), *words],
         capture_output=True, text=True, timeout=HANG, check=False,
@@ -234,30 +261,16 @@ def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signal
     argv = [*COMMANDS[name], *(["--overwrite", "--resume"] if name in WRITING else [])]
     calls, _, undisturbed = at_call(number, 0, argv, tmp_path)
     assert calls > 20
-    for eighth in range(8):
-        at = 1 + eighth * calls // 8
-        _, when, done = at_call(number, at, argv, tmp_path)
+    # What is a run is done once it is told of; what only prints can be stopped until it ends.
+    prints = name in ("help", "help_of_a_verb", "version")
+    instants = {1 + eighth * calls // 8: "sent" for eighth in range(8)} | (
+        {} if prints else {-1: "done", -7: "done"}
+    )
+    for at, when in instants.items():
+        _, met, done = at_call(number, at, argv, tmp_path)
         usual = undisturbed.returncode
-        assert (when, done.returncode) in [("sent", 128 + number), ("done", usual)], (at, calls, done)
+        assert (met, done.returncode) == (when, 128 + number if when == "sent" else usual), (at, calls, done)
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, (at, done)
-
-
-def test_third_signal_ends_the_process(tmp_path: Path) -> None:
-    script = """
-import os, signal
-from fastshard.cli.stopping import Stopped, Stopping
-with Stopping():
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except Stopped as stopped:
-        print(stopped.number, flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("two", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("three", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "2\ntwo\n", "")
 
 
 def test_ignored_signals_stay_ignored() -> None:
