@@ -67,18 +67,21 @@ class Clock:
         with self._file.open("r+b", buffering=0) as file:
             file.write(self._nanoseconds.to_bytes(8, "little"))
 
+    def beat(self, *living: Path, unless: Callable[[], bool] = lambda: False) -> None:
+        """Moves time on by a step, and waits until the cards of ranks that live show that they do, or say that these have
+        stopped; or until there is nothing more to wait for."""
+        end = time.monotonic() + HANG
+        before = {card: _said(card) for card in living}
+        self.forward()
+        while not unless() and any(_said(card) == said for card, said in before.items() if said is not None):
+            assert time.monotonic() < end, before
+            time.sleep(0.002)
+
     def until(self, done: Callable[[], bool], *living: Path) -> None:
-        """Moves time on until something is so; after each step the cards of ranks that live are waited for, until they
-        show that, or say that these have stopped."""
+        """Moves time on, beat by beat, until something is so."""
         end = time.monotonic() + HANG
         while not done():
-            before = {card: _said(card) for card in living}
-            self.forward()
-            while not done() and any(
-                _said(card) == said for card, said in before.items() if said is not None
-            ):
-                assert time.monotonic() < end, before
-                time.sleep(0.002)
+            self.beat(*living, unless=done)
             assert time.monotonic() < end, "what was waited for did not come, whatever the time"
             time.sleep(0.002)
 
@@ -211,6 +214,13 @@ class Steps:
 
         self._until(came, lambda: f"nobody came to {place}", process or above)
         return held[0] if held else Held(of or 0, place, socket.socket())
+
+    def held(self) -> list[Held]:
+        """All that wait now, in the order in which they came; each is given once."""
+        with self._changed:
+            given, self._waiting = self._waiting, []
+            self._taken += given
+        return given
 
     def _until(
         self, done: Callable[[], bool], otherwise: Callable[[], str], process: subprocess.Popen[str] | None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Host, can_have_hosts, content, ended, hidden
+from harness import Host, can_have_hosts, card, content, ended, hidden, hosts
 from helpers import FIXTURES, NEOX, at_once, cli
+from holding import HANG, Clock, Steps, needs_steps
 
 pytestmark = pytest.mark.skipif(
     can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
@@ -33,8 +33,8 @@ def untouched(folder: Path) -> bool:
     return [p.name for p in folder.iterdir()] == ["file"] and (folder / "file").read_bytes() == TREASURE
 
 
-def ranks(out: Path, *options: object, source: Path = NEOX, verb: str = "merge") -> list[Host]:
-    words = [verb, source, out, "--world", 2, "--timeout", 8, "--json", *options]
+def ranks(out: Path) -> list[Host]:
+    words = ["merge", NEOX, out, "--world", 2, "--timeout", HANG, "--json"]
     return [Host(f"node{rank}").fastshard(*words, "--rank", rank) for rank in range(2)]
 
 
@@ -51,7 +51,7 @@ def test_links_where_ranks_meet_lead_nowhere(name: str, place: Path) -> None:
         (meeting / name).symlink_to(file)
     else:
         meeting.symlink_to(folder)
-    results = ended(ranks(out), 40)
+    results = ended(ranks(out))
     assert untouched(folder)
     codes = [code for code, _, _ in results]
     if name:
@@ -136,30 +136,41 @@ def test_somebody_elses_run_id_in_the_folder(place: Path) -> None:
     assert not (place / "out").exists()
 
 
-def test_clocks_that_are_hours_apart(place: Path) -> None:
-    """The times of all that the ranks write jump by hours, both ways, as long as they work."""
-    over = threading.Event()
+#: Where all ranks are held, and where rank 0 is besides.
+PLACES, PLACES_OF_ZERO = {"met", "opened", "tile-0", "made", "farewell"}, {"sealed", "published"}
 
-    def turn() -> None:
-        hours = 5
-        while not over.is_set():
-            hours = -hours
-            for hidden_folder in place.glob(".out.fastshard-*"):
-                for path in [hidden_folder, *hidden_folder.rglob("*")]:
-                    try:
-                        os.utime(path, (time.time() + hours * 3600,) * 2)
-                    except OSError:
-                        continue
-            time.sleep(0.001)
 
-    source = FIXTURES / "gpt_neox/neox_pp_tp2"
-    turning = threading.Thread(target=turn)
-    turning.start()
-    try:
-        results = ended(ranks(place / "out", source=source), 60)
-    finally:
-        over.set()
-        turning.join()
+@needs_steps
+def test_clocks_that_are_hours_apart(place: Path, held_at: Callable[..., Steps], clock: Clock) -> None:
+    """The times of all that the ranks write jump by hours, both ways, wherever they are, and between all signs of life."""
+    source, out = FIXTURES / "gpt_neox/neox_pp_tp2", place / "out"
+
+    def turn(hours: int) -> None:
+        for hidden_folder in place.glob(".out.fastshard-*"):
+            for path in [hidden_folder, *hidden_folder.rglob("*")]:
+                try:
+                    os.utime(path, (time.time() + hours * 3600,) * 2)
+                except FileNotFoundError:
+                    # Cards are written anew again and again, under another name first.
+                    continue
+
+    both, steps = hosts(2, clock=clock), [held_at(*PLACES, *PLACES_OF_ZERO) for _ in range(2)]
+    came: list[set[str]] = [set(), set()]
+    for rank, host in enumerate(both):
+        host.steps = steps[rank]
+        host.fastshard("merge", source, out, "--world", 2, "--timeout", 8, "--json", "--rank", rank)
+    end = time.monotonic() + HANG
+    while not all(host.has_ended for host in both) and time.monotonic() < end:
+        for rank in range(2):
+            for held in steps[rank].held():
+                came[rank].add(held.place)
+                for hours in (5, -5):
+                    turn(hours)
+                    clock.beat(card(out, 0), card(out, 1))
+                held.release()
+        time.sleep(0.002)
+    results = ended(both)
     assert [code for code, _, _ in results] == [0, 0], results
-    assert content(place / "out") == alone(place)
+    assert came == [PLACES | PLACES_OF_ZERO, PLACES]
+    assert content(out) == alone(place)
     assert hidden(place) == []

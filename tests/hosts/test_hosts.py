@@ -10,19 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from harness import Host, can_have_hosts, content, ended, hidden, hosts
+from harness import Host, can_have_hosts, card, content, ended, ended_by, hidden, hosts, phase
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
 
 from helpers import NEOX, at_once, cli
+from holding import HANG, Clock, Steps, needs_steps
 
 pytestmark = pytest.mark.skipif(
     can_have_hosts() is not None, reason=f"no namespaces can be made here: {can_have_hosts()}"
@@ -72,7 +74,7 @@ def test_four_hosts_make_what_one_process_makes(name: str, place: Path) -> None:
     assert ran.code == 0, ran.err
     all_hosts = [
         host.fastshard(
-            verb[0], source, out, *verb[1:], "--rank", i, "--world", 4, "--timeout", 60, "--memory", "1GiB"
+            verb[0], source, out, *verb[1:], "--rank", i, "--world", 4, "--timeout", HANG, "--memory", "1GiB"
         )
         for i, host in enumerate(hosts(4))
     ]
@@ -96,7 +98,7 @@ def test_stores_that_four_hosts_make_hold_what_one_process_makes(place: Path) ->
     assert cli("convert", source, alone, *verb).code == 0
     all_hosts = [
         host.fastshard(
-            "convert", source, out, *verb, "--rank", i, "--world", 4, "--timeout", 60, "--memory", "1GiB"
+            "convert", source, out, *verb, "--rank", i, "--world", 4, "--timeout", HANG, "--memory", "1GiB"
         )
         for i, host in enumerate(hosts(4))
     ]
@@ -111,23 +113,32 @@ def test_stores_that_four_hosts_make_hold_what_one_process_makes(place: Path) ->
     assert compared.code == 0, compared.err
 
 
+@needs_steps
 @pytest.mark.parametrize("stray", at_once([0, 2], [2]))
-def test_a_host_on_its_own_disk_stops_all_and_is_named(stray: int, place: Path) -> None:
+def test_a_host_on_its_own_disk_stops_all_and_is_named(stray: int, place: Path, clock: Clock) -> None:
     dest = place / "dest"
     dest.mkdir()
-    all_hosts = hosts(4)
-    all_hosts[stray].own_disk = dest
+    all_hosts, out, alone = hosts(4, clock=clock), dest / "out", Clock(place / "another clock")
+    all_hosts[stray].own_disk, all_hosts[stray].clock = dest, alone
     for i, host in enumerate(all_hosts):
         host.fastshard(
-            "convert", NEOX, dest / "out", "--to", "hf", "--rank", i, "--world", 4, "--timeout", 8, "--json"
+            "convert", NEOX, out, "--to", "hf", "--rank", i, "--world", 4, "--timeout", 8, "--json"
         )
-    results = ended(all_hosts, 30)
-    for i, (host, (code, out, err)) in enumerate(zip(all_hosts, results, strict=True)):
-        assert code == 2, (out, err)
-        # On an idle machine within 10 s; this one may be at work.
-        assert host.seconds < 30, f"{host.name} took {host.seconds:.1f} s"
-        finding = json.loads(out)["findings"][0]
+    others = [host for i, host in enumerate(all_hosts) if i != stray]
+    if stray > 0:
+        # All but one have come; then time goes by until rank 0 stops, and says it to those who wait.
+        wait_for(lambda: len(seen(out)) == 2, others)
+        clock.until(lambda: phase(out, 0) in ("stopped", None), card(out, 0))
+        ended(others[1:])
+    clock.until(lambda: all(host.has_ended for host in others))
+    alone.until(lambda: all_hosts[stray].has_ended)
+    results = ended(all_hosts)
+    for i, (code, printed, err) in enumerate(results):
+        assert code == 2, (printed, err)
+        finding = json.loads(printed)["findings"][0]
         assert finding["code"] == "FS522"
+        # No sooner than it was told to wait, and not because of anything else.
+        assert "within 8 s" in finding["message"], finding
         if i == stray and stray > 0:
             assert (finding["rank"], finding["host"]) == (f"rank {stray}", f"node{stray}")
             assert f"tmpfs own mounted at {dest}" in finding["got"]
@@ -137,25 +148,52 @@ def test_a_host_on_its_own_disk_stops_all_and_is_named(stray: int, place: Path) 
     assert list(dest.iterdir()) == [], "nothing is left, on either disk"
 
 
-def test_a_host_that_loses_its_power_publishes_nothing_and_three_finish(place: Path) -> None:
+def seen(out: Path) -> list[str]:
+    """Ranks that rank 0 has seen."""
+    try:
+        return list(json.loads(card(out, 0).read_bytes())["seen"])
+    except FileNotFoundError:
+        return []
+
+
+def wait_for(done: Callable[[], bool], alive: Sequence[Host]) -> None:
+    """Waits for what these hosts come to before they end."""
+    end = time.monotonic() + HANG
+    while not done():
+        assert not any(host.has_ended for host in alive), [host.end() for host in alive if host.has_ended]
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@needs_steps
+def test_a_host_that_loses_its_power_publishes_nothing_and_three_finish(
+    place: Path, held_at: Callable[..., Steps], clock: Clock
+) -> None:
     source = large(place / "in")
     alone, out = place / "alone", place / "out"
     assert cli("merge", source, alone).code == 0
     verb = ["merge", source, out, "--timeout", 4, "--threads", 1]
-    all_hosts = [host.fastshard(*verb, "--rank", i, "--world", 4) for i, host in enumerate(hosts(4))]
-    begun = time.monotonic()
-    while not list(place.glob(".out.fastshard-*/member-*")) and time.monotonic() < begun + 30:
-        time.sleep(0.002)
-    time.sleep(0.02)
+    all_hosts, steps = hosts(4, clock=clock), held_at("tile-1")
+    all_hosts[2].steps = steps
+    for i, host in enumerate(all_hosts):
+        host.fastshard(*verb, "--rank", i, "--world", 4)
+    steps.wait("tile-1", above=all_hosts[2].running)
     all_hosts[2].kill()
-    results = ended(all_hosts, 60)
-    assert [code for code, _, _ in results] == [3, 3, -signal.SIGKILL, 3], results
+    clock.until(lambda: phase(out, 0) in ("stopped", None), *(card(out, i) for i in (0, 1, 3)))
+    told = {i: all_hosts[i].end() for i in (1, 2, 3)}
+    # It takes leave of all, of the one that is gone too.
+    clock.until(lambda: all_hosts[0].has_ended)
+    told[0] = all_hosts[0].end()
+    assert [told[i][0] for i in range(4)] == [3, 3, -signal.SIGKILL, 3], told
     for i in (0, 1, 3):
-        assert "rank 2" in results[i][2] and "node2" in results[i][2], results[i]
-        assert "--resume" in results[i][2]
+        assert "rank 2" in told[i][2] and "node2" in told[i][2], told[i]
+        assert "--resume" in told[i][2]
     assert not out.exists()
-    again = [host.fastshard(*verb, "--resume", "--rank", i, "--world", 3) for i, host in enumerate(hosts(3))]
-    for code, _, err in ended(again, 60):
+    again, met = hosts(3, clock=clock), held_at()
+    again[0].steps = met
+    for i, host in enumerate(again):
+        host.fastshard(*verb, "--resume", "--rank", i, "--world", 3)
+    for code, _, err in ended_by(clock, out, again, met):
         assert code == 0, err
     assert content(out) == content(alone)
     assert hidden(place) == []
@@ -169,7 +207,7 @@ def test_a_private_disk_makes_no_part(place: Path) -> None:
     good, stray = Host("node0"), Host("node1", own_disk=dest)
     good.fastshard("run-part", 0, dest / "out", "--run", run)
     stray.fastshard("run-part", 1, dest / "out", "--run", run)
-    (code, _, _), (refused, _, err) = ended([good, stray], 30)
+    (code, _, _), (refused, _, err) = ended([good, stray])
     assert (code, refused) == (0, 2)
     assert "FS501" in err and "tmpfs own mounted at" in err, err
     missing = Host("node2").fastshard("commit", dest / "out", "--run", run)
@@ -185,13 +223,13 @@ def test_a_private_disk_makes_no_part(place: Path) -> None:
 def test_a_full_disk_on_one_host_stops_all(place: Path) -> None:
     """Each host has its own view of a disk's quota: here rank 1 may write no file of more than 64 KiB."""
     source, out = large(place / "in", files=2, rows=512), place / "out"
-    words = ["merge", source, out, "--timeout", 6, "--world", 2, "--json"]
+    words = ["merge", source, out, "--timeout", HANG, "--world", 2, "--json"]
     good = Host("node0").fastshard(*words, "--rank", 0)
     limited = 'ulimit -f 128; trap "" XFSZ; exec "$@"'
     full = Host("node1").start(
         ["bash", "-c", limited, "bash", sys.executable, "-m", "fastshard", *words, "--rank", 1]
     )
-    results = ended([good, full], 60)
+    results = ended([good, full])
     for code, printed, err in results:
         assert code == 2, (printed, err)
         finding = json.loads(printed)["findings"][0]
@@ -206,8 +244,9 @@ DIFFERENT = {
 }
 
 
+@needs_steps
 @pytest.mark.parametrize("what", at_once(DIFFERENT, ["source"]))
-def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Path) -> None:
+def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Path, clock: Clock) -> None:
     extra, told = DIFFERENT[what]
     first, second = place / "a", place / "b"
     large(first, 1, 64)
@@ -215,9 +254,11 @@ def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Pa
     for path in first.iterdir():
         shutil.copystat(path, second / path.name)
     common = ["--timeout", 8, "--json"]
-    zero = Host("node0").fastshard("merge", first, place / "out", *common, "--rank", 0, "--world", 2)
-    one = Host("node1").fastshard("merge", second, place / "out", *common, "--rank", 1, "--world", 2, *extra)
-    results = ended([zero, one], 40)
+    # Time stands still: neither gives the other up before it has read what differs.
+    zero, one = hosts(2, clock=clock)
+    zero.fastshard("merge", first, place / "out", *common, "--rank", 0, "--world", 2)
+    one.fastshard("merge", second, place / "out", *common, "--rank", 1, "--world", 2, *extra)
+    results = ended([zero, one])
     for code, printed, err in results:
         assert code != 0, (printed, err)
         findings = json.loads(printed)["findings"]
@@ -228,30 +269,42 @@ def test_ranks_that_were_not_started_alike_say_what_differs(what: str, place: Pa
     assert hidden(place) == []
 
 
+@needs_steps
 @pytest.mark.slow
-def test_a_rank_given_twice_is_refused_while_the_first_lives(place: Path) -> None:
-    words = ["probe", place / "out", "--world", 2, "--timeout", 8, "--json"]
-    first = Host("node1").fastshard(*words, "--rank", 1)
-    time.sleep(1)
-    second = Host("node2").fastshard(*words, "--rank", 1)
-    code, printed, err = second.end(30)
+def test_a_rank_given_twice_is_refused_while_the_first_lives(place: Path, clock: Clock) -> None:
+    # Time goes by while the second one starts, however long that takes.
+    words = ["probe", place / "out", "--world", 2, "--timeout", 10**6, "--json"]
+    first, second, zero = Host("node1"), Host("node2"), Host("node0")
+    for host in (first, second, zero):
+        host.clock = clock
+    first.fastshard(*words, "--rank", 1)
+    wait_for(card(place / "out", 1).exists, [first])
+    second.fastshard(*words, "--rank", 1)
+    # The first one shows that it lives.
+    clock.until(lambda: second.has_ended, card(place / "out", 1))
+    code, printed, err = second.end()
     assert code == 2, (printed, err)
     finding = json.loads(printed)["findings"][0]
     assert finding["code"] == "FS509" and "node1" in finding["got"], finding
-    zero = Host("node0").fastshard(*words, "--rank", 0)
-    for code, printed, err in ended([first, zero], 30):
+    assert not first.has_ended
+    zero.fastshard(*words, "--rank", 0)
+    for code, printed, err in ended([first, zero]):
         assert code == 0, (printed, err)
     assert hidden(place) == []
 
 
+@needs_steps
 @pytest.mark.slow
-def test_a_host_without_the_destination_says_so(place: Path) -> None:
+def test_a_host_without_the_destination_says_so(place: Path, clock: Clock) -> None:
     mount = place / "mount"
     (mount / "dest").mkdir(parents=True)
     words = ["--to", "hf", "--world", 2, "--timeout", 4, "--json"]
-    zero = Host("node0").fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 0)
-    one = Host("node1", own_disk=mount).fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 1)
-    (code_zero, told_zero, _), (code_one, told_one, _) = ended([zero, one], 30)
+    zero, one = Host("node0", clock=clock), Host("node1", own_disk=mount)
+    one.fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 1)
+    code_one, told_one, _ = one.end()
+    zero.fastshard("convert", NEOX, mount / "dest/out", *words, "--rank", 0)
+    clock.until(lambda: zero.has_ended)
+    code_zero, told_zero, _ = zero.end()
     assert (code_zero, code_one) == (2, 2)
     assert "rank 1 never appeared" in told_zero
     assert json.loads(told_one)["findings"][0]["code"] == "FS501"
@@ -267,7 +320,7 @@ def test_a_slurm_step_starts_it(place: Path) -> None:
             "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "node[0-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
         }  # fmt: skip
         started.append(
-            host.fastshard("convert", NEOX, place / "out", "--to", "hf", "--rank", "auto", "--timeout", 30)
+            host.fastshard("convert", NEOX, place / "out", "--to", "hf", "--rank", "auto", "--timeout", HANG)
         )
     for i, (code, _, err) in enumerate(ended(started)):
         assert code == 0, err
@@ -299,9 +352,9 @@ def test_torchrun_starts_it(place: Path) -> None:
         "--rank",
         "auto",
         "--timeout",
-        "60",
+        f"{HANG:.0f}",
     ]
-    ran = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=HANG, check=False)
     err = ran.stderr
     assert ran.returncode == 0, err
     assert "rank 2 of 3 (torchrun: RANK=2, WORLD_SIZE=3)" in err
