@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zero_maker
 from helpers import FIXTURES, assert_refused, cli, copy, layer_file, load_pt, read_result
+from holding import HANG
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -711,5 +712,5 @@ def test_a_few_trials(series: tuple[object, ...], tmp_path: Path) -> None:
     """Pairs of like files copied and swapped, and families that must not be accused."""
     script = Path(__file__).parent / f"trials/{series[0]}.py"
     command = [sys.executable, script, *series[1:], "--folder", tmp_path]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from holding import HANG
 
 TRIALS = Path(__file__).parent / "trials"
 sys.path.append(str(TRIALS))
@@ -33,7 +34,7 @@ def run_series(name: str, *options: object) -> None:
     if not default_program().is_file():
         pytest.skip(f"{default_program()}: the program is not installed")
     command = [sys.executable, TRIALS / f"{name}.py", "--seed", "1", *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=HANG)
     if name == "faults" and done.returncode == 2 and "nothing can be tried" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +61,7 @@ def test_ranks() -> None:
 @pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
 def test_mutations(how: list[object], tmp_path: Path) -> None:
     argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"changes: {how[1]}" in done.stdout and "'same'" in done.stdout and "'refused'" in done.stdout
 

@@ -64,7 +64,7 @@ class OnDisks:
         #: Where files lie that stand for others' as long as a run lasts.
         self.temporary = parts[0].parent / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        #: Stands still: nobody is silent, or gone before the others have read how it ended, because it is slow.
+        #: Stands still: nobody is silent because it is slow.
         self.clock = Clock(parts[0].parent / "clock")
 
     def start(
@@ -78,8 +78,9 @@ class OnDisks:
         inside: Sequence[str] = (),
         steps: Mapping[int, Steps] = MappingProxyType({}),
         through: Sequence[str] = (),
+        by_clock: bool = False,
     ) -> list[Host]:
-        """`steps` hold ranks; `through` is a command that starts its words as they are."""
+        """`steps` hold ranks; who goes `by_clock` waits until a test moves that; `through` is a command that starts its words as they are."""
         environ, started = {"TMPDIR": str(self.temporary)}, []
         for i, (host, part) in enumerate(
             zip(hosts(len(self.parts), environ=environ, own_pids=own_pids), self.parts, strict=True)
@@ -88,7 +89,7 @@ class OnDisks:
                 continue
             ckpt = DISK / inside[i] if inside else DISK
             words = " ".join(f"'{word}'" for word in (verb, ckpt, out, *options, "--node-local"))
-            host.steps, host.clock = steps.get(i), self.clock
+            host.steps, host.clock = steps.get(i), self.clock if by_clock else None
             rank = f"--rank {i} --world {len(self.parts)} --timeout {timeout}"
             exec_ = " ".join(["exec", *through, f"'{sys.executable}'"])
             line = f"mount --bind '{part}' {DISK} && {exec_} -m fastshard {words} {rank}"
@@ -196,7 +197,7 @@ def test_a_host_that_loses_its_power_is_named_and_all_go_on_later(
 ) -> None:
     parts = divided(split, place, 3, texts_everywhere)
     on, out, steps = OnDisks(parts), place / "out", held_at(at)
-    started = on.start("merge", out, timeout=4, steps={2: steps})
+    started = on.start("merge", out, timeout=4, steps={2: steps}, by_clock=True)
     steps.wait(at, above=started[2].running)
     started[2].kill()
     # That it is dead is not to be seen from another host.
@@ -209,7 +210,7 @@ def test_a_host_that_loses_its_power_is_named_and_all_go_on_later(
         assert "rank 2 has shown no sign of life" in err, err
     assert not out.exists()
     met = held_at()
-    again = on.start("merge", out, "--resume", timeout=4, steps={0: met})
+    again = on.start("merge", out, "--resume", timeout=4, steps={0: met}, by_clock=True)
     for code, _, err in ended_by(on.clock, out, again, met):
         assert code == 0, err
     alone = place / "alone"
@@ -218,11 +219,11 @@ def test_a_host_that_loses_its_power_is_named_and_all_go_on_later(
     assert hidden(place) == []
 
 
-def test_a_host_without_its_part_stops_all(split: Path, place: Path, clock: Clock) -> None:
+def test_a_host_without_its_part_stops_all(split: Path, place: Path) -> None:
     part = divided(split, place, 1, texts_everywhere)[0]
     line = ["--world", 2, "--timeout", HANG, "--node-local"]
-    one = Host("node0", clock=clock).fastshard("merge", part, place / "out", "--rank", 0, *line)
-    two = Host("node1", clock=clock).fastshard("merge", place / "nowhere", place / "out", "--rank", 1, *line)
+    one = Host("node0").fastshard("merge", part, place / "out", "--rank", 0, *line)
+    two = Host("node1").fastshard("merge", place / "nowhere", place / "out", "--rank", 1, *line)
     for code, _, err in ended([one, two]):
         assert code == 2 and "FS501" in err and "node1" in err, err
     assert not (place / "out").exists() and hidden(place) == []
@@ -314,7 +315,7 @@ def test_a_rank_that_is_started_again_too_late_finds_nobody(
     for one in held:
         one.release()
     ran = ended(others)
-    [late] = on.start("merge", out, own_pids=False, only=2, timeout=2)
+    [late] = on.start("merge", out, own_pids=False, only=2, timeout=2, by_clock=True)
     on.clock.until(lambda: late.has_ended)
     ran += ended([late])
     assert [code for code, _, _ in ran] == [3, 3, 2], ran
@@ -390,7 +391,7 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path, clock: Clock) -> None:
+def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
     """It is all that is seen of content whose time was set back, and nobody reads the files of all hosts again."""
     # Whole tensors on each host: nobody lends anything of them.
     parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
@@ -401,7 +402,7 @@ def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path, clock: Clo
         for rank, part in enumerate(parts):
             run = ["-c", LINKED, file, place / f"link{rank}"] if rank == linked else ["-m", "fastshard"]
             argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
-            started.append(Host(f"node{rank}", clock=clock).start(argv))
+            started.append(Host(f"node{rank}").start(argv))
         for code, _, err in ended(started):
             assert code == 1 and "FS506" in err and file.name in err and f"node{linked}" in err, err
             assert "--resume continues" not in err, err
@@ -461,7 +462,7 @@ def test_what_is_given_may_be_the_step_of_a_store(deep: int, place: Path) -> Non
     assert unnamed(content(out)) == unnamed(content(alone))
 
 
-def test_a_chunk_that_changes_stops_all(place: Path, clock: Clock) -> None:
+def test_a_chunk_that_changes_stops_all(place: Path) -> None:
     for linked in (0, 1):
         nodes = of_nodes("mp2_local_BROKEN_063_zarr3")(place / str(linked))
         data = max(nodes[linked].rglob("d/*"), key=lambda p: p.stat().st_size)
@@ -470,7 +471,7 @@ def test_a_chunk_that_changes_stops_all(place: Path, clock: Clock) -> None:
         for rank, part in enumerate(nodes):
             run = ["-c", LINKED, data, place / "link"] if rank == linked else ["-m", "fastshard"]
             argv = [sys.executable, *run, "merge", part, place / "out", "--rank", rank, *line]
-            started.append(Host(f"node{rank}", clock=clock).start(argv))
+            started.append(Host(f"node{rank}").start(argv))
         for code, _, err in ended(started):
             assert code == 1 and "FS506" in err and data.name in err, err
         assert not (place / "out").exists()
