@@ -51,6 +51,8 @@ def _group(item: pytest.Item) -> str | None:
     return item.path.stem if is_shared else None
 
 
+# First: pytest-xdist reads the groups in a hook of its own.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if group := _group(item):

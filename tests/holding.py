@@ -114,12 +114,6 @@ class Steps:
     def __init__(self, *held: str) -> None:
         """``held`` are the places at which every process waits; :meth:`hold` and :meth:`pass_by` change them."""
         self._held = set(held)
-        self._folder = tempfile.mkdtemp(prefix="steps-")
-        # Not below the test's own folder, whose path is too long for a socket's name.
-        self.socket = os.path.join(self._folder, "socket")  # noqa: PTH118
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.socket)
-        self._listener.listen(1024)
         self._changed = threading.Condition()
         self._reached: list[tuple[int, str]] = []
         self._waiting: list[Held] = []
@@ -133,6 +127,12 @@ class Steps:
         return os.environ | {"FASTSHARD_STEPS": self.socket}
 
     def __enter__(self) -> Steps:
+        # Not below the test's own folder, whose path is too long for a socket's name.
+        self._folder = tempfile.mkdtemp(prefix="steps-")
+        self.socket = os.path.join(self._folder, "socket")  # noqa: PTH118
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket)
+        self._listener.listen(1024)
         self._thread.start()
         return self
 
@@ -157,6 +157,10 @@ class Steps:
                 return
             with connection.makefile("r") as file:
                 process, _, place = file.readline().strip().partition(" ")
+            if not place:
+                # It was killed before it said where.
+                connection.close()
+                continue
             with self._changed:
                 if self._ended:
                     return
@@ -191,15 +195,16 @@ class Steps:
         process: subprocess.Popen[str] | None = None,
         *,
         above: subprocess.Popen[str] | None = None,
+        number: int | None = None,
     ) -> Held:
-        """Waits for a process, or for this one, to come to a place; it is held there if the place is one of those.
+        """Waits for a process, given by itself or by its number, to come to a place; for anybody where none is given.
 
-        ``above`` has started whoever comes, whose number is not known: in a namespace it has one of its own.
+        It is held there if the place is one of those. ``above`` has started whoever comes, whose number is not known: in a namespace it has one of its own.
 
         Raises:
             AssertionError: the process ended without, or nobody came.
         """
-        of = None if process is None else process.pid
+        of = number if process is None else process.pid
         held: list[Held] = []
 
         def came() -> bool:

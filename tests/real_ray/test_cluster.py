@@ -22,6 +22,7 @@ import fastshard.ray
 import numpy as np
 import pytest
 from fastshard.ray.sharing import look
+from holding import HANG, Held, Steps, needs_steps
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -31,7 +32,7 @@ from safetensors.numpy import save_file  # noqa: E402
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NEOX = FIXTURES / "gpt_neox/neox_pp_tp2"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = needs_steps
 
 #: Files of a source, tensors of each, and MiB of all.
 FILES, TENSORS, SIZE = 3, 8, 192
@@ -55,6 +56,8 @@ def started(*cpus: float, **system: Any) -> Any:
     for left in (2, 1, 0):
         cluster = Cluster()
         try:
+            # Nodes keep it, and so do the processes that they start.
+            os.environ["FASTSHARD_STEPS"] = STEPS.socket
             cluster.add_node(**head)
             for count in cpus[1:]:
                 cluster.add_node(num_cpus=count, object_store_memory=80 << 20)
@@ -65,6 +68,8 @@ def started(*cpus: float, **system: Any) -> Any:
             cluster.shutdown()
             if not left:
                 raise
+        finally:
+            del os.environ["FASTSHARD_STEPS"]
     raise AssertionError
 
 
@@ -76,6 +81,12 @@ def running(*cpus: float, **system: Any) -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steps() -> Iterator[None]:
+    with STEPS:
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -190,61 +201,41 @@ def test_a_ray_of_its_own(source: Path, alone: Path, out: Path) -> None:
 # --- what goes wrong
 
 
-class Midway:
-    """Stops every process that makes a part, as soon as one does; with it the test has all time to look.
+#: Every process that makes a part waits before its first tile, if a test holds that place. The driver and commands are no nodes.
+STEPS = Steps()
 
-    What a process writes first of all is its journal, so whoever holds one open has begun.
+
+class Midway:
+    """Holds the processes that make parts before their first tile; once so many wait there, the test has all time to look.
+
+    ``then`` is called with them; those that it does not take go on.
     """
 
-    def __init__(self, out: Path, then: Callable[[list[tuple[int, Path]]], None]) -> None:
-        self._out, self._then = out, then
-        self._ended = threading.Event()
+    def __init__(self, parts: int, then: Callable[[list[Held]], None]) -> None:
+        self._parts, self._then = parts, then
         self.error: BaseException | None = None
         self.met = False
 
     def __enter__(self) -> Midway:
+        STEPS.hold("tile-0")
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
         self._thread.join()
         if self.error is not None:
             raise self.error
 
     def _watch(self) -> None:
-        pattern = f".{self._out.name}.fastshard-????????????????/member-*"
         try:
-            while not self._ended.is_set():
-                if not any(self._out.parent.glob(pattern)):
-                    time.sleep(0.001)
-                    continue
-                stopped = [process.pid for process in psutil.process_iter(["name"])
-                           if process.info["name"].startswith("ray::")]  # fmt: skip
-                for pid in stopped:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGSTOP)
-                held = [(pid, journal) for pid in stopped for journal in journals(pid, self._out)]
-                # What a part has learnt it writes at its end.
-                making = [
-                    (pid, j)
-                    for pid, j in held
-                    if not j.with_name(j.name.replace("member", "evidence")).exists()
-                ]
-                for pid in set(stopped) - {pid for pid, _ in making}:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
-                if making:
-                    self.met = True
-                    try:
-                        self._then(making)
-                    except BaseException:
-                        goes_on(*stopped)
-                        raise
-                    return
+            making = [STEPS.wait("tile-0") for _ in range(self._parts)]
+            self.met = True
+            self._then(making)
         except BaseException as error:
             self.error = error
+        finally:
+            STEPS.pass_by("tile-0")
 
 
 def command(*words: object, told: Callable[[Any], None] = lambda _: None) -> subprocess.CompletedProcess[str]:
@@ -253,45 +244,45 @@ def command(*words: object, told: Callable[[Any], None] = lambda _: None) -> sub
     environment = os.environ | {"PYTHONPATH": str(Path(fastshard.__file__).parents[1])}
     run = subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     told(run)
-    out, err = run.communicate(timeout=90)
+    out, err = run.communicate(timeout=HANG)
     return subprocess.CompletedProcess(argv, run.returncode, out, err)
 
 
-def journals(pid: int, out: Path) -> list[Path]:
-    """Journals of a run towards a destination that a process has open."""
-    found = []
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                path = link.readlink()
-                if path.name.startswith("member-") and path.parent.parent == out.parent:
-                    found.append(path)
-    # Each is open more than once.
-    return found[:1]
+def go_on(making: list[Held]) -> None:
+    for held in making:
+        held.release()
 
 
-def goes_on(*pids: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+def kill_one(making: list[Held]) -> None:
+    """Kills a process that makes a part; the others go on."""
+    os.kill(making[0].process, signal.SIGKILL)
+    go_on(making)
 
 
-def kills_nodes(
-    cluster: Any, cpus: float, count: int, asleep: list[int]
-) -> Callable[[list[tuple[int, Path]]], None]:
+def kills_nodes(cluster: Any, cpus: float, count: int, asleep: list[int]) -> Callable[[list[Held]], None]:
     """Kills nodes of so many CPUs that make parts; the processes that made them stay stopped."""
     raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
 
-    def kill(making: list[tuple[int, Path]]) -> None:
-        for pid in [pid for pid, _ in making]:
-            node = raylets[psutil.Process(pid).ppid()]
+    def kill(making: list[Held]) -> None:
+        for held in making:
+            node = raylets[psutil.Process(held.process).ppid()]
             if len(asleep) < count and node._ray_params.num_cpus == cpus:
-                asleep.append(pid)
+                asleep.append(held.process)
+                os.kill(held.process, signal.SIGSTOP)
                 cluster.remove_node(node, allow_graceful=False)
-            else:
-                goes_on(pid)
+        go_on(making)
 
     return kill
+
+
+def wakes(asleep: list[int]) -> None:
+    """Lets processes of dead nodes go on, to their ends; Ray may have ended them by now."""
+    for pid in asleep:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            process.send_signal(signal.SIGCONT)
+            process.wait(HANG)
+        assert not psutil.pid_exists(pid)
 
 
 def assert_alive(cpus: list[int]) -> None:
@@ -308,14 +299,13 @@ def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
     with running(0, 1, 1, 1, **QUICKLY) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         asleep: list[int] = []
-        with Midway(out, kills_nodes(cluster, 1, 1, asleep)) as midway:
+        with Midway(3, kills_nodes(cluster, 1, 1, asleep)) as midway:
             manifest = fastshard.ray.merge(source, out, threads=1)
-        assert midway.met and len(asleep) == 1, "all parts were made before one was seen"
+        assert midway.met and len(asleep) == 1
         # What two processes have worked on is looked at once more, and is neither's.
         assert len(parts_of(manifest)) >= 2
         assert_alive([0, 1, 1])
-        goes_on(*asleep)
-        time.sleep(1)
+        wakes(asleep)
     assert_equal(out, alone)
 
 
@@ -326,28 +316,23 @@ def test_a_smaller_node_takes_over(source: Path, alone: Path, out: Path) -> None
         asleep: list[int] = []
         kill, rest = kills_nodes(cluster, 2, 2, asleep), list(cluster.worker_nodes)
 
-        def kill_all(making: list[tuple[int, Path]]) -> None:
+        def kill_all(making: list[Held]) -> None:
             kill(making)
             for node in [node for node in rest if node in cluster.worker_nodes]:
                 if node._ray_params.num_cpus == 2:
                     cluster.remove_node(node, allow_graceful=False)
 
-        with Midway(out, kill_all) as midway:
+        with Midway(3, kill_all) as midway:
             fastshard.ray.merge(source, out, threads=1)
-        assert midway.met
+        assert midway.met and len(asleep) == 2
         assert_alive([0, 1])
-        goes_on(*asleep)
+        wakes(asleep)
     assert_equal(out, alone)
 
 
 def test_a_worker_dies_midway(cluster: Any, source: Path, alone: Path, out: Path) -> None:
     """Ray says so on stdout, and means it well: there the command line has its one JSON object."""
-
-    def kill(making: list[tuple[int, Path]]) -> None:
-        os.kill(making[0][0], signal.SIGKILL)
-        goes_on(*(pid for pid, _ in making[1:]))
-
-    with Midway(out, kill) as midway:
+    with Midway(3, kill_one) as midway:
         done = command("merge", source, out, "--ray", cluster.address, "--threads", "1", "--json")
     assert midway.met
     document = json.loads(done.stdout)
@@ -360,11 +345,7 @@ def test_a_worker_dies_midway(cluster: Any, source: Path, alone: Path, out: Path
 def test_a_worker_that_always_dies_is_named_and_the_run_goes_on(
     connected: Any, source: Path, alone: Path, out: Path
 ) -> None:
-    def kill(making: list[tuple[int, Path]]) -> None:
-        os.kill(making[0][0], signal.SIGKILL)
-        goes_on(*(pid for pid, _ in making[1:]))
-
-    with Midway(out, kill) as midway, pytest.raises(fastshard.IncompleteError) as raised:
+    with Midway(3, kill_one) as midway, pytest.raises(fastshard.IncompleteError) as raised:
         fastshard.ray.merge(source, out, threads=1, retries=0)
     assert midway.met
     error = raised.value
@@ -411,12 +392,14 @@ def test_stopped_by_the_user(
     words = ("merge", source, out, "--ray", cluster.address, "--threads", "1")
     started: list[subprocess.Popen[str]] = []
 
-    def stop(making: list[tuple[int, Path]]) -> None:
+    def stop(making: list[Held]) -> None:
+        """Those who make parts go on once the command has told them to stop."""
         started[0].send_signal(number)
-        time.sleep(1)
-        goes_on(*(pid for pid, _ in making))
+        for held in making:
+            STEPS.wait("cancelled", number=held.process)
+        go_on(making)
 
-    with Midway(out, stop) as midway:
+    with Midway(3, stop) as midway:
         done = command(*words, told=started.append)
     assert midway.met
     assert (done.returncode, done.stdout) == (128 + number, "")
@@ -445,28 +428,31 @@ def with_a_disk_of_its_own(cluster: Any, folder: Path, holds: Path | None = None
         sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--address", cluster.address,
         "--num-cpus", "1", "--object-store-memory", str(80 << 20), "--block", "--disable-usage-stats",
     ]  # fmt: skip
-    node = subprocess.Popen([*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    node = subprocess.Popen(
+        [*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=STEPS.environment
+    )
     try:
-        until, wanted = time.monotonic() + 30, sum(n["Alive"] for n in ray.nodes()) + 1
+        until, wanted = time.monotonic() + HANG, sum(n["Alive"] for n in ray.nodes()) + 1
         while sum(n["Alive"] for n in ray.nodes()) < wanted:
             assert time.monotonic() < until and node.poll() is None, "the node did not start"
             time.sleep(0.1)
         yield
     finally:
         node.terminate()
-        node.wait(30)
+        node.wait(HANG)
 
 
 def test_a_node_with_a_disk_of_its_own_is_named(connected: Any, source: Path, out: Path) -> None:
     """In a mount namespace of its own, that node has an empty tmpfs where the others have the destination."""
-    with with_a_disk_of_its_own(connected, out.parent):
-        begun = time.monotonic()
-        with pytest.raises(fastshard.CannotRunError) as raised:
-            fastshard.ray.merge(source, out)
-        took = time.monotonic() - begun
+    before = STEPS.reached()
+    with (
+        with_a_disk_of_its_own(connected, out.parent),
+        pytest.raises(fastshard.CannotRunError) as raised,
+    ):
+        fastshard.ray.merge(source, out)
     error = raised.value
     assert [f.code for f in error.findings] == ["FS522"]
-    assert took < 15
+    assert STEPS.reached() == before, "a part was begun"
     assert "Ray node" in (error.host or "")
     assert f"mounted at {out.parent}" in (error.got or "")
     assert "the storage of" in (error.expected or "")
@@ -516,11 +502,8 @@ def test_each_node_has_a_part_of_the_source(halves: tuple[Path, Path], alone: Pa
             # As a command, with a worker that dies: its node is there, so is its part.
             shutil.rmtree(out)
 
-            def kill(making: list[tuple[int, Path]]) -> None:
-                os.kill(making[0][0], signal.SIGKILL)
-                goes_on(*(pid for pid, _ in making[1:]))
-
-            with Midway(out, kill) as midway:
+            # The first that has begun: the other one needs what it lends.
+            with Midway(1, kill_one) as midway:
                 done = command("merge", here, out, "--ray", cluster.address, "--node-local", "--threads", "1")
             assert midway.met and done.returncode == 0, done.stderr
             assert "went from host to host" in done.stdout
@@ -558,11 +541,10 @@ def test_what_a_node_looks_at(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_not_there(source: Path, out: Path) -> None:
-    begun = time.monotonic()
     with pytest.raises(fastshard.CannotRunError) as raised:
         fastshard.ray.merge(source, out, address="127.0.0.1:9")
     assert (raised.value.code, raised.value.got) == ("FS515", "'127.0.0.1:9'")
-    assert time.monotonic() - begun < 20
+    assert not ray.is_initialized() and list(out.parent.iterdir()) == []
 
 
 def test_no_node_is_large_enough(connected: Any, source: Path, out: Path) -> None:

@@ -217,7 +217,7 @@ class Changes:
                 when.append(run.age())
                 CHANGES[what](file, rng)
 
-        if self._by_calls and rng.random() < 0.6:
+        if self._by_calls and (rng.random() < 0.6 or self._arguments.at_calls):
             ended = self._after_call(rng, case, command, change)
         else:
             run = self._zygote.start(*command)
@@ -257,7 +257,10 @@ class Changes:
             change(run)
 
         def hook(run: Run, call: Call) -> None:
-            if call.index == at:
+            if call.index == at and self._arguments.at_calls:
+                # The run waits in this call until then.
+                change(run)
+            elif call.index == at:
                 waiting.append(threading.Thread(target=later, args=(run,)))
                 waiting[0].start()
 
@@ -320,6 +323,9 @@ def main() -> int:
     if arguments.folder is None and Path("/dev/shm").is_dir():
         arguments.folder = [Path("/dev/shm")]
     missing = unavailable()
+    if missing and arguments.at_calls:
+        print(f"nothing can be tried: {missing}", file=sys.stderr)
+        return 2
     if missing:
         print(f"no instants at system calls: {missing}", file=sys.stderr)
 

@@ -30,6 +30,11 @@ def options(description: str, count: int) -> argparse.ArgumentParser:
         "--seed", type=int, default=0, metavar="S", help="what chance starts from (default: 0)"
     )
     parser.add_argument(
+        "--at-calls",
+        action="store_true",
+        help="instants at system calls alone: the same ones whatever the speed of the machine",
+    )
+    parser.add_argument(
         "--only", type=int, metavar="I", help="trial I of this count and seed alone, with what it printed"
     )
     parser.add_argument(

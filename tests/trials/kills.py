@@ -128,7 +128,7 @@ class Kills:
             trial.send(run, number, before)
             counts[number.name] += before.sent is not None
 
-        if self._by_calls and rng.random() < 0.5:
+        if self._by_calls and (rng.random() < 0.5 or self._arguments.at_calls):
             return self._at_calls(rng, scenario, trial, command, changes, change, kill)
         if rng.random() < 0.08:
             run, reap = self._zygote.execute(*command)
@@ -194,6 +194,9 @@ def main() -> int:
     """The command line."""
     arguments = options(__doc__ or "", 500).parse_args()
     missing = unavailable()
+    if missing and arguments.at_calls:
+        print(f"nothing can be tried: {missing}", file=sys.stderr)
+        return 2
     if missing:
         print(f"no instants at system calls: {missing}", file=sys.stderr)
 
