@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import FIXTURES
@@ -41,22 +43,32 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--renew-snapshots: one process writes, so no -n")
 
 
-def _group(item: pytest.Item) -> str | None:
-    """What runs in one process with a test under ``--dist loadgroup``: fixtures of a module or a folder are made once."""
-    if item.path.parent.name in ("real_deepspeed", "real_megatron", "real_ray", "fsdp"):
-        return item.path.parent.name
-    found = getattr(item, "_fixtureinfo", None)
-    fixtures = found.name2fixturedefs.values() if found is not None else ()
-    is_shared = any(fixture.scope == "module" for each in fixtures for fixture in each)
-    return item.path.stem if is_shared else None
+#: Folders whose tests run in one process: they share ports, clusters, or what a framework has made for all of them.
+TOGETHER = ("real_deepspeed", "real_megatron", "real_ray", "fsdp")
 
 
-# First: pytest-xdist reads the groups in a hook of its own.
-@pytest.hookimpl(tryfirst=True)
+@cache
+def _scope(file: str) -> str | None:
+    """What runs in one process with the tests of a file: its folder, itself if it shares fixtures, or nothing."""
+    path = Path(__file__).parent.parent / file
+    if path.parent.name in TOGETHER:
+        return path.parent.name
+    return file if 'scope="module"' in path.read_text(encoding="utf-8") else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives processes what belongs together, the largest first, then single tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid.partition("::")[0]) or nodeid
+
+    return Together(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--fixtures-only"):
         others = [item for item in items if not _is_of_fixtures(item)]
         config.hook.pytest_deselected(items=others)
