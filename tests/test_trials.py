@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +52,10 @@ def test_faults() -> None:
 
 
 def test_changes() -> None:
-    run_series("changes", "--count", 32, "--size", 24, "--at-calls")
+    said = run_series("changes", "--count", 32, "--size", 24, "--at-calls").splitlines()
+    names = next(re.split(r"  +", line.strip()) for line in said if "violations" in line)
+    # Each change came while the run was at work.
+    assert dict(zip(["", *names], re.split(r"  +", said[-3].strip()), strict=True))["hit"] == "32", said
 
 
 @pytest.mark.slow
