@@ -273,6 +273,48 @@ def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signal
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, (at, done)
 
 
+def test_third_signal_ends_the_process(tmp_path: Path) -> None:
+    script = """
+import os, signal
+from fastshard.cli.stopping import Stopped, Stopping
+with Stopping():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except Stopped as stopped:
+        print(stopped.number, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("two", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("three", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "2\ntwo\n", "")
+
+
+def test_signal_within_an_import_stops_the_run_after_it(tmp_path: Path) -> None:
+    """Within, it can leave a lock of the import system held, and the next import waits for ever."""
+    (tmp_path / "imported.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\ndone = True\n"
+    )
+    script = """
+import sys
+from fastshard.cli.stopping import Stopped, Stopping
+sys.path.insert(0, sys.argv[1])
+def run():
+    import imported
+    print("went on")
+with Stopping():
+    try:
+        run()
+    except Stopped as stopped:
+        print(stopped.number, sys.modules["imported"].done, sys.gettrace())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False, timeout=HANG
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 True None\n", "")
+
+
 def test_ignored_signals_stay_ignored() -> None:
     script = """
 import shutil

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -51,7 +52,36 @@ class Stopping:
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
         if self._count == 1:
-            raise Stopped(number)
+            outside = _outside_imports(frame)
+            if outside is None:
+                raise Stopped(number)
+            _raise_in(outside, Stopped(number))
         if self._count > 2:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _outside_imports(frame: FrameType | None) -> FrameType | None:
+    """The code that has begun an import which is at work at a frame; None if none is."""
+    outside = None
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            outside = frame.f_back
+        frame = frame.f_back
+    return outside
+
+
+def _raise_in(frame: FrameType, error: BaseException) -> None:
+    """Raises an error in a frame once that goes on.
+
+    Within an import it can leave a module's lock held, and the next import of that module then waits for ever.
+    """
+    before = sys.gettrace()
+
+    def raise_it(frame: FrameType, event: str, argument: object) -> None:
+        frame.f_trace = None
+        sys.settrace(before)
+        raise error
+
+    frame.f_trace = raise_it
+    sys.settrace(lambda frame, event, argument: None)
