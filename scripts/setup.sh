@@ -12,8 +12,9 @@ at_least() {
   [ "$(printf '%s\n%s\n' "$2" "$1" | sort -t. -k1,1n -k2,2n | head -n 1)" = "$2" ]
 }
 
-# Installs fastshard with the extras `$1` into .venv, and activates it: built from here, or the wheel FASTSHARD_WHEEL. Every package comes in the version that .ci/constraints.txt pins, in
-# build environments too; `PIP_CONSTRAINT=` takes the newest. The path is relative: pip takes a space for the end of one.
+# Installs fastshard with the extras `$1` into .venv, and activates it: built from here, or the wheel FASTSHARD_WHEEL. Every
+# package comes in the version that .ci/constraints.txt pins, in build environments too; `PIP_CONSTRAINT=` takes the newest.
+# The path is relative: pip takes a space for the end of one.
 setup() {
   command -v "$python" >/dev/null ||
     missing "Python 3.10 or newer is needed: there is no $python." "Install it, or name it: PYTHON=/path/to/python3 sh scripts/demo.sh"
@@ -31,6 +32,6 @@ setup() {
   "$python" -m venv .venv
   # shellcheck disable=SC1091
   . .venv/bin/activate
-  PIP_CONSTRAINT="${PIP_CONSTRAINT-.ci/constraints.txt}" PIP_BUILD_CONSTRAINT="${PIP_CONSTRAINT-.ci/constraints.txt}" \
-    pip install -q "${FASTSHARD_WHEEL:-.}$1"
+  pins=${PIP_CONSTRAINT-.ci/constraints.txt}
+  PIP_CONSTRAINT=$pins PIP_BUILD_CONSTRAINT=$pins pip install -q "${FASTSHARD_WHEEL:-.}$1"
 }
