@@ -56,16 +56,24 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
+#: One each way; the others are slow.
+QUICK = ("zero2_to_fsdp2", "fsdp2_to_zero2")
+
+
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The losses of all runs, `NAME.losses.json`, and of those that go on without moments, `NAME_lost.losses.json`."""
+def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The losses of the runs of these moves, `NAME.losses.json`, and of those that go on without moments,
+    `NAME_lost.losses.json`."""
+    moves = {name: MOVES[name] for name in request.param}
+    sources = {source for source, _, _ in moves.values()}
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install '.[deepspeed]' (CONTRIBUTING.md)")
     folder = tmp_path_factory.mktemp("moves")
-    saved = {name: {"save": str(folder / f"{name}_saved"), "steps": BEFORE} for name in SOURCES}
-    run(folder, "first", {name: job | saved[name] for name, job in SOURCES.items()})
+    first = {name: job for name, job in SOURCES.items() if name in sources}
+    saved = {name: {"save": str(folder / f"{name}_saved"), "steps": BEFORE} for name in first}
+    run(folder, "first", {name: job | saved[name] for name, job in first.items()})
     follow: dict[str, dict[str, Any]] = {}
-    for name, (source, targets, job) in MOVES.items():
+    for name, (source, targets, job) in moves.items():
         at = folder / f"{source}_saved"
         config = at / "config.json"
         for target in targets.split():
@@ -80,7 +88,17 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize(
+    ("moved", "name"),
+    [(QUICK, name) for name in QUICK]
+    + [
+        pytest.param(tuple(m for m in MOVES if m not in QUICK), name, marks=pytest.mark.slow)
+        for name in MOVES
+        if name not in QUICK
+    ],
+    indirect=["moved"],
+    ids=[*QUICK, *(name for name in MOVES if name not in QUICK)],
+)
 def test_losses_go_on_as_they_would_have(moved: Path, name: str) -> None:
     wanted, got = losses(moved, MOVES[name][0]), losses(moved, name)
     without = losses(moved, f"{name}_lost")

@@ -293,6 +293,7 @@ def assert_alive(cpus: list[int]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
     """Its part is made on another node. The process that made it is stopped all the while, and wakes up at the end: it
     holds no file that is published."""
@@ -309,6 +310,7 @@ def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
     assert_equal(out, alone)
 
 
+@pytest.mark.slow
 def test_a_smaller_node_takes_over(source: Path, alone: Path, out: Path) -> None:
     """All nodes that have the CPUs that the tasks reserved die: who is left reserves what it has."""
     with running(0, 2, 2, 1, **QUICKLY) as cluster:

@@ -12,13 +12,17 @@ An instant is right before a call of the victim's on the run's files (where secc
 something appears in the run's folders. In most trials of ``stop`` and half of ``commit`` nobody can lock a file, as where
 hosts know nothing of each other's locks: there the protocol is all that there is.
 
+Ranks wait for each other by a clock that stands still until one of them is disturbed, and then moves no faster than those
+that live show it (:mod:`clock`): a run of which nobody is disturbed must end well, on however slow a machine. This needs a
+build with steps.
+
 ===========  =====================================================================================================
 mixed        OUT is neither what it was nor the new result, file by file, the manifest but for times and ``provenance``
 changed      a process that was woken changed what others had published
 exit0        success, and the new result is not at OUT
 words        "nothing was published", and it was
 codes        an error that is none of those that this can come to
-hang         no end within the timeout and a few seconds
+hang         no end within five minutes
 resume       a run whose processes are gone was not finished by ``resume``
 none         of several that concluded a run none published, though there are locks and nobody was stopped
 litter       hidden folders are left after a run that ended well
@@ -43,6 +47,8 @@ from typing import Any
 
 import sources
 import trees
+from clock import Clock, Rank
+from fastshard import _core
 from harness import Report, Trials, chance, drive, fixtures_of, fresh, options
 from intercept import Call, unavailable
 from judge import TRACE, Violation, line
@@ -62,10 +68,8 @@ _KINDS = ("openat", "mkdirat", "pwrite64", "renameat", "renameat2", "unlinkat", 
 #: What errors of such runs say: held by another, not there any more, taken or changed meanwhile, gone, interrupted.
 _CODES = {"FS501", "FS504", "FS505", "FS507", "FS508", "FS509", "FS510", "FS517", "FS518", "FS519", "FS522", "FS523",
           "FS524"}  # fmt: skip
-#: What errors of ranks say whose others were not seen within the timeout.
-_WAITED = {"FS522", "FS523"}
-#: Seconds beside the timeout that a process may take: ranks bid each other farewell, and others use the processor.
-_SLACK = 9.0
+#: Seconds after which a process hangs.
+_HANG = 300.0
 #: What appears in the folders of a run, and seconds after it in which something happens.
 _SIGHTS = {
     "rank-00000.json": 0.45, "claim-1": 0.03, "round-1.json": 0.2, "member-": 0.05, "evidence-": 0.15, "claim-2": 0.02,
@@ -97,17 +101,14 @@ class Told:
         """True if it ended well."""
         return self.ended.code == 0
 
-    def gave_up(self, timeout: float) -> bool:
-        """True if it waited for the others as long as it was told to, and said that it did not see them."""
-        waited = set(self.said.get("codes", [])) & _WAITED
-        return not self.good and bool(waited) and float(self.said.get("seconds", 0)) >= timeout
-
 
 class Disturbed:
     """A moment at which a process is to be signalled."""
 
     def __init__(self, rng: random.Random, number: int, calls: int | None) -> None:
         self.number = number
+        #: The clock that moves once it has come.
+        self.clock: Clock | None = None
         #: The call before which it comes; None for a sight.
         self.at = rng.randrange(calls) if calls else None
         self.sight, span = rng.choice(list(_SIGHTS.items()))
@@ -131,6 +132,9 @@ class Disturbed:
         if not self.sent and run.alive():
             self.sent = True
             run.send(self.number)
+            if self.clock is not None:
+                self.clock.signalled(run, self.number == signal.SIGSTOP)
+                self.clock.go()
 
 
 def is_of_run(call: Call) -> bool:
@@ -172,6 +176,7 @@ class Trial:
         self.story: list[str] = []
         self.source = Path()
         self.verbose = False
+        self.clock = Clock(area.parent / "clock", area / ".out.fastshard-ranks")
 
     def violated(self, kind: str, detail: str) -> None:
         """Notes a violation; one of a kind is enough."""
@@ -180,7 +185,8 @@ class Trial:
 
     def start(self, do: str, disturbed: Disturbed | None = None, **arguments: Any) -> Run:
         """Starts a process."""
-        request = json.dumps({"do": do, "with": arguments, "locks": self.locks})
+        clock = str(self.clock.file) if "rank" in arguments else None
+        request = json.dumps({"do": do, "with": arguments, "locks": self.locks, "clock": clock})
         if disturbed is None or disturbed.at is None:
             return self.zygote.start(request, script=_SCRIPT)
         return self.zygote.start(request, script=_SCRIPT, watch=[self.area], hook=disturbed.hook)
@@ -197,8 +203,18 @@ class Trial:
         order = list(range(world))
         self.rng.shuffle(order)
         arguments = self.converting(world=world, timeout=timeout, **more)
-        runs = {r: self.start("convert", (disturbed or {}).get(r), rank=r, **arguments) for r in order}
-        return [runs[r] for r in range(world)]
+        for moment in (disturbed or {}).values():
+            moment.clock = self.clock
+        runs = {}
+        for rank in order:
+            runs[rank] = self.start("convert", (disturbed or {}).get(rank), rank=rank, **arguments)
+            self.clock.ranks.append(Rank(rank, runs[rank]))
+        return [runs[rank] for rank in range(world)]
+
+    def wake(self, run: Run) -> None:
+        """Lets a process that was stopped go on."""
+        self.clock.signalled(run, False)
+        run.send(signal.SIGCONT)
 
     def hidden(self) -> list[Path]:
         """What lies beside OUT."""
@@ -240,15 +256,13 @@ class Trial:
                 return
             time.sleep(0.0005)
 
-    def end(self, runs: list[Run], timeout: float, what: str = "") -> list[Told]:
-        """Waits for processes, which have this long and a little more."""
-        deadline = time.monotonic() + timeout + _SLACK
+    def end(self, runs: list[Run], what: str = "") -> list[Told]:
+        """Waits for processes."""
+        deadline = time.monotonic() + _HANG
         told = []
         for i, run in enumerate(runs):
             if run.alive(max(0.1, deadline - time.monotonic())):
-                self.violated(
-                    "hang", f"{what}{i} of {len(runs)} had not ended {timeout + _SLACK:.0f} s later"
-                )
+                self.violated("hang", f"{what}{i} of {len(runs)} had not ended {_HANG:.0f} s later")
             told.append(self.took(run.finish(self.zygote)))
         return told
 
@@ -296,19 +310,10 @@ class Trial:
         self.story.append(f"{what} {' '.join(codes)} -> {'new' if new else 'not new'}")
         return new
 
-    def undisturbed(self, told: list[Told], new: bool, timeout: float, counts: Counter[str]) -> bool:
-        """Judges a run of which nobody was stopped; false if it is to be finished.
-
-        A timeout of seconds may pass before the processes of a busy machine have all begun: then one of them waited that
-        long for others that it did not see, and says so.
-        """
-        if new and all(one.good for one in told):
-            return True
-        if any(one.gave_up(timeout) for one in told):
-            counts["too slow"] += 1
-            return False
-        self.violated("exit0", f"nobody was disturbed, and the run failed: {self.story[-1]}")
-        return True
+    def undisturbed(self, told: list[Told], new: bool) -> None:
+        """Judges a run of which nobody was stopped."""
+        if not (new and all(one.good for one in told)):
+            self.violated("exit0", f"nobody was disturbed, and the run failed: {self.story[-1]}")
 
     def staged(self) -> bool:
         """True if a run's folder is left."""
@@ -321,9 +326,9 @@ class Trial:
         if was_new and not self.staged() and self.old is None:
             alone, world = False, max(world, 2)
         if alone:
-            told = self.end([self.start("convert", **self.converting(resume=True))], 20)
+            told = self.end([self.start("convert", **self.converting(resume=True))])
         else:
-            told = self.end(self.ranks(world, 20.0, resume=True), 20)
+            told = self.end(self.ranks(world, 20.0, resume=True))
         new = self.look(told, f"resume by {'one' if alone else world}:")
         if not new or not all(one.good for one in told):
             words = [line(one.said.get("words", one.ended.said)) for one in told if not one.good]
@@ -389,7 +394,7 @@ class Workers:
         counted = {rank: Disturbed(random.Random(0), 0, 1) for rank in range(2)}
         for moment in counted.values():
             moment.at = -1
-        trial.end(trial.ranks(2, 10.0, counted), 10)
+        trial.end(trial.ranks(2, 10.0, counted))
         case.calls = {rank == 0: moment.seen for rank, moment in counted.items()}
 
     def __call__(self, index: int, report: Report) -> None:
@@ -405,7 +410,10 @@ class Workers:
             shutil.copytree(self._old, trial.out)
             trial.old = self._was
         counts: Counter[str] = Counter()
-        {"kill": self._kill, "stop": self._stop, "commit": self._commit}[what](trial, rng, counts)
+        try:
+            {"kill": self._kill, "stop": self._stop, "commit": self._commit}[what](trial, rng, counts)
+        finally:
+            trial.clock.stand()
         told = f"[{what} {case.name}{'' if trial.locks else ' without locks'}{' over an older result' if trial.old else ''}; {'; '.join(trial.story)}]"
         if trial.verbose:
             print(told)
@@ -422,7 +430,7 @@ class Workers:
         moments = {v: self._moment(rng, trial.case, v == 0, signal.SIGKILL) for v in victims}
         runs = trial.ranks(world, timeout, moments)
         trial.disturb(runs, moments)
-        told = trial.end(runs, timeout)
+        told = trial.end(runs)
         hit = sum(told[v].ended.code == -signal.SIGKILL for v in victims)
         counts["disturbed"] += hit > 0
         trial.story.append(
@@ -431,7 +439,7 @@ class Workers:
         new = trial.look(told, "others")
         counts["published"] += new
         if not hit:
-            trial.undisturbed(told, new, timeout, counts)
+            trial.undisturbed(told, new)
         over = new and not trial.staged()
         trial.finish(new)
         trial.tidy(counts, over)
@@ -445,16 +453,15 @@ class Workers:
         trial.disturb(runs, {victim: moment})
         stopped = runs[victim]
         if not moment.sent:
-            told = trial.end(runs, timeout)
+            told = trial.end(runs)
             new = trial.look(told, "not stopped")
-            if not trial.undisturbed(told, new, timeout, counts):
-                trial.finish(new)
+            trial.undisturbed(told, new)
             trial.tidy(counts)
             return
         counts["disturbed"] += 1
         trial.story.append(f"{victim} of {world} stopped at {moment.where}")
         others = [run for i, run in enumerate(runs) if i != victim]
-        new = trial.look(trial.end(others, timeout), "others")
+        new = trial.look(trial.end(others), "others")
         begun = trial.staged()
         woken: Told | None = None
         if not new:
@@ -463,8 +470,8 @@ class Workers:
         before, content = marks(trial.out), result(trial.out)
         hidden = {p.name for p in trial.hidden()}
         if woken is None:
-            stopped.send(signal.SIGCONT)
-            woken = trial.end([stopped], timeout + 8, "the one that was woken, ")[0]
+            trial.wake(stopped)
+            woken = trial.end([stopped], "the one that was woken, ")[0]
             counts["woken"] += 1
             if marks(trial.out) != before or result(trial.out) != content:
                 now = marks(trial.out)
@@ -488,13 +495,13 @@ class Workers:
         early = rng.uniform(0, 4.0) if rng.random() < 0.25 else None
         runs = trial.ranks(world, 15.0, resume=True)
         if early is not None:
-            begun = time.monotonic()
-            while time.monotonic() - begun < early and any(run.alive() for run in runs):
+            begun = trial.clock.seconds
+            while trial.clock.seconds - begun < early and any(run.alive() for run in runs):
                 time.sleep(0.001)
             counts["woken early"] += 1
-            stopped.send(signal.SIGCONT)
-            woken = trial.end([stopped], 20, "the one that was woken early, ")[0]
-        told = trial.end(runs, 20)
+            trial.wake(stopped)
+            woken = trial.end([stopped], "the one that was woken early, ")[0]
+        told = trial.end(runs)
         # What one that was woken early says may have been so when it said it.
         new = trial.look(told, f"resume by {world}:")
         if woken is not None:
@@ -513,8 +520,8 @@ class Workers:
                     "resume", f"by {world}: {line(' '.join(one.said.get('words', '') for one in told))}"
                 )
             counts["locked"] += 1
-            stopped.send(signal.SIGCONT)
-            woken = trial.end([stopped], 20, "the one that was woken, ")[0]
+            trial.wake(stopped)
+            woken = trial.end([stopped], "the one that was woken, ")[0]
             new = trial.look([woken], "woken")
         trial.finish(new)
         return woken
@@ -522,14 +529,14 @@ class Workers:
     def _commit(self, trial: Trial, rng: random.Random, counts: Counter[str]) -> None:
         trial.locks = rng.random() < 0.5 or not self._by_calls
         number = rng.choice((1, 2, 3))
-        [begun] = trial.end([trial.start("begin", parts=number, **trial.converting())], 10)
+        [begun] = trial.end([trial.start("begin", parts=number, **trial.converting())])
         if not begun.good:
             trial.violated("resume", f"begin: {line(begun.ended.said)}")
             return
         run = begun.said["run"]
         makers = [p for p in range(number) for _ in range(2 if rng.random() < 0.3 else 1)]
         rng.shuffle(makers)
-        told = trial.end([trial.start("part", out=str(trial.out), part=p, run=run) for p in makers], 32)
+        told = trial.end([trial.start("part", out=str(trial.out), part=p, run=run) for p in makers])
         for part in range(number):
             if not any(one.good for p, one in zip(makers, told, strict=True) if p == part):
                 trial.violated(
@@ -558,19 +565,19 @@ class Workers:
         counts["disturbed"] += stopped
         if stopped:
             trial.story.append(f"1 of {several} stopped at {moments[0].where}")
-        told = trial.end(committers[1:] if stopped else committers, 40)
+        told = trial.end(committers[1:] if stopped else committers)
         new = trial.look(told, "commits")
         if new and (before := marks(trial.out)):
             if stopped:
-                committers[0].send(signal.SIGCONT)
-                woken = trial.end(committers[:1], 10, "the one that was woken, ")
+                trial.wake(committers[0])
+                woken = trial.end(committers[:1], "the one that was woken, ")
                 counts["woken"] += 1
                 trial.look(woken, "woken")
             if marks(trial.out) != before:
                 trial.violated("changed", "what another one had published")
         elif stopped:
-            committers[0].send(signal.SIGCONT)
-            new = trial.look(trial.end(committers[:1], 10, "the one that was woken, "), "woken")
+            trial.wake(committers[0])
+            new = trial.look(trial.end(committers[:1], "the one that was woken, "), "woken")
         counts["published"] += new
         if not new:
             if trial.locks and not stopped:
@@ -578,7 +585,7 @@ class Workers:
                     "none",
                     f"none of {several} published: {line(' '.join(t.said.get('words', '') for t in told))}",
                 )
-            last = trial.end([trial.start("commit", out=str(trial.out), run=run)], 40)
+            last = trial.end([trial.start("commit", out=str(trial.out), run=run)])
             if not trial.look(last, "the last commit"):
                 trial.violated("resume", f"commit: {line(last[0].said.get('words', ''))}")
         good = sum(one.good for one in told)
@@ -594,6 +601,10 @@ def main() -> int:
         "--what", choices=("kill", "stop", "commit", "all"), default="all", help="trials (default: all)"
     )
     arguments = parser.parse_args()
+    if not _core.STEPS:
+        parser.error(
+            "this build has no steps: maturin develop --profile tests -F pyo3/extension-module,steps"
+        )
     missing = unavailable()
     if missing:
         print(f"no instants at system calls, and nothing without locks: {missing}", file=sys.stderr)
