@@ -108,8 +108,10 @@ class GptNeoX:
             )
         if "pos_emb" not in values:
             remarks.append(
-                _note(
-                    "config: pos_emb is stated nowhere, and no position embedding is there; rotary is assumed"
+                Finding.of(
+                    "FS216",
+                    "pos_emb is not stated, and there is no position embedding; rotary is written",
+                    help="give the training config with --config",
                 )
             )
         tokens = {key: values.get(key) for key in ("bos_token_id", "eos_token_id")}

@@ -141,7 +141,7 @@ def write(
     if neox:
         del out["num_key_value_heads"], out["head_dim"]
     out |= {"hidden_act": model.activation, "tie_word_embeddings": model.tied, "use_cache": True}
-    written = ["activation", "eps", "max_positions", "rope.base"]
+    written = ["activation", "eps", "max_positions", "rope.base", "rope.share"]
     known = {
         "max_position_embeddings": model.max_positions,
         "layer_norm_eps" if neox else "rms_norm_eps": model.eps,
@@ -149,7 +149,7 @@ def write(
     }
     out |= {key: value for key, value in known.items() if value is not None} | dict(model.tokens)
     if neox:
-        written += ["rope.share", "parallel"]
+        written.append("parallel")
         out |= {"rotary_pct": model.rope.share, "use_parallel_residual": model.parallel}
     if neox or of.model_type in ("llama", "qwen3", "qwen3_moe"):
         out["attention_bias"] = model.biases[0]

@@ -200,7 +200,7 @@ class MaxText:
         """
         refuse(model)
         model.settled("parallel", "activation")
-        findings = model.told("eps", "rope.base", "rope.scaling", file=file)
+        findings = model.told("eps", "rope.base", "rope.share", "rope.scaling", file=file)
         if model.window is not None:
             findings.append(
                 Finding.of(
@@ -285,8 +285,8 @@ def _order_open() -> Finding:
 
 def _stated_nowhere(what: str, severity: str) -> Finding:
     return Finding.of(
-        "FS109",
-        f"stated nowhere: {what}",
+        "FS216",
+        f"not stated: {what}",
         severity=severity,
         help="give the model's config.json with --config, or correct the one that is written",
     )

@@ -87,7 +87,7 @@ class Megatron:
         norm = str(values.get("normalization") or "LayerNorm")
         gated = facts.get("gated")
         window, some = window_of(values)
-        rope = Rope(real("rope.base", "rotary_base", 10000), _real(values, "rotary_percent", 1.0))
+        rope = Rope(real("rope.base", "rotary_base", 10000), real("rope.share", "rotary_percent", 1.0))
         if _flag(values, "use_rope_scaling"):
             factor = real("rope.scaling", "rope_scaling_factor", 8.0)
             rope = Rope(rope.base, rope.share, "llama3", {"factor": factor, **LLAMA3_SCALING})
@@ -170,7 +170,7 @@ class Megatron:
         if model.window is not None:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
-        return out, model.told("eps", "max_positions", "rope.base", "rope.scaling", file=file)
+        return out, model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
 
 
 def size(args: Mapping[str, Any], key: str) -> int | None:

@@ -101,10 +101,10 @@ class Model:
         """What had to be assumed of the fields that are written to a file, and the remarks."""
         found = [
             Finding.of(
-                "FS109",
-                f"config: {self.assumed[name]} is stated nowhere; {self.framework}'s default {self._value(name)!r} is written",
-                severity="note",
+                "FS216",
+                f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is written",
                 file=file,
+                help="give the training config with --config",
             )
             for name in fields
             if name in self.assumed

@@ -115,6 +115,7 @@ codes! {
     213 UNBOUND_AXIS Error CouldNotRun "An axis of the layout is fixed neither by a tensor's shape nor by a config. Give --config."
     214 LOSSY Note Problem "A value op changes bits (cast, scale, mean). It is listed in the plan and the manifest."
     215 CONFIG_DISAGREES Error Problem "The config beside the checkpoint and the tensors contradict each other."
+    216 DEFAULT_ASSUMED Warning Problem "Something that decides values is stated nowhere, and the default of the framework that wrote the checkpoint is written. Give the training config with --config. The manifest records it."
     301 CRC Error Problem "A zip member's bytes do not fit its CRC32: the file was damaged after it was written. Copy it again from the node that wrote it."
     302 REPLICAS_DIFFER Error Problem "Copies of a replicated tensor differ between ranks. Some old runs drift; if that is the case here, --replicas mean averages in float32. Otherwise a rank's file belongs to another step or layer."
     303 DUPLICATED_SHARD Error Problem "All that a file, rank or chunk holds is the same bytes as another's, where it must be something else: it was copied over another. Copy the right file from the node that wrote it; --accept copies (or copies=GLOB) if it was copied on purpose."
