@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,65 @@ def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
 
     edit_pt(root / rank_file(0, 1), change)
     assert_refused(root, tmp_path / "out", "FS107", rank="tp 0, pp 1", expected="10", got="11")
+
+
+def ranked(folder: Path, rank_of: Any, **more: Any) -> Path:
+    """The fixture with ranks in its arguments, as a run of dp 2 has them."""
+    root = copy(LEGACY, folder)
+    for tp, pp in itertools.product(range(2), range(2)):
+        own = {"rank": rank_of(tp, pp), "world_size": 8, **more}
+        edit_pt(root / rank_file(tp, pp), lambda content, own=own: vars(content["args"]).update(own))
+    return root
+
+
+#: Ranks of the first copies of the data: in the order tp-cp-ep-dp-pp, and in tp-cp-ep-pp-dp.
+ORDERS = {"stages last": lambda tp, pp: tp + 4 * pp, "data last": lambda tp, pp: tp + 2 * pp}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "pair", itertools.combinations(itertools.product(range(2), range(2)), 2), ids=lambda pair: str(pair)
+)
+def test_swapped_files_contradict_their_own_arguments(pair: Any, order: str, tmp_path: Path) -> None:
+    root = ranked(tmp_path / "ckpt", ORDERS[order])
+    good = cli("merge", root, tmp_path / "good")
+    # Each says which rank it is of: nothing is left unproven of that.
+    assert good.code == 0 and not good.having("FS114"), good.out
+    one, other = (root / rank_file(*place) for place in pair)
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 1 and not (tmp_path / "out").exists(), ran.out
+    told = {f["file"]: f for f in ran.errors if f["code"] == "FS113"}
+    assert set(told) == {rank_file(*place) for place in pair}
+    for (tp, pp), (own_tp, own_pp) in (pair, pair[::-1]):
+        told_of = told[rank_file(tp, pp)]
+        assert told_of["expected"] == f"tp {tp}, pp {pp}"
+        assert told_of["got"].startswith(f"tp {own_tp}, pp {own_pp} (args.rank ")
+        assert rank_file(own_tp, own_pp) in told_of["help"]
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "more"),
+    [
+        (lambda tp, pp: 0, {}),
+        (lambda tp, pp: None, {}),
+        (lambda tp, pp: 8 + tp, {}),
+        (lambda tp, pp: "0", {}),
+        (lambda tp, pp: 3 - tp, {"encoder_tensor_model_parallel_size": 1}),
+    ],
+    ids=["all equal", "none", "beyond the world", "no number", "with an encoder's ranks"],
+)
+def test_ranks_that_tell_nothing_accuse_nobody(rank_of: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    ran = cli("merge", ranked(tmp_path / "ckpt", rank_of, **more), tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS114"), ran.out
+
+
+def test_a_rank_whose_arguments_are_of_another_iteration_is_named(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    edit_pt(root / rank_file(1, 0), lambda content: vars(content["args"]).update(iteration=9))
+    assert_refused(root, tmp_path / "out", "FS107", rank="tp 1, pp 0", expected="10", got="9")
 
 
 def test_virtual_stages_interleave(tmp_path: Path) -> None:

@@ -88,12 +88,13 @@ def test_a_conversion_gives_the_models_own_names(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_merge_keeps_every_name(form: str, state: Any, tmp_path: Path) -> None:
-    """And is proven complete under them, since the config says what must be there."""
+def test_a_merge_keeps_every_tensor(form: str, state: Any, tmp_path: Path) -> None:
+    """Beside a config the model has the names that this is for, and is proven complete; without one all names stay."""
     want, config = state
     content = FORMS[form](want)
     ckpt = save(content, tmp_path / "in", "torch.save")
     assert cli("merge", ckpt, tmp_path / "out", "--config", config).code == 0
+    assert cli("merge", ckpt, tmp_path / "plain").code == 0
     flat = torch.load(ckpt, weights_only=True)
 
     def leaves(at: Any, path: str = "") -> set[str]:
@@ -102,7 +103,12 @@ def test_a_merge_keeps_every_name(form: str, state: Any, tmp_path: Path) -> None
         items = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
         return set().union(*(leaves(value, f"{path}{key}.") for key, value in items))
 
-    assert set(read_result(tmp_path / "out")) == leaves(flat)
+    states = {name for name in leaves(flat) if name.startswith(("optim", "lr_sched"))}
+    assert set(read_result(tmp_path / "plain")) == leaves(flat)
+    made = read_result(tmp_path / "out")
+    assert set(made) == set(want) | states
+    assert all(torch.equal(made[name], tensor) for name, tensor in want.items())
+    assert (tmp_path / "out/config.json").exists() and not (tmp_path / "plain/config.json").exists()
 
 
 @pytest.mark.parametrize("form", ["Lightning, compiled", "wrappers inside", "compiled DDP"])

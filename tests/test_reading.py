@@ -191,8 +191,72 @@ def test_damage_comes_as_findings_and_reading_raises(tmp_path: Path) -> None:
     opened = fastshard.open(ckpt)
     assert [f.code for f in opened.findings if f.severity == "error"] == ["FS101"]
     assert opened["2.mlp.linear1.weight"].numpy().shape == (128, 32)
-    # What is not whole is not among the tensors.
-    assert "3.mlp.linear1.weight" not in opened
+    # What is not whole keeps its name, and is never read or passed over in silence.
+    good = fastshard.open(NEOX)
+    assert set(opened) == set(good) and len(opened) == len(good) and "3.mlp.linear1.weight" in opened
+    lost = {name for name in good if name.startswith("3.") and good[name].shape != ()}
+    assert set(opened.incomplete) < lost and opened.incomplete == sorted(opened.incomplete)
+    assert repr(opened).endswith(", INCOMPLETE: 1 error>") and "COMPLETE" not in repr(good)
+    for read in (
+        lambda: opened["3.mlp.linear1.weight"],
+        lambda: opened.get_tensor("3.mlp.linear1.weight"),
+        lambda: opened.get_slice("3.mlp.linear1.weight"),
+        lambda: opened.torch()["3.mlp.linear1.weight"],
+        lambda: list(opened.items()),
+        lambda: dict(opened.torch()),
+    ):
+        with pytest.raises(fastshard.IncompleteError) as caught:
+            read()
+        assert caught.value.tensor in opened.incomplete and "FS101" in str(caught.value)
+    for name in set(opened) - set(opened.incomplete):
+        assert np.array_equal(opened[name].numpy(), good[name].numpy()), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sum_without_the_term_of_one_rank_is_no_tensor(rank: int, tmp_path: Path) -> None:
+    """Biases of row-parallel layers are sums over the ranks: what one rank holds is another bias."""
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    for file in (ckpt / STEP).glob(f"layer_*-model_{rank:02}-model_states.pt"):
+        file.unlink()
+    opened, good = fastshard.open(ckpt), fastshard.open(NEOX)
+    whole = [name for name in opened if name not in opened.incomplete]
+    summed = [n for n in good if n.endswith(("attention.dense.bias", "mlp.linear2.bias"))]
+    assert len(summed) == 6 and set(summed) <= set(opened.incomplete)
+    assert len(whole) == 14 and sum(opened[name].numpy().size for name in whole) == 448
+    for name in whole:
+        assert np.array_equal(opened[name].numpy(), good[name].numpy()), name
+
+
+def broken(kind: str, tmp_path: Path) -> Path:
+    """A checkpoint that lost a file, by its kind."""
+    source, lost = {
+        "neox": (NEOX, f"{STEP}/{layer_file(4, 0)}"),
+        "dcp": (FIXTURES / "sharded/dcp_tp_micro", "__1_0.distcp"),
+        "hf": (FIXTURES / "sharded/hf_sharded", "model-00002-of-00004.safetensors"),
+        "tp": (FIXTURES / "sharded/tp4_micro", "tp_rank_02.safetensors"),
+        "megatron": (
+            FIXTURES / "sharded/megatron_legacy_tp2_pp2",
+            "iter_0000010/mp_rank_01_001/model_optim_rng.pt",
+        ),
+    }[kind]
+    folder = copy(source, tmp_path / "ckpt")
+    (folder / lost).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["neox", "dcp", "hf", "tp", "megatron"])
+def test_a_writer_does_not_take_a_broken_checkpoint_for_what_is_expected(kind: str, tmp_path: Path) -> None:
+    opened = fastshard.open(broken(kind, tmp_path))
+    assert opened.incomplete and "INCOMPLETE" in repr(opened)
+    for expected in (opened, opened.torch()):
+        with pytest.raises(fastshard.IncompleteError), fastshard.Writer(tmp_path / "out", expected=expected):
+            raise AssertionError("the block runs")
+        assert not (tmp_path / "out").exists()
+    # The script that the README shows never comes to its end either.
+    with pytest.raises(fastshard.IncompleteError), fastshard.Writer(tmp_path / "out") as writer:
+        for name, tensor in opened.items():
+            writer[name] = tensor.numpy()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 
 
 def test_replicas_that_differ_are_not_read_silently(tmp_path: Path) -> None:

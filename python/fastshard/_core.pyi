@@ -257,6 +257,8 @@ class Draft:
 
     def findings(self) -> str:
         """JSON array of findings, errors first."""
+    def lost(self) -> list[str]:
+        """Names of tensors that must be there and are not whole, sorted."""
     def axes(self) -> dict[str, int]:
         """Extents of the axes."""
     def dtypes(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from . import _core, arguments, budget, companions, layouts, references, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
-from .errors import FastshardError, Finding, from_core
+from .errors import FastshardError, Finding, exit_code, from_core
 from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names, peft
@@ -287,7 +287,8 @@ class Checkpoint(Tensors):
     """A checkpoint's whole tensors under the source's own names.
 
     The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
-    for its values. ``findings`` tells what is wrong; reading a tensor that is not whole raises.
+    for its values. ``findings`` tells what is wrong. A tensor that is not whole keeps its name, is listed in
+    :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
     """
 
     def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
@@ -349,4 +350,14 @@ class Checkpoint(Tensors):
     def __repr__(self) -> str:
         step = f", step {self.step}" if self.step else ""
         degrees = "".join(f", {k} {v}" for k, v in self.topology.items())
-        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {len(self)} tensors in {len(self.files)} files>"
+        told = f"{len(self)} tensors in {len(self.files)} files{_verdict(self)}"
+        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {told}>"
+
+
+def _verdict(checkpoint: Checkpoint) -> str:
+    """What is wrong with a checkpoint, for those who look at its name; nothing for a good one."""
+    errors = [finding for finding in checkpoint.findings if finding.severity == "error"]
+    if not errors:
+        return ""
+    word = "INCOMPLETE" if checkpoint.incomplete or exit_code(errors) == 3 else "BROKEN"
+    return f", {word}: {len(errors)} {'error' if len(errors) == 1 else 'errors'}"

@@ -310,12 +310,16 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
+    #: Names of tensors of which the files that are missing held all, or a part.
+    lost: set[str] = field(default_factory=set)
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
     weights_prefix: str = ""
     #: Where further copies of the model begin.
     other_prefixes: list[str] = field(default_factory=list)
     #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
     chosen: bool = False
+    #: True where outputs have the model's own names, not those stored.
+    renames: bool = False
     #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of these.
     names: dict[str, str] = field(default_factory=dict)
     #: What an adapter makes of tensors, by the model's own names.
@@ -326,6 +330,8 @@ class Source:
     assembled: list[Assembled] = field(default_factory=list)
     #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
     layers_may_repeat: bool = False
+    #: Files that say which rank they are of, and are in its place.
+    placed: set[int] = field(default_factory=set)
     #: Glob patterns of files that were copied on purpose.
     copies_accepted: list[str] = field(default_factory=list)
     #: Set for a checkpoint of Orbax.
@@ -417,6 +423,66 @@ class Source:
             findings=[*self.findings, *self._unwrapped(), note],
         )
 
+    def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
+        """What a merge takes whose config.json is published beside it: all tensors, and the model's under the names that its
+        config is for. Where the checkpoint holds several copies of the model all names stay, and no config goes along.
+
+        Args:
+            names_of: names of the tensors in a file, by its number.
+        """
+        beside = self.model.hf_names and self.model.config is not None
+        if not beside or not (self.weights_prefix or self.names):
+            return self
+        if self.other_prefixes:
+            copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
+            return self._without_config(copies, (self.weights_prefix or self.other_prefixes[0]).rstrip("."))
+        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        stored = [name for held in units.values() for _, name in held]
+        stored += [name for group in self.assembled for name, *_ in group.tensors]
+        names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
+        by_name: dict[str, str] = {}
+        for name, own in names.items():
+            if by_name.setdefault(own, name) != name:
+                return self._without_config([by_name[own], name], "NAME")
+        assembled = [
+            replace(group, tensors=[(names[name], shape, pieces) for name, shape, pieces in group.tensors])
+            for group in self.assembled
+        ]
+        renamed = {name: names[name] for held in units.values() for _, name in held if names[name] != name}
+        note = Finding.of(
+            "FS212",
+            f"names are written without {self.weights_prefix!r}, as the model of config.json has them",
+            severity="note",
+        )
+        return replace(
+            self,
+            assembled=assembled,
+            optimizer=self._optimizer_below(),
+            names=renamed,
+            renames=True,
+            table=self._table_below(),
+            weights_prefix="",
+            findings=[*self.findings, *self._unwrapped(), *([note] if self.weights_prefix else [])],
+        )
+
+    def _without_config(self, copies: list[str], under: str) -> Source:
+        """The source whose names stay: its config is for none of the copies of a model."""
+        warning = Finding.of(
+            "FS212",
+            "config.json is not written: the checkpoint holds several copies of the model",
+            severity="warning",
+            got=", ".join(copies),
+            help=f"choose one with --under, e.g. --under {under}",
+        )
+        model = replace(self.model, dialect=None)
+        return replace(self, model=model, findings=[*self.findings, warning])
+
+    def _below_prefix(self, name: str) -> str:
+        """What a tensor is called in the model; the name stored for one that lies elsewhere."""
+        own = self.names.get(name, name)
+        inside = own.startswith(self.weights_prefix) and not is_state(own)
+        return own.removeprefix(self.weights_prefix) if inside else name
+
     def _slots(self, moments: Moments) -> Source:
         """The source with moments as slots of their parameters."""
         raise_errors(moments.refused)
@@ -500,7 +566,7 @@ class Source:
                 if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
             ],
             "names": self.names,
-            "renamed": self.chosen or bool(self.adapted or self.hidden),
+            "renamed": self.chosen or self.renames or bool(self.adapted or self.hidden),
             "adapted": [vars(one) for one in self.adapted],
             "hidden": sorted(self.hidden),
             "prefer_assembled": taken == "masters",
@@ -508,6 +574,7 @@ class Source:
             # Moments of masters that are not the parameters are not theirs either.
             "twins_may_differ": weights == "params" and not optimizer,
             "layers_may_repeat": self.layers_may_repeat,
+            "placed": sorted(self.placed),
             "copies_accepted": self.copies_accepted,
             "degrees": self.degrees,
             "axes": self.axes,

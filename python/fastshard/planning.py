@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -28,6 +28,8 @@ from .words import padding, words
 
 #: Threads at most; no machine has as many cores.
 _MAX_THREADS = 1 << 14
+#: Errors of a tensor that is missing, or of which a part is missing or does not fit.
+_NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
 #: What a tensor lacks whose file is missing or cannot be read.
 _ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
 
@@ -84,6 +86,7 @@ class Plan:
         keeps_names: bool = False,
         texts: dict[str, str] | None = None,
         main: str | None = None,
+        lost: Collection[str] = (),
     ) -> None:
         self.core = core
         self.findings = findings
@@ -95,6 +98,8 @@ class Plan:
         self.keeps_names = keeps_names
         #: Texts that are written beside the tensors (config.json and the like), by name.
         self.texts = texts or {}
+        #: Names of tensors that the checkpoint declares, or must hold, and that are not whole; sorted.
+        self.lost = dict.fromkeys(sorted(name for name in lost if name not in self.index))
         #: torch's name of the dtype that most of the floating bytes have.
         self.main_dtype = main
 
@@ -204,6 +209,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     broken = any(f.severity == "error" for f in findings)
     draft = _draft(opened.catalog, asked)
     drafted = [Finding.from_dict(f) for f in json.loads(draft.findings())]
+    lost_by_core = draft.lost()
     looked_at = draft.tensors() if target is not None or dtype is not None else []
     tensors = {
         name: Drafted(kind, shape, size, whole, cuts) for name, kind, shape, size, whole, cuts in looked_at
@@ -261,7 +267,13 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         planned = [_meant_for(f, opened, request) for f in planned]
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
     arrays = target is not None and target.writes_arrays
-    return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main)
+    broken_ones = (f for f in [*findings, *drafted] if f.severity == "error" and f.code in _NOT_WHOLE)
+    lost = {f.tensor for f in broken_ones if f.tensor}
+    if request.is_narrowed:
+        lost.clear()
+    else:
+        lost |= {*lost_by_core, *source.lost}
+    return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main, lost)
 
 
 def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
@@ -352,6 +364,8 @@ def _taken(opened: Opened, request: Request) -> Source:
     source = opened.source
     if source.chosen or not keeps_all(request.to):
         source = source.weights_only(opened.catalog.names, request.optimizer)
+    elif request.to is None:
+        source = source.beside_config(opened.catalog.names)
     if request.vocab_size is not None:
         axes = {k: v for k, v in source.axes.items() if k != "V"}
         source = replace(source, vocab_size=request.vocab_size, axes=axes)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .errors import Finding, IncompleteError
 from .tensor import Tensor
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from .errors import Finding
     from .planning import Plan
 
 __all__ = ["Tensors", "TorchTensors"]
@@ -33,18 +33,29 @@ class Tensors(Mapping[str, Tensor]):
         """What was found of them so far."""
         raise NotImplementedError
 
+    @property
+    def incomplete(self) -> list[str]:
+        """Names of the tensors that cannot be read: a part of each, or all of it, is missing or does not fit; sorted.
+
+        They are among the names of the mapping, so that nothing which goes through it passes over them in silence.
+        """
+        return list(self._plan.lost)
+
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._plan.lost:
+            raise _incomplete(name, self.findings)
         return Tensor(self._plan, self._plan.position(name))
 
     def __contains__(self, name: object) -> bool:
         # Without the search for the name that may be meant.
-        return name in self._plan.index
+        return name in self._plan.index or name in self._plan.lost
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._plan.index)
+        yield from self._plan.index
+        yield from self._plan.lost
 
     def __len__(self) -> int:
-        return len(self._plan.index)
+        return len(self._plan.index) + len(self._plan.lost)
 
     def get_tensor(self, name: str) -> Any:
         """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
@@ -89,25 +100,39 @@ class Tensors(Mapping[str, Tensor]):
         return None
 
 
+def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
+    """The error of a tensor that is not whole: what was found of itself, else all errors."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    own = [finding for finding in errors if finding.tensor == name]
+    told = Finding.of(
+        "FS205",
+        "the tensor is not whole",
+        tensor=name,
+        help="repair the checkpoint: its findings say what is missing",
+    )
+    return IncompleteError([told, *(own or errors)])
+
+
 class TorchTensors(Mapping[str, "torch.Tensor"]):
     """Tensors of torch by name; each is read when it is asked for, and again when it is asked for again."""
 
     def __init__(self, tensors: Tensors, device: Any = None) -> None:
-        self._tensors = tensors
+        #: What they are made of.
+        self.tensors = tensors
         self._device = device
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name].torch(self._device)
+        return self.tensors[name].torch(self._device)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.tensors)
 
     def __repr__(self) -> str:
         where = "" if self._device is None else f" on {self._device}"
-        return f"<fastshard.TorchTensors: {len(self)} of {self._tensors!r}{where}>"
+        return f"<fastshard.TorchTensors: {len(self)} of {self.tensors!r}{where}>"

@@ -17,6 +17,7 @@ from .errors import FastshardError, Finding, carry, error_for, from_core, raise_
 from .manifests import Manifest
 from .options import StrPath
 from .sizes import parse_size
+from .tensors import Tensors, TorchTensors
 
 if TYPE_CHECKING:
     from .maps import Bytes
@@ -43,7 +44,7 @@ class Writer:
     Args:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
-            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint will do, and so will
+            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will do, and so will
             arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy.
         max_shard_size: largest file, e.g. ``5GB``.
         overwrite: replace ``out`` if it is there.
@@ -51,7 +52,8 @@ class Writer:
         config: written as ``config.json``.
 
     Raises:
-        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has.
+        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all findings of an
+            opened checkpoint that has errors: it does not tell what must be written.
         TypeError: for an option that it does not have.
     """
 
@@ -156,6 +158,10 @@ def _expected(given: Any) -> dict[str, Wanted]:
     """
     if isinstance(given, (str, bytes)):
         raise arguments.refused("expected", "names, or a dict", given)
+    if isinstance(given, TorchTensors):
+        given = given.tensors
+    if isinstance(given, Tensors):
+        raise_errors(given.findings)
     try:
         names = list(given)
     except TypeError:

@@ -268,14 +268,17 @@ class Dcp:
                 for n in range(1, max(map(len, chunks), default=1)):
                     copies += [[]] if len(copies) < n else []
                     copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
-        names = {entry["name"] for entry in described["tensors"]}
+            else:
+                source.lost.add(name)
+        names = [entry["name"] for entry in described["tensors"]]
         for framework in self._frameworks:
             named = framework.take(source, found, listing, contents, tensors)
             if named is not None:
                 tensors = named
                 break
         else:
-            self._model(source, found, listing, options, names)
+            paths = {entry["name"]: entry["path"] for entry in described["tensors"] if entry["path"]}
+            self._model(source, found, listing, options, names, paths)
             dcp_optim.attach(source, contents, tensors, found.notes["objects"])
             source.findings += _not_carried(described["objects"], found.notes["objects"], alone=not tensors)
         if found.files:
@@ -306,10 +309,17 @@ class Dcp:
             )
 
     @staticmethod
-    def _model(source: Source, found: Found, listing: Listing, options: Options, names: set[str]) -> None:
+    def _model(
+        source: Source,
+        found: Found,
+        listing: Listing,
+        options: Options,
+        names: list[str],
+        paths: dict[str, list[str]],
+    ) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
         config, path = hf_names.config_of(listing, found.notes["folder"], options)
-        nests.recognise(source, names, config, options.under)
+        nests.recognise(source, names, config, options.under, paths)
         if config is None:
             return
         hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)

@@ -147,8 +147,9 @@ def describe(
     source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
     source.stored = config_json.blocks(config, layout, label)
     source.provable = True
-    if prefix != base:
-        source.table = _prefixed(layout, base, prefix)
+    if outer or prefix != base:
+        table = _prefixed(layout, base, prefix.removeprefix(outer))
+        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
         headless = kind.name if kind else "a model without a head, by the names of its tensors"
         by_names = layouts.table(layout).describe(None, list(stored))[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import layouts
@@ -14,6 +14,7 @@ from ..naming.wrappers import bare
 
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
+_DDP = "module."
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 #: Names that a message gives at most.
 _TOLD = 8
@@ -24,7 +25,11 @@ _WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
 def recognise(
-    source: Source, names: Iterable[str], config: dict[str, Any] | None, under: str | None = None
+    source: Source,
+    names: Iterable[str],
+    config: dict[str, Any] | None,
+    under: str | None = None,
+    paths: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Puts on a declaration where the model begins, and where further copies of it do.
 
@@ -33,6 +38,8 @@ def recognise(
         names: of all tensors.
         config: the model's, if there is one.
         under: where the caller says that it begins.
+        paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and no list of
+            usual names is asked.
 
     Raises:
         FastshardError: ``FS515`` if nothing lies there.
@@ -42,7 +49,9 @@ def recognise(
     own = [source.names.get(name, name) for name in stored]
     if under is None:
         if config is not None:
-            source.weights_prefix, *source.other_prefixes = _fitting(own, config)
+            containers = _containers(source, stored, paths) if paths else None
+            found = _fitting(own, config) if containers is None else _of_containers(containers, config)
+            source.weights_prefix, *source.other_prefixes = found
         return
     outer = f"{under}."
     inside = [name.removeprefix(outer) for name in own if name.startswith(outer)]
@@ -58,6 +67,64 @@ def recognise(
     inner = [""] if config is None else _fitting(inside, config)
     source.chosen, source.weights_prefix = True, outer + inner[0]
     source.other_prefixes = [outer + prefix for prefix in inner[1:]]
+
+
+def _containers(
+    source: Source, stored: Sequence[str], paths: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]] | None:
+    """The dicts that hold a model's weights: what precedes their names, and the names in them, which are the module's own.
+
+    None where the paths do not tell of every tensor.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in stored:
+        keys = paths.get(name)
+        own = source.names.get(name, name)
+        outer = "".join(f"{key}." for key in keys[:-1]) if keys else ""
+        if not keys or not own.startswith(outer):
+            return None
+        if not is_state(own):
+            groups.setdefault(outer, []).append(own.removeprefix(outer))
+    # Loose values of a trainer (a counter, a generator's state) have names without dots, as slots of an optimizer do.
+    holding = {
+        outer: names for outer, names in groups.items() if any("." in name for name in names)
+    } or groups
+    every = {outer: set(names) for outer, names in holding.items()}
+    return {
+        outer: names
+        for outer, names in holding.items()
+        if not any(_is_state_of(name, every[other]) for other in holding if other != outer for name in names)
+    }
+
+
+def _is_state_of(name: str, weights: set[str]) -> bool:
+    """True for the state that torch's optimizers have of one of these: ``state.NAME.exp_avg``."""
+    begin, _, rest = name.partition(".")
+    return begin == "state" and rest.rpartition(".")[0] in weights
+
+
+def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
+    """Where a model's own names may begin, by the dicts that hold its tensors: in each of these places is one."""
+    found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
+    if found:
+        return list(dict.fromkeys(found))
+    return [outer + _unwrapped(names) for outer, names in containers.items()] or [""]
+
+
+def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
+    """What precedes a model's own names within a module that has it as a part, by its embedding."""
+    telling = _telling(config)
+    found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
+    fitting = [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
+    if telling is not _TELLING:
+        return fitting
+    # Where no table knows the model, the embedding may be that of one of its parts.
+    return [prefix for prefix in fitting if all(name.startswith(prefix) for name in names)]
+
+
+def _unwrapped(names: Sequence[str]) -> str:
+    """The attribute that DistributedDataParallel has put in. source: torch/nn/parallel/distributed.py"""
+    return _DDP if all(name.startswith(_DDP) for name in names) else ""
 
 
 def _telling(config: dict[str, Any]) -> tuple[str, ...]:

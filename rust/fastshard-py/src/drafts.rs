@@ -42,6 +42,10 @@ impl Draft {
         self.with(|draft| to_json(&draft.findings))?
     }
 
+    fn lost(&self) -> PyResult<Vec<String>> {
+        self.with(|draft| draft.lost.iter().cloned().collect())
+    }
+
     fn axes(&self) -> PyResult<BTreeMap<String, u64>> {
         self.with(|draft| draft.axes().clone())
     }

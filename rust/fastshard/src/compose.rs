@@ -76,6 +76,8 @@ pub struct Composed {
     pub pads: Vec<PadRegion>,
     /// Stored tensors that repeat another one of the same rank, from another root: (first, copy).
     pub copies: Vec<(u32, u32)>,
+    /// Names of tensors that the source must hold, or the target call for, and that are not whole.
+    pub lost: BTreeSet<String>,
     /// Findings.
     pub findings: Vec<Finding>,
 }
@@ -121,12 +123,18 @@ fn target_sets(source: &Source, target: &Target, table: &Table, extents: &mut Ex
 pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Composed {
     let kept = target.table.and_then(|table| table.keeping(source.table.entries.iter()));
     let table = kept.as_ref().or(target.table).unwrap_or(source.table);
-    let refused = |findings| Composed { outputs: Vec::new(), pads: Vec::new(), copies: Vec::new(), findings };
-    let mut findings = too_many_positions(source.table, &source.resolved.extents);
+    let refused = |findings| Composed {
+        outputs: Vec::new(),
+        pads: Vec::new(),
+        copies: Vec::new(),
+        lost: BTreeSet::new(),
+        findings,
+    };
+    let findings = too_many_positions(source.table, &source.resolved.extents);
     if !findings.is_empty() {
         return refused(findings);
     }
-    findings = completeness(source);
+    let (mut findings, mut lost) = completeness(source);
 
     // Target extents: the source's, the real vocabulary, and what the target pads it to.
     let mut extents = source.resolved.extents.clone();
@@ -211,7 +219,7 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
             let shape = shape.extents(&table.derived, of.of(&entry.class));
             shape.into_iter().map(|n| n.unwrap_or(0)).collect()
         };
-        match builder.output(want, name, extents_of(&local), boxes) {
+        match builder.output(want, name.clone(), extents_of(&local), boxes).map_err(|found| (name, found)) {
             Ok(output) if keep => {
                 let cuts = cut.entry(want.entry).or_insert_with(|| {
                     cuts::of(table, entry, whole.of(&entry.class), local.of(&entry.class))
@@ -221,7 +229,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
                 outputs.push(Drafted { coords: want.coords.clone(), output, whole, cuts: cuts.clone() });
             }
             Ok(_) => {}
-            Err(found) if keep => {
+            Err((name, found)) if keep => {
+                lost.insert(name);
                 unmade += 1;
                 if unmade <= MAX_MISSING {
                     findings.extend(found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR));
@@ -266,5 +275,5 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     }
     ledger.copies.sort_unstable();
     ledger.copies.dedup();
-    Composed { outputs, pads, copies: ledger.copies, findings }
+    Composed { outputs, pads, copies: ledger.copies, lost, findings }
 }

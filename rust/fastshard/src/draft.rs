@@ -1,7 +1,7 @@
 //! Drafts: all that a plan says but where its outputs lie. What the files of a target are called and hold follows from
 //! the tensors that there are, so a target looks at the draft, and the draft is then placed. Composed once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
@@ -46,6 +46,10 @@ pub struct Draft {
     pub(crate) plan: Plan,
     /// Its outputs.
     pub outputs: Vec<Drafted>,
+    /// Names of tensors that must be there and are not whole.
+    pub lost: BTreeSet<String>,
+    /// Files of the catalog that say which rank they are of.
+    pub(crate) placed: BTreeSet<usize>,
     /// What was found so far, errors first.
     pub findings: Vec<Finding>,
 }
@@ -97,7 +101,7 @@ impl Draft {
         plan.index = has_index.then(|| INDEX_NAME.to_string());
         plan.point(placement.pointers);
         findings.extend(files::beyond(&plan));
-        findings.extend(lookalikes::lookalikes(catalog, &plan));
+        findings.extend(lookalikes::lookalikes(catalog, &plan, &self.placed));
         findings.extend(lookalikes::unsummed(catalog, &plan));
         findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
         plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();

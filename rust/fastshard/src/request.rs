@@ -97,6 +97,9 @@ pub struct SourceSide {
     /// True if layers may hold what other layers hold (a warning then).
     #[serde(default)]
     pub layers_may_repeat: bool,
+    /// Files that say which rank they are of, and are in its place.
+    #[serde(default)]
+    pub placed: BTreeSet<usize>,
     /// Glob patterns of files that were copied on purpose.
     #[serde(default)]
     pub copies_accepted: Vec<String>,
@@ -382,7 +385,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         ..Plan::default()
     };
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
-    Ok(Draft { plan, outputs: made.outputs, findings })
+    Ok(Draft { plan, outputs: made.outputs, lost: made.lost, placed: request.source.placed.clone(), findings })
 }
 
 fn slot_name(name: &str, pass: &Pass) -> String {
@@ -418,6 +421,7 @@ struct Made {
     copies: Vec<(u32, u32)>,
     rules: Vec<String>,
     axes: BTreeMap<String, u64>,
+    lost: BTreeSet<String>,
     findings: Vec<Finding>,
 }
 
@@ -451,6 +455,8 @@ impl Made {
         let global = |t: u32| pass.tensors[t as usize];
         self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
         self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
+        let lost = composed.lost.into_iter().map(|name| self.called.get(&name).cloned().unwrap_or(name));
+        self.lost.extend(lost.map(|name| slot_name(&name, pass)));
         let told = resolved.findings.into_iter().chain(composed.findings).map(|mut finding| {
             finding.tensor = finding.tensor.map(|name| slot_name(&name, pass));
             finding

@@ -58,7 +58,7 @@ class FsdpRanks:
         config, path = hf_names.config_of(listing, folder, options)
         is_flat = flat.is_flat(ranks.told)
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
-        nests.recognise(source, shapes, config, options.under)
+        nests.recognise(source, shapes, config, options.under, None if is_flat else ranks.paths())
         if config is not None:
             hf_names.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
         if is_flat:

@@ -47,6 +47,13 @@ class Ranks:
         """Names of what is divided: of buffers each rank has its own copy."""
         return {".".join(part["path"]) for told in self.told.values() for part in told["parts"]}
 
+    def paths(self) -> dict[str, list[str]]:
+        """Keys of nested dicts that lead to each tensor, by its name."""
+        parts = [part["path"] for told in self.told.values() for part in told["parts"]]
+        files = [file for file in self.files.values() if self.contents.readable(file)]
+        parts += [tensor["path"] for file in files for tensor in self.contents.tensors(file)]
+        return {".".join(path): path for path in parts}
+
     def aliases(self) -> set[str]:
         """Further names of tied parameters: they lie where another one does, on every rank that has any of them."""
         found: dict[str, bool] = {}

@@ -197,11 +197,13 @@ class HuggingFace:
             for t, n in weight_map.items()
             if n in files and files[n].path in order
         }
+        lost = [str(t) for t, n in weight_map.items() if n in files and files[n].root < 0]
         findings += index_files.numbers(index, files)
         metadata = content.get("metadata")
         counted = metadata.get("total_size") if isinstance(metadata, dict) else None
         notes = {
             "folder": index.folder, "index": index.path, "weight_map": expected, "whole_files": True, "counted": counted,
+            "lost": lost,
         }  # fmt: skip
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
@@ -266,6 +268,7 @@ class HuggingFace:
                 dialect=huggingface.DIALECT, saved_whole=True, is_part=_is_part(listing, found.files)
             ),
             expected_names=set(found.notes.get("weight_map", {})),
+            lost=set(found.notes.get("lost", ())),
             vocab_size=options.vocab_size,
         )
         counted, index = found.notes.get("counted"), found.notes.get("index")
@@ -282,7 +285,7 @@ class HuggingFace:
             source.model = replace(source.model, saved_whole=False)
         is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
         if is_torch or options.under is not None or all(name.startswith("module.") for name in names):
-            nests.recognise(source, names, config, options.under)
+            nests.recognise(source, names, config, options.under, _paths(values, len(found.files)))
         if config is not None:
             hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
         if source.layout is None and index is not None and not slices:
@@ -302,6 +305,12 @@ def _in_order(contents: Contents, files: int) -> list[str]:
     return list(
         dict.fromkeys(name for i in range(files) if contents.readable(i) for name in contents.listed(i))
     )
+
+
+def _paths(contents: Contents, files: int) -> dict[str, list[str]]:
+    """Keys of nested dicts that lead to each tensor, by its name."""
+    readable = (i for i in range(files) if contents.readable(i))
+    return {".".join(t["path"]): t["path"] for i in readable for t in contents.tensors(i)}
 
 
 def _by_a_trainer(contents: Contents, found: Found) -> bool:

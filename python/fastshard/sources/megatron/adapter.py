@@ -21,7 +21,7 @@ from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..steps import Step, choose
-from . import arguments, fitting, optim_legacy, wholes
+from . import arguments, fitting, of_ranks, optim_legacy, wholes
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -305,19 +305,23 @@ class Megatron:
                             help="the files belong to different runs",
                         )
                     )
-            steps = (states[known[0][0]].get("iteration"), states[i].get("iteration"))
-            if steps[0] != steps[1]:
-                source.findings.append(
-                    Finding.of(
-                        "FS107",
-                        "iteration differs between ranks",
-                        file=found.files[i].path,
-                        rank=grid.rank(grid.places[i]),
-                        expected=str(steps[0]),
-                        got=str(steps[1]),
-                        help="take all files from one step",
+            for what, here, there in (
+                ("iteration", states[known[0][0]], states[i]),
+                ("args.iteration", first, args),
+            ):
+                if here.get("iteration") != there.get("iteration"):
+                    source.findings.append(
+                        Finding.of(
+                            "FS107",
+                            f"{what} differs between ranks",
+                            file=found.files[i].path,
+                            rank=grid.rank(grid.places[i]),
+                            expected=str(here.get("iteration")),
+                            got=str(there.get("iteration")),
+                            help="take all files from one step",
+                        )
                     )
-                )
+        of_ranks.judge(source, found, [(i, grid.places[i], args) for i, args in known], grid.tp, grid.pp)
 
 
 def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:

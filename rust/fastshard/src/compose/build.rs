@@ -1,6 +1,6 @@
 //! Builds one output: which pieces make it, and the proof that each element comes from one place.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use super::index::{first_overlap, intersect, one_per_rank, volume, Held, Index, Ledger};
@@ -203,6 +203,9 @@ impl<'a> Builder<'a> {
         for &h in &held {
             self.same_dtype(h, making);
         }
+        if let Placement::Sum(dimension) | Placement::SumOrCopy(dimension, _) = &first.placement {
+            self.every_term(&held, dimension, making.name)?;
+        }
         if let Placement::Sum(dimension) = &first.placement {
             self.one_term_per_rank(&held, dimension)?;
         }
@@ -282,6 +285,27 @@ impl<'a> Builder<'a> {
             ),
             Some(_) => {}
         }
+    }
+
+    /// A sum without the term of one rank is another tensor: all ranks must hold theirs.
+    fn every_term(&self, held: &[Held], dimension: &str, name: &str) -> Result<()> {
+        let source = self.index.source;
+        let rank = |h: &Held| {
+            let unit = &source.units[self.index.get(*h).0.unit as usize];
+            unit.coords.get(dimension).copied().unwrap_or(0)
+        };
+        let there: BTreeSet<u64> = held.iter().map(rank).collect();
+        let degree = source.outside.known.degree(dimension);
+        let Some(absent) = (0..degree).find(|rank| !there.contains(rank)) else { return Ok(()) };
+        let mut finding = Finding::new(
+            codes::MISSING_TENSOR,
+            format!("a term of the sum over {dimension} comes from no file"),
+        )
+        .tensor(name)
+        .expected(format!("{degree} terms"), there.len())
+        .help("copy the file of this rank from the node that wrote it");
+        finding.rank = Some(format!("{dimension} {absent}"));
+        Err(finding.into())
     }
 
     /// Terms of a sum are floats, and one per rank of the dimension summed over.

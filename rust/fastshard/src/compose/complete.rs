@@ -1,7 +1,7 @@
 //! Completeness of a source by its own layout.
 
 use std::cell::LazyCell;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use super::wanted::{positions, MAX_MISSING};
 use super::Source;
@@ -16,8 +16,8 @@ type Coords = BTreeMap<String, u64>;
 /// Position on each axis bound by the name.
 type Position = BTreeMap<String, u64>;
 
-/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks.
-pub(super) fn completeness(source: &Source) -> Vec<Finding> {
+/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks, and their names.
+pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) {
     let table = source.table;
     let known = &source.outside.known;
     let mut findings = Vec::new();
@@ -139,7 +139,7 @@ pub(super) fn completeness(source: &Source) -> Vec<Finding> {
             format!("and {more} more layers or tensors like these"),
         ));
     }
-    findings
+    (findings, missing.into_iter().map(|(name, ..)| name).collect())
 }
 
 /// Positions that are in no half of what a set and its rest are all of: nothing tells which tensors they lack.

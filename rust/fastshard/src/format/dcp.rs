@@ -7,6 +7,8 @@
 mod streams;
 pub mod writer;
 
+use std::collections::HashMap;
+
 use serde::Serialize;
 
 use super::{pickle, torch_zip, Distributed, ParsedFile};
@@ -35,6 +37,9 @@ pub struct TensorEntry {
     pub name: String,
     /// torch name of the element type, e.g. `bfloat16`.
     pub dtype: Option<String>,
+    /// Keys of the nested state dict that lead to it, the last of them the module's own name; none where the planner left
+    /// nothing of that. source: torch/distributed/checkpoint/{default_planner,_nested_dict}.py
+    pub path: Option<Vec<String>>,
     /// Shape of the whole.
     pub shape: Vec<u64>,
     /// (first index, extent) of each chunk.
@@ -148,11 +153,30 @@ impl Reader<'_> {
         }
     }
 
+    /// What `planner_data` says of flat names: the keys that they were made of, joined by dots.
+    fn paths(&self, root: Node) -> HashMap<&str, Vec<String>> {
+        let told = self.items(self.field(root, "planner_data")).unwrap_or_default();
+        let path = |&(key, value): &(Node, Node)| {
+            let Value::Str(name) = self.values.get(key) else { return None };
+            let (Value::Tuple(keys) | Value::List(keys)) = self.values.get(value) else { return None };
+            let key = |&key: &Node| match self.values.get(key) {
+                Value::Str(text) => Some(text.clone()),
+                Value::Int(number) => Some(number.to_string()),
+                _ => None,
+            };
+            let keys: Vec<String> = keys.iter().map(key).collect::<Option<_>>()?;
+            // Of what is put together otherwise nothing is known.
+            (keys.join(".") == *name).then_some((name.as_str(), keys))
+        };
+        told.iter().filter_map(path).collect()
+    }
+
     fn metadata(&self, root: Node) -> Result<Metadata> {
         let mut out = Metadata { version: self.text(self.field(root, "version")), ..Metadata::default() };
         let tensors = self
             .items(self.field(root, "state_dict_metadata"))
             .ok_or_else(|| self.refuse("no state_dict_metadata"))?;
+        let mut paths = self.paths(root);
         for &(key, value) in tensors {
             let name = self.text(Some(key)).ok_or_else(|| self.refuse("a name that is no text"))?;
             if self.class(value) == "BytesStorageMetadata" {
@@ -171,7 +195,8 @@ impl Reader<'_> {
                 return Err(self.refuse(&format!("sizes of {name}")));
             };
             let dtype = self.field(value, "properties").and_then(|p| self.dtype(p));
-            out.tensors.push(TensorEntry { name, dtype, shape, chunks });
+            let path = paths.remove(name.as_str());
+            out.tensors.push(TensorEntry { name, dtype, path, shape, chunks });
         }
         let stored =
             self.items(self.field(root, "storage_data")).ok_or_else(|| self.refuse("no storage_data"))?;

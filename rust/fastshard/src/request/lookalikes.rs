@@ -1,6 +1,6 @@
 //! What files do not tell of themselves: which of them is which, whether they are as they were written.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
@@ -14,8 +14,9 @@ const NAMED: usize = 4;
 /// What two of a kind could be swapped without its being seen: a note, if there are any.
 ///
 /// Files are of a kind where they hold tensors of the same names and shapes (records: of the same sizes), of
-/// which different things are made; a torch file that kept its own name inside is not one of them.
-pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
+/// which different things are made; a torch file that kept its own name inside, or one whose values say which rank it is
+/// of (`placed`), is not one of them.
+pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan, placed: &BTreeSet<usize>) -> Option<Finding> {
     if plan.sources.len() < 2 && !plan.blobs.iter().any(|blob| blob.encoded) {
         return None;
     }
@@ -35,7 +36,8 @@ pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
         });
     }
     let mut kinds: HashMap<u64, Vec<(u32, u64)>> = HashMap::new();
-    let files = catalog.files.iter().flatten().map(|file| ((file.root, &*file.path), file));
+    let unplaced = catalog.files.iter().enumerate().filter(|(i, _)| !placed.contains(i));
+    let files = unplaced.filter_map(|(_, file)| file.as_ref()).map(|file| ((file.root, &*file.path), file));
     let files: HashMap<(u32, &str), &CatalogFile> = files.collect();
     let mut archives: HashMap<&str, u32> = HashMap::new();
     let named = catalog.files.iter().flatten().filter_map(|file| file.parsed.archive.as_deref());

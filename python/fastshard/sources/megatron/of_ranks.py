@@ -1,0 +1,85 @@
+"""Which rank a rank file is of, by the arguments that it holds.
+
+The tensor-parallel rank is the fastest of all in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp, tp-cp-ep-pp-dp, and
+tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of ``mp_rank_TP``, whatever the other degrees are.
+source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py (get_checkpoint_name)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...declared import Source
+from ...errors import Finding
+from ..base import Found
+
+#: (tp, pp, ep) of a file by its name.
+_Place = tuple[int, int, int]
+
+
+def judge(
+    source: Source, found: Found, files: Sequence[tuple[int, _Place, dict[str, Any]]], tp: int, pp: int
+) -> None:
+    """Puts on a declaration which files are in the place of their rank, and an error for each that is in another's.
+
+    Args:
+        source: the declaration.
+        found: the files.
+        files: number, place by its name, and arguments of each.
+        tp: tensor-parallel degree.
+        pp: pipeline-parallel degree.
+    """
+    told = [(at, place[:2], rank, args) for at, place, args in files if (rank := _rank(args)) is not None]
+    if len(told) < len(files) or (len(files) > 1 and len({rank for _, _, rank, _ in told}) == 1):
+        # Converters write no rank, or 0 into all files.
+        return
+    by_order = [
+        [(at, place, rank, (rank % tp, stage(rank, args, tp, pp))) for at, place, rank, args in told]
+        for stage in (_stage_last, _stage_before_data)
+    ]
+    # All files are of one order: the one that gives each a place of its own, and contradicts the names least.
+    wrong = min(
+        by_order,
+        key=lambda of: (len(of) - len({own for *_, own in of}), sum(place != own for _, place, _, own in of)),
+    )
+    wrong = [one for one in wrong if one[1] != one[3]]
+    paths = {place: found.files[at].path for at, place, _, _ in told}
+    for at, place, rank, own in wrong:
+        right = f"its place is that of {paths[own]}: rename the files back, or copy them again"
+        source.findings.append(
+            Finding.of(
+                "FS113",
+                "the file is another rank's, by its arguments",
+                file=found.files[at].path,
+                rank=_called(place, pp),
+                expected=_called(place, pp),
+                got=f"{_called(own, pp)} (args.rank {rank})",
+                help=right if own in paths else "copy the right file from the node that ran this rank",
+            )
+        )
+    source.placed |= {at for at, *_ in told} - {at for at, *_ in wrong}
+
+
+def _rank(args: dict[str, Any]) -> int | None:
+    """``args.rank``, where it tells of a place."""
+    rank, world = args.get("rank"), args.get("world_size")
+    encoder = args.get("encoder_tensor_model_parallel_size")
+    if type(rank) is not int or type(world) is not int or (type(encoder) is int and encoder > 0):
+        return None
+    return rank if 0 <= rank < world else None
+
+
+def _stage_last(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
+    """Pipeline stage in the order tp-cp-ep-dp-pp."""
+    return int(rank // max(args["world_size"] // pp, 1))
+
+
+def _stage_before_data(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
+    """Pipeline stage in the order tp-cp-pp-dp."""
+    cp = args.get("context_parallel_size")
+    return rank // (tp * (cp if type(cp) is int and cp > 0 else 1)) % pp
+
+
+def _called(place: tuple[int, ...], pp: int) -> str:
+    return f"tp {place[0]}" + (f", pp {place[1]}" if pp > 1 else "")
