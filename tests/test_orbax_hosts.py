@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore
 from helpers import FIXTURES, assert_refused, at_once, cli, read_result
 from orbax_maker import describe, painted, write
 
@@ -223,3 +224,72 @@ def test_a_chunk_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     ran = cli("merge", source, tmp_path / "out")
     assert ran.code == 1 and ran.errors[0]["code"] == "FS506" and chunk.name in ran.errors[0]["file"], ran.out
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def stores(root: Path) -> dict[int, Path]:
+    """Stores of processes by number."""
+    return {int(path.name[-1]): path for path in sorted(root.rglob("ocdbt.process_*")) if path.is_dir()}
+
+
+def rewritten(store: Path, to: Path) -> None:
+    """The same keys and values as another writer would have written them, with names and a manifest of their own."""
+
+    def opened(path: Path) -> Any:
+        base = {"driver": "file", "path": f"{path}/"}
+        return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+    shutil.rmtree(to)
+    source, made = opened(store), opened(to)
+    for key in source.list().result():
+        made.write(key, source.read(key).result().value).result()
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_the_store_of_a_process_that_is_a_copy_of_anothers(hosts: int, tmp_path: Path) -> None:
+    for number, (source, lost) in enumerate(itertools.permutations(range(hosts), 2)):
+        root = tmp_path / str(number)
+        nodes = live(hosts, "ocdbt", root, committed=False)
+        at = stores(root)
+        shutil.rmtree(at[lost])
+        shutil.copytree(at[source], at[lost])
+        ran = cli("merge", *nodes, root / "out", "--accept", "uncommitted")
+        assert ran.code == 1 and not (root / "out").exists(), ran.out
+        (told,) = ran.having("FS303")
+        assert {f"process {n}" in told["message"] for n in (source, lost)} == {True}, told
+
+
+SEVERAL = [
+    "mp2_local_BROKEN_0128_zarr3_primarynone", "mp2_local_BROKEN_063_zarr3", "mp2_shared_good_063_zarr3_elided_zeros",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("how", ["copied", "rewritten"])
+def test_a_process_whose_chunks_are_in_no_store_is_not_there(name: str, how: str, tmp_path: Path) -> None:
+    """Its folder is, with what another one has written."""
+    for number, (source, lost) in enumerate([(0, 1), (1, 0)]):
+        root = shutil.copytree(FIXTURES / "orbax" / name, tmp_path / str(number))
+        nodes = sorted(path for path in root.iterdir() if path.name.startswith("node")) or [root]
+        good = cli("merge", *nodes, tmp_path / f"good{number}")
+        assert good.code == 0, good.out
+        at = stores(root)
+        if how == "copied":
+            shutil.rmtree(at[lost])
+            shutil.copytree(at[source], at[lost])
+        else:
+            rewritten(at[source], at[lost])
+        ran = cli("merge", *nodes, tmp_path / f"out{number}")
+        assert ran.code == (1 if how == "copied" else 3), ran.out
+        assert not (tmp_path / f"out{number}").exists()
+        assert ran.having("FS111", severity="error") and bool(ran.having("FS303")) == (how == "copied")
+
+
+def test_stores_that_were_renamed_into_each_other_lose_nothing(tmp_path: Path) -> None:
+    nodes = live(2, "ocdbt", tmp_path, committed=False)
+    at = stores(tmp_path)
+    for number, path in at.items():
+        path.rename(path.with_name(f"ocdbt.process_{1 - number}"))
+    ran = cli("merge", *nodes, tmp_path / "out", "--accept", "uncommitted")
+    assert ran.code == 0, ran.out
+    made = read_result(tmp_path / "out")
+    assert all(np.array_equal(made[name].numpy(), array) for name, array in values().items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...configs import parse_yaml
@@ -65,6 +66,8 @@ class Orbax:
             by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
             where=places[0].label(listing),
         )
+        evidence = replace(evidence, present=completeness.at_hand(union.arrays, union.of_process, evidence))
+        findings += union.copied()
         accepted = "elided-zeros" in options.accept
         verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
         findings += verdict.findings

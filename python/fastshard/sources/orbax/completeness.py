@@ -85,6 +85,40 @@ class Evidence:
         return bool(self.absent) or (self.per_process and len(self.present) < (self.implied or 0))
 
 
+def at_hand(
+    arrays: Mapping[str, Array], of_process: Mapping[int | str, Set[str]], evidence: Evidence
+) -> Set[int | str]:
+    """Of the processes whose stores are there, those whose chunks are.
+
+    A folder's name shows nothing: another process' store may have been copied over it. A process is there if a store,
+    whatever it is called, holds a chunk that its devices own, or if its own holds no chunk at all. Where nothing tells whose a
+    store's chunks are, the name counts.
+
+    Args:
+        arrays: by name.
+        of_process: keys of each process' store.
+        evidence: with the shardings of the arrays.
+    """
+    if evidence.processes is None or not evidence.numbered:
+        return evidence.present
+    keys: Set[str] = set().union(*of_process.values())
+    writers = Writers(arrays, keys, evidence.shardings, evidence.by_primary)
+    owners: dict[str, int | None] = {}
+    for array in arrays.values():
+        if array.name not in evidence.by_primary and 0 not in array.shape:
+            for index in array.chunks():
+                if (key := f"{array.name}/{array.key(index)}") in keys:
+                    device = writers.first(array, index)
+                    owners[key] = None if device is None else evidence.processes.get(device)
+    own = {owner for owner in owners.values() if owner is not None}
+    unknown = {
+        process
+        for process, held in of_process.items()
+        if all(owners[key] is None for key in owners.keys() & held)
+    }
+    return {process for process in evidence.present if process in own or process in unknown}
+
+
 @dataclass
 class Verdict:
     """The outcome for a store."""

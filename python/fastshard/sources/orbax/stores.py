@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from ... import regular
 from ...discover import Listing
 from ...errors import FastshardError, Finding, error_for
 from ...external import tensorstore
@@ -48,11 +51,20 @@ class Union:
     unread: dict[str, Finding] = field(default_factory=dict)
     #: Keys of each process' own store that was opened.
     of_process: dict[int | str, set[str]] = field(default_factory=dict)
+    #: Process, label and manifest of each of these.
+    manifests: list[tuple[int | str, str, Path]] = field(default_factory=list)
 
     def add(self, held: Held) -> None:
         """Takes a further store."""
         self.held.append(held)
         self.keys |= held.keys
+
+    def take(self, listing: Listing, place: Place, process: Process, part: Held) -> None:
+        """Notes what a process' own store holds."""
+        self.of_process.setdefault(process.id, set()).update(part.keys)
+        manifest = place.path(listing) / process.folder / "manifest.ocdbt"
+        if part.keys and not part.store.lent and regular.is_file(manifest):
+            self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
         """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows nothing."""
@@ -66,6 +78,22 @@ class Union:
             for n, keys in self.of_process.items()
             if not known.isdisjoint(keys) or (unread and any(k.startswith(unread) for k in keys))
         }
+
+    def copied(self) -> list[Finding]:
+        """Stores of different processes with one manifest: it names files at random, so one is a copy of the other."""
+        return [
+            Finding.of(
+                "FS303",
+                f"the store of process {second} is the same as that of process {first}",
+                file=label,
+                rank=f"process {second}",
+                expected=f"another manifest than that of {other}",
+                got="the same bytes",
+                help="one was copied over the other: copy the right one from the host that ran its process",
+            )
+            for (first, other, one), (second, label, two) in itertools.combinations(self.manifests, 2)
+            if first != second and regular.same(one, two)
+        ]
 
     def holders(self, key: str) -> list[Held]:
         """Stores that hold a key."""
@@ -89,7 +117,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         if place.ocdbt and not place.merged:
             for process in sorted(place.processes, key=lambda p: p.key):
                 part = _process(listing, place, process, context)
-                union.of_process.setdefault(process.id, set()).update(part.keys)
+                union.take(listing, place, process, part)
                 union.add(part)
         else:
             store = tensorstore.Store(
@@ -111,7 +139,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
                     if error.code == "FS601":
                         continue
                     raise
-                union.of_process.setdefault(process.id, set()).update(part.keys)
+                union.take(listing, place, process, part)
                 part.keys -= before
                 union.add(part)
         union.unmerged = len(union.keys) - len(before)
