@@ -405,3 +405,20 @@ def test_the_order_is_that_of_named_parameters(kind: str, options: dict[str, Any
     tied = bool(options.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
     family = "gpt_neox" if kind == "gpt_neox" else "llama"
     assert parameter_order(family, names, 2, tied) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("stages", [False, True])
+def test_names_alone_prove_nothing_of_shapes(stages: bool, form: str, tmp_path: Path) -> None:
+    """A rank's slices of the vocabulary that were saved as wholes: without a config nothing tells."""
+    tensors = whole()
+    rows = len(tensors[EMBED])
+    root = write(tmp_path / "ckpt", tensors, form, stages)
+    assert "not provable" not in cli("merge", root, tmp_path / "proven").doc["not_proven"]
+    for name, sliced in (("whole", False), ("sliced", True)):
+        cut = {n: t[: rows // 2] if sliced and n in (EMBED, HEAD) else t for n, t in tensors.items()}
+        ckpt = write(tmp_path / name, cut, form, stages)
+        (ckpt / "config.json").unlink()
+        shutil.rmtree(ckpt / "tmp_index_files", ignore_errors=True)
+        for verb in (("verify", ckpt), ("merge", ckpt, tmp_path / f"{name}-out")):
+            assert "completeness not provable" in cli(*verb).doc["not_proven"], (name, verb[0])

@@ -159,10 +159,8 @@ class ColossalAI:
                         expected.setdefault(key, copies[0])
         source.expected_names = set(expected)
         notes["weight_map"] = expected
-        # A save that lost a stage's index loses that stage's names: only the config tells.
-        source.provable = source.layout is not None or (
-            bool(notes["map"]) and not notes["stages"] and not notes["whole"]
-        )
+        # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the whole.
+        source.provable = source.layout is not None
         source.findings += self._missing_layers(found, config, held)
         source.findings += self._missing_experts(found, config, held)
         source.findings += _total_size(listing, notes["index"])
