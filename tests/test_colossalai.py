@@ -422,3 +422,40 @@ def test_names_alone_prove_nothing_of_shapes(stages: bool, form: str, tmp_path: 
         shutil.rmtree(ckpt / "tmp_index_files", ignore_errors=True)
         for verb in (("verify", ckpt), ("merge", ckpt, tmp_path / f"{name}-out")):
             assert "completeness not provable" in cli(*verb).doc["not_proven"], (name, verb[0])
+
+
+def test_slices_that_are_views_of_one_storage_are_no_copies(tmp_path: Path) -> None:
+    """torch.save keeps the whole storage of a slice: two ranks' files hold the same one, and other parts of it."""
+    tensors = whole()
+    for rank in range(2):
+        cut = {}
+        for name, tensor in tensors.items():
+            dim = 0 if name in (EMBED, HEAD) or name.endswith(("q_proj.weight", "up_proj.weight")) else None
+            cut[name] = tensor if dim is None else tensor.chunk(2, dim)[rank]
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        shutil.copy(REAL / "config.json", folder)
+        torch.save(cut, folder / "pytorch_model-00001.bin")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(cut, "pytorch_model-00001.bin")}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    roots = [tmp_path / "rank0", tmp_path / "rank1"]
+    ran = cli("merge", *roots, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    same(tmp_path / "out", tensors)
+    # A slice that was copied is one all the same.
+    shutil.copy(roots[0] / "pytorch_model-00001.bin", roots[1])
+    ran = cli("merge", *roots, tmp_path / "copied")
+    assert ran.code == 1 and ran.having("FS303"), ran.out
+
+
+def test_a_value_head_stands_in_the_place_of_the_output_layer(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in whole().items() if name != HEAD}
+    tensors["value_head.weight"] = torch.randn(1, tensors[EMBED].shape[1]).to(torch.bfloat16)
+    root = write(tmp_path / "ckpt", tensors, stages=False)
+    ran = cli("merge", root, tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS212", tensor="value_head.weight"), ran.out
+    same(tmp_path / "out", tensors)
+    # Without one the output layer is missing.
+    del tensors["value_head.weight"]
+    ran = cli("merge", write(tmp_path / "lost", tensors, stages=False), tmp_path / "none")
+    assert ran.code == 3 and ran.having("FS102", tensor=HEAD), ran.out

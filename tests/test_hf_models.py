@@ -325,8 +325,10 @@ def test_names_that_an_adapter_changed_are_not_passed_off(begins: str, tmp_path:
     assert_refused(
         ckpt, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "hf"), message="has changed"
     )
-    assert cli("merge", ckpt, tmp_path / "merged").code == 0
+    ran = cli("merge", ckpt, tmp_path / "merged")
+    assert ran.code == 0 and ran.having("FS212", message="config.json is not written", severity="warning")
     assert read_result(tmp_path / "merged").keys() == state.keys()
+    assert not (tmp_path / "merged/config.json").exists()
 
 
 @pytest.mark.parametrize("begins", ["_orig_mod.", "_fsdp_wrapped_module.", "module.", "module._orig_mod."])
@@ -340,8 +342,12 @@ def test_names_that_a_wrapper_changed_become_the_models_own(begins: str, tmp_pat
     assert all(torch.equal(tensor, state[begins + name]) for name, tensor in have.items())
     _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values())
+    # A merge writes the config too, which is for these names.
     assert cli("merge", ckpt, tmp_path / "merged").code == 0
-    assert read_result(tmp_path / "merged").keys() == state.keys()
+    assert read_result(tmp_path / "merged").keys() == have.keys()
+    (ckpt / "config.json").unlink()
+    assert cli("merge", ckpt, tmp_path / "plain").code == 0
+    assert read_result(tmp_path / "plain").keys() == state.keys()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -68,7 +68,7 @@ def test_twins_to_hugging_face(twin_fixture: Path, config: Any, tmp_path: Path) 
     have, findings = converted(twin_fixture, tmp_path / "hf", "hf", config=config)
     assert_hashes(have, described(twin_fixture)["hf_tensors"])
     warned = [f.code for f in findings if f.severity == "warning" and "rope_type" in f.message]
-    assert warned == (["FS109"] if config is None else [])
+    assert warned == (["FS216"] if config is None else [])
 
 
 def test_twins_from_hugging_face(twin_fixture: Path, tmp_path: Path) -> None:

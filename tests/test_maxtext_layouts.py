@@ -173,7 +173,7 @@ def test_an_order_that_nothing_states_is_the_converters_with_a_warning(config: A
     have, findings = converted(source, tmp_path / "hf", "hf")
     assert_same(have, hf)
     warned = [(f.code, f.severity, f.file) for f in findings if "rope_type" in f.message]
-    assert warned == [("FS109", "warning", "config.json")]
+    assert warned == [("FS216", "warning", "config.json")]
     # Asked for an order, it must be known which one there is.
     with pytest.raises(FastshardError) as error:
         plan(source, to="maxtext", rope_type="default")
@@ -195,7 +195,7 @@ def test_other_targets_warn_of_an_order_that_nothing_states_too(to: str, tmp_pat
     size = Size(hidden=64)
     folder = saved_orbax(maxtext_llama(hf_llama(size), size, 1), tmp_path / "maxtext")
     findings = plan(fastshard_open(folder), to=to, **UNPADDED.get(to, {})).findings
-    assert [f.code for f in findings if "rope_type" in f.message and f.severity == "warning"] == ["FS109"]
+    assert [f.code for f in findings if "rope_type" in f.message and f.severity == "warning"] == ["FS216"]
 
 
 def test_queries_are_rounded_once_and_the_way_back_says_that_it_is_not_exact(tmp_path: Path) -> None:

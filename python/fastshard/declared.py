@@ -12,7 +12,7 @@ from . import layouts
 from ._core import Table
 from .discover import File
 from .errors import FastshardError, Finding, raise_errors
-from .naming.wrappers import put_in
+from .naming.wrappers import put_in, wrapped
 
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
@@ -430,8 +430,7 @@ class Source:
         Args:
             names_of: names of the tensors in a file, by its number.
         """
-        beside = self.model.hf_names and self.model.config is not None
-        if not beside or not (self.weights_prefix or self.names):
+        if not self.model.hf_names or self.model.config is None:
             return self
         if self.other_prefixes:
             copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
@@ -440,6 +439,10 @@ class Source:
         stored = [name for held in units.values() for _, name in held]
         stored += [name for group in self.assembled for name, *_ in group.tensors]
         names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
+        if not self.adapted and (changed := wrapped(set(names.values()))) is not None:
+            return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
+        if all(name == own for name, own in names.items()):
+            return self
         by_name: dict[str, str] = {}
         for name, own in names.items():
             if by_name.setdefault(own, name) != name:
@@ -465,14 +468,19 @@ class Source:
             findings=[*self.findings, *self._unwrapped(), *([note] if self.weights_prefix else [])],
         )
 
-    def _without_config(self, copies: list[str], under: str) -> Source:
-        """The source whose names stay: its config is for none of the copies of a model."""
+    def _without_config(
+        self,
+        names: list[str],
+        under: str | None,
+        why: str = "the checkpoint holds several copies of the model",
+    ) -> Source:
+        """The source whose names stay, and are none that its config is for."""
         warning = Finding.of(
             "FS212",
-            "config.json is not written: the checkpoint holds several copies of the model",
+            f"config.json is not written: {why}",
             severity="warning",
-            got=", ".join(copies),
-            help=f"choose one with --under, e.g. --under {under}",
+            got=", ".join(names),
+            help=None if under is None else f"choose one with --under, e.g. --under {under}",
         )
         model = replace(self.model, dialect=None)
         return replace(self, model=model, findings=[*self.findings, warning])

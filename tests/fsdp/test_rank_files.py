@@ -108,9 +108,15 @@ def test_converted_loads_and_computes_the_same(case: str, saved: Saved, tmp_path
 
 
 def test_a_compiled_models_names_are_kept_by_a_merge(saved: Saved, tmp_path: Path) -> None:
-    """And told of by a conversion; with a config the merge is proven complete under them."""
-    folder = saved("compiled")
+    """Where no config is written beside, which is for others; told of by a conversion."""
+    folder = copy(saved("compiled"), tmp_path / "ranks")
+    assert cli("merge", folder, tmp_path / "own").code == 0
+    assert set(read_result(tmp_path / "own")) == set(held(folder)[0])
+    config = next(folder.rglob("config.json"))
+    # Not above the checkpoint, where it would be found.
+    kept = config.rename(tmp_path / "kept.json")
     assert cli("merge", folder, tmp_path / "out").code == 0
+    kept.rename(config)
     have = read_result(tmp_path / "out")
     assert {name.replace("_orig_mod.", "") for name in have} == set(held(folder)[0])
     assert "_orig_mod.model.layers.1._orig_mod.mlp.up_proj.weight" in have

@@ -15,6 +15,17 @@ from ..discover import File, Listing
 from ..errors import FastshardError, Finding, from_core
 
 
+def view_of(tensor: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells two tensors apart without reading them: checksum and bytes of the storage, and what part of it they are.
+
+    ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other slices.
+    """
+    return (
+        tensor.get("storage_crc32"), tensor["storage_bytes"], tensor["dtype"], tensor["offset"],
+        tuple(tensor["shape"]), tuple(tensor["strides"]),
+    )  # fmt: skip
+
+
 class Contents:
     """What the headers of the files say, by index in :attr:`Found.files`."""
 
@@ -43,7 +54,7 @@ class Contents:
         return self._readable[file] is not None
 
     def tensors(self, file: int) -> list[dict[str, Any]]:
-        """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``storage_bytes``, ``storage_crc32`` of each."""
+        """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``strides``, ``storage_bytes``, ``storage_crc32`` of each."""
         if file not in self._tensors:
             self._tensors[file] = json.loads(self._catalog.tensors(file))
         return self._tensors[file]

@@ -23,6 +23,8 @@ from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
 _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+#: What critics and reward models have in the place of an output layer.
+_VALUE_HEAD = re.compile(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
 #: Keys that tell a config of Hugging Face from others of the name.
 _TELLING = {"model_type", "architectures", "transformers_version"}
 #: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
@@ -150,11 +152,22 @@ def describe(
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    by_names = layouts.table(layout).describe(None, list(stored))[1].get("head", False)
     if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
         headless = kind.name if kind else "a model without a head, by the names of its tensors"
-        by_names = layouts.table(layout).describe(None, list(stored))[1]
-        source.facts["head"] = by_names.get("head", False)
+        source.facts["head"] = by_names
         source.findings += _own_head(kind, stored)
+    elif source.facts.get("head") and not by_names and (value := _value_head(stored)) is not None:
+        headless = f"a model with a value head ({value})"
+        source.facts["head"] = False
+        source.findings.append(
+            Finding.of(
+                "FS212",
+                f"the model has a value head ({value}) and no output layer over the vocabulary",
+                severity="note",
+                tensor=value,
+            )
+        )
     source.model = replace(source.model, family=family, headless=headless)
     if source.vocab_size:
         source.axes.pop("V", None)
@@ -290,6 +303,14 @@ def _prefixed(layout: str, base: str, prefix: str) -> Table:
         return prefix + name.removeprefix(base) if name.startswith(base) else outer + name
 
     return table.with_rules([rule.renamed(stored(rule.name)) for rule in table.rules])
+
+
+def _value_head(names: Iterable[str]) -> str | None:
+    """The tensor of a critic or reward model that is saved under the config of the language model it was made of.
+
+    source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl models/modeling_value_head.py
+    """
+    return next((name for name in names if _VALUE_HEAD.search(name)), None)
 
 
 def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:

@@ -238,7 +238,7 @@ impl Catalog {
                     let blob = &f.parsed.blobs[t.blob as usize];
                     json!({
                         "path": t.path, "dtype": t.dtype, "torch_dtype": t.dtype.torch_name(), "shape": t.shape,
-                        "storage": t.blob, "offset": t.offset,
+                        "storage": t.blob, "offset": t.offset, "strides": t.strides,
                         "storage_bytes": blob.len, "storage_crc32": blob.crc32,
                     })
                 })

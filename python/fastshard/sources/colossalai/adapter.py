@@ -23,7 +23,7 @@ from ...discover import File, Listing
 from ...errors import Finding
 from ...models import huggingface
 from .. import hf_names
-from ..base import Contents, Found, Options, lacking, missing
+from ..base import Contents, Found, Options, lacking, missing, view_of
 from ..indices import read_json
 from ..steps import Chosen, folder_of, is_step
 from . import optim as colossalai_optim
@@ -383,13 +383,13 @@ def _copied(
             )
         )
     for name, places in slices.items():
-        seen: dict[tuple[int, int], int] = {}
+        seen: dict[tuple[Any, ...], int] = {}
         for rank, (file, number, _) in enumerate(places):
             tensor = contents.tensors(file)[number]
             crc, size = tensor.get("storage_crc32"), tensor["storage_bytes"]
             if crc is None or size > _CONSTANT_BYTES or crc == zlib.crc32(bytes(size)):
                 continue
-            if (first := seen.setdefault((crc, size), rank)) != rank:
+            if (first := seen.setdefault(view_of(tensor), rank)) != rank:
                 findings.append(
                     Finding.of(
                         "FS303",
@@ -398,7 +398,7 @@ def _copied(
                         rank=f"tp {rank}",
                         tensor=name,
                         expected="another part of the tensor",
-                        got="a copy, by the checksum of its storage",
+                        got="a copy, by the checksum of its storage and its place there",
                         help="name the directory that each tensor-parallel rank saved, rank 0 first",
                     )
                 )

@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 from ...errors import Finding
-from ..base import Contents, Found
+from ..base import Contents, Found, view_of
 from .model import state_of, tensor_index
 
 #: Storages up to this size are checked for being constant before they are called copies.
@@ -27,10 +27,10 @@ def copied_files(found: Found, contents: Contents) -> list[Finding]:
             for value in (groups if isinstance(groups, list) else [])
             if (t := tensor_index(value)) is not None
         ]
-        sums = tuple((tensors[t]["storage_crc32"], tensors[t]["storage_bytes"]) for t in indices)
-        if not sums or None in [crc for crc, _ in sums] or all(_constant(*s) for s in sums):
+        views = tuple(view_of(tensors[t]) for t in indices)
+        if not views or None in [crc for crc, *_ in views] or all(_constant(*view[:2]) for view in views):
             continue
-        first = seen.setdefault(sums, (dp, mp, file))
+        first = seen.setdefault(views, (dp, mp, file))
         if first[:2] != (dp, mp):
             findings.append(
                 Finding.of(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...declared import Assembled, Group, StateFile
 from ...errors import Finding
-from ..base import lacking
+from ..base import lacking, view_of
 from ..groups import numbered
 from .model import Flat, Model, Named, Rank, scalar, scalars_of, state_below, state_of, tensor_index
 
@@ -159,10 +159,7 @@ class Partitions:
         """Two roots hold the same rank's file: they must be copies, by the checksums in both."""
 
         def sums(index: int) -> list[Any]:
-            return [
-                (t["path"], t["storage_crc32"], t["storage_bytes"])
-                for t in self.model.contents.tensors(index)
-            ]
+            return [(t["path"], view_of(t)) for t in self.model.contents.tensors(index)]
 
         if sums(first.file) != sums(file):
             self.problem(
