@@ -142,7 +142,11 @@ def open(
     accepted = copies.patterns(options.accept)
     findings = copies.accepted(findings, accepted)
     optimizer = replace(source.optimizer, findings=copies.accepted(source.optimizer.findings, accepted))
-    near = source.places or companions.places(listing, found.notes.get("folder") or "") or list(listing.roots)
+    near = (
+        source.places
+        or companions.places(listing, found.notes.get("folder") or "")
+        or companions.beside_files(listing)
+    )
     source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
     if reference is not None:
         source = _held_against(reference, source)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import _core, regular, tokenizer
-from .discover import Listing, refuse_unprintable
+from .discover import Folder, Listing, linked, refuse_unprintable
 from .errors import FastshardError, Finding
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
-_OTHERS = (
+OTHERS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 #: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
@@ -23,7 +24,7 @@ _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tok
 _MAX_CODE = 64
 
 
-def places(listing: Listing, folder: str, *, above: bool = True) -> list[Path]:
+def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
     """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors, those
     above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
 
@@ -35,41 +36,101 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Path]:
     if listing.single:
         return []
     elsewhere = any(_core.is_elsewhere(root) for root in listing.roots)
-    levels: list[list[Path]] = []
+    levels: list[list[Folder]] = []
     for root in listing.roots:
         at = folder
-        chain = [root / at if at else root]
+        chain = [Folder(root / at if at else root, listing.links_within)]
         while at:
             at = at.rpartition("/")[0]
-            chain.append(root / at if at else root)
+            chain.append(Folder(root / at if at else root, listing.links_within))
         # What lies there on other hosts nobody has said.
         if above and not elsewhere:
-            chain.append(root.absolute().parent)
+            top = root.absolute().parent
+            is_named = any(top.is_relative_to(other.absolute()) for other in listing.roots)
+            chain.append(Folder(top, listing.links_within, None if is_named else root))
         for i, one in enumerate(chain):
             levels.extend([] for _ in range(i + 1 - len(levels)))
             levels[i].append(one)
-    found = [place for level in levels for one in level for place in (one, one / _SUBFOLDER)]
-    return list(dict.fromkeys(found))
+    found: dict[Path, Folder] = {}
+    for one in (one for level in levels for one in level):
+        for place in (one, replace(one, path=one.path / _SUBFOLDER)):
+            found.setdefault(place.path, place)
+    return list(found.values())
 
 
-def first(folders: Iterable[Path], name: str) -> Path | None:
+def beside_files(listing: Listing) -> list[Folder]:
+    """The folders of files that were named by themselves."""
+    pairs = zip(listing.roots, listing.named, strict=True)
+    return [Folder(root, listing.links_within, None if root is path else path) for root, path in pairs]
+
+
+def first(folders: Iterable[Folder], name: str) -> Path | None:
     """The file of this name in the first folder that has it.
 
     Raises:
-        FastshardError: ``FS601`` if something else has the name.
+        FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
     """
-    return next((folder / name for folder in folders if regular.is_file(folder / name)), None)
+    return next((path for folder in folders if (path := folder.file(name)) is not None), None)
 
 
-def beside(folders: list[Path], config: Path | None) -> dict[str, Path]:
+def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str, str]:
+    """Of files that go along, by name, those that come from a folder above the checkpoint: where from, relative to it."""
+    above = {f.path: f.beside for f in folders if f.beside is not None and f.beside.is_dir()}
+    found = {}
+    for name, path in paths.items():
+        root = above.get(path.parent)
+        if root is not None:
+            found[name] = f"../{path.relative_to(root.absolute().parent).as_posix()}"
+    return found
+
+
+def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Finding]:
+    """One warning for the files that are not taken since anybody may have put them where they lie.
+
+    Args:
+        folders: where companions were looked for.
+        held: names of those that were found or given; of a tokenizer's files any is enough.
+    """
+    words = () if any(tokenizer.is_of(name) for name in held) else tokenizer.NAMES
+    wanted = [name for name in ("config.json", *OTHERS, *words) if name not in held]
+    left = [
+        (folder.path / name, why)
+        for folder in folders
+        for name in wanted
+        if (why := folder.why_not(name)) is not None
+    ]
+    if not left:
+        return []
+    (path, why), names = left[0], list(dict.fromkeys(path.name for path, _ in left))
+    ways = [f"--tokenizer {path.parent}"] if any(tokenizer.is_of(name) for name in names) else []
+    ways += [f"--config {path.parent / 'config.json'}"] if "config.json" in names else []
+    taken = f"; to take them all the same: {' '.join(ways)}" if ways else ""
+    return [
+        Finding.of(
+            "FS108",
+            f"not taken along: {why}",
+            severity="warning",
+            file=str(path),
+            expected="a folder that only you, root and the checkpoint's owner may write to",
+            got=", ".join(names),
+            help=f"copy what belongs to the model into the checkpoint{taken}",
+        )
+    ]
+
+
+def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
     """Files that go along besides the tokenizer's and config.json: by name.
 
     Args:
         folders: where they are looked for, the nearest first.
         config: the model's config.json, beside which code of its own lies.
     """
-    found = {name: path for name in _OTHERS if (path := first(folders, name)) is not None}
-    return found | ({} if config is None else _code(config))
+    found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
+    if config is None:
+        return found
+    # One that was given by itself lies in a folder that nobody has named.
+    here = next((folder for folder in folders if folder.path == config.parent), None)
+    return found | _code(config, here or Folder(config.parent, linked(config.parent), config))
 
 
 def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
@@ -130,7 +191,7 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(part) for part in value] if isinstance(value, list) else value
 
 
-def _code(config: Path) -> dict[str, Path]:
+def _code(config: Path, folder: Folder) -> dict[str, Path]:
     """Modules that ``auto_map`` of a config.json needs: those beside it, since they import each other."""
     try:
         content = json.loads(regular.read_text(config, regular.MAX_CONFIG))
@@ -138,7 +199,8 @@ def _code(config: Path) -> dict[str, Path]:
         return {}
     if not isinstance(content, dict) or not isinstance(content.get("auto_map"), dict):
         return {}
-    paths = sorted(path for path in config.parent.glob("*.py") if regular.is_file(path))
+    programs = (name for name in folder.names() if name.endswith(".py"))
+    paths = [path for name in programs if (path := folder.file(name)) is not None]
     if len(paths) > _MAX_CODE:
         raise FastshardError.of(
             "FS514",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core, budget, companions, lending, pieces, placing, ranks, references, regular
+from . import tokenizer as tokenizers
 from .arguments import checked
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
+from .declared import Source as Declared
 from .errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from .external import array_writer
 from .manifests import MANIFEST_NAME, MAX_MANIFEST, Expected, Manifest, beside, expected_by, run_options
@@ -22,7 +24,6 @@ from .planning import Plan, make_plan, to_be_written
 from .progress import Progress, Report
 from .request import Request
 from .tokenizer import Tokenizer
-from .tokenizer import find as find_tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,9 +103,41 @@ def plan(
         weights=weights,
         optimizer=optimizer,
         options=placed,
-        tokenizer=find_tokenizer(tokenizer, checkpoint.opened.source.places),
+        tokenizer=_words(tokenizer, checkpoint.opened.source, to, vocab_size),
     )
-    return to_be_written(make_plan(checkpoint.opened, request))
+    return _made(checkpoint, request)
+
+
+def _made(checkpoint: Checkpoint, request: Request) -> Plan:
+    """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
+    made = to_be_written(make_plan(checkpoint.opened, request))
+    source, words = made.source, request.tokenizer
+    if made.target == "merge" and not source.model.hf_names:
+        # Nothing goes along but what is given; a config would have told the model's names.
+        held = {*companions.OTHERS, *tokenizers.NAMES}
+    else:
+        held = {*companions.beside(source.places, None), *(words.files if words else ())}
+    held |= set() if source.model.config is None else {"config.json"}
+    made.findings += companions.passed_over(source.places, held)
+    return made
+
+
+def _words(
+    given: StrPath | None, source: Declared, to: str | None, vocab_size: int | None
+) -> Tokenizer | None:
+    """The tokenizer given, else the one beside a source.
+
+    Raises:
+        FastshardError: what is wrong with it, if anything of it decides or goes along.
+    """
+    try:
+        return tokenizers.find(given, source.places)
+    except FastshardError as error:
+        # A merge under the framework's own names takes none along, and keeps all rows.
+        decides = given is not None or vocab_size is not None or to is not None or source.model.hf_names
+        if decides or error.code != "FS603":
+            raise
+        return None
 
 
 @budget.kept
@@ -234,6 +267,8 @@ class Job:
     run: dict[str, Any]
     #: Files that go along with the result: (name, path).
     copies: list[tuple[str, str]]
+    #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
+    above: dict[str, str]
     #: True if the source was compared with a manifest, so that nothing in it can be swapped.
     settled: bool
     #: What was found before the work.
@@ -246,6 +281,7 @@ class Job:
             **writing,
             "stats": "full" if stats else "nothing",
             "values": self.made.source.values,
+            "above": self.above,
             "expected": self.settled,
         })  # fmt: skip
 
@@ -282,10 +318,21 @@ def prepared(
     settled = (expected.manifest or beside(checkpoint)) is not None or pieces.settled(checkpoint)
     found = [f for f in made.findings if not settled or f.code not in UNPROVEN]
     copies = along(made, words, given=tokenizer is not None)
+    given = set(words.files) if words and tokenizer is not None else set()
     # A config that is not given was compared when it was read.
-    said = {"config.json", *(words.files if words and tokenizer is not None else ())}
+    said = {"config.json", *given}
     raise_errors(companions.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said)))
-    return Job(checkpoint, made, run, copies, settled, [*found, *findings])
+    return Job(checkpoint, made, run, copies, _above(made, copies, given), settled, [*found, *findings])
+
+
+def _above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
+    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
+    too."""
+    paths = {name: Path(path) for name, path in copies if name not in given}
+    said = made.source.model.config_file
+    if said is not None and "config.json" in made.texts:
+        paths["config.json"] = said
+    return companions.from_above(made.source.places, paths)
 
 
 def compared(
@@ -322,9 +369,9 @@ def planned(
     expected = expected_by(expect)
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = _opened(source, **opening)
-    words = find_tokenizer(tokenizer, checkpoint.opened.source.places)
+    words = _words(tokenizer, checkpoint.opened.source, to, planning.get("vocab_size"))
     request = Request(to, options=placing.of(planning), tokenizer=words, **planning)
-    return expected, checkpoint, to_be_written(make_plan(checkpoint.opened, request)), words
+    return expected, checkpoint, _made(checkpoint, request), words
 
 
 def _left(out: StrPath) -> set[str] | None:
@@ -418,7 +465,7 @@ def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
     config = source.model.config_file or companions.first(source.places, "config.json")
     # Code of its own is for those who load the model under its own names.
     own = source.model.hf_names and (merged or made.target == "hf")
-    found = companions.beside(source.places, config if own else None)
+    found: dict[str, Path] = companions.beside(source.places, config if own else None)
     found |= tokenizer.files if tokenizer else {}
     if config is not None and source.model.hf_names and (merged or made.keeps_names):
         found["config.json"] = config

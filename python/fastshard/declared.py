@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from . import layouts
 from ._core import Table
-from .discover import File
+from .discover import File, Folder
 from .errors import FastshardError, Finding, raise_errors
 from .naming.wrappers import put_in, wrapped
 
@@ -305,7 +305,7 @@ class Source:
     of_tensors: list[Finding] = field(default_factory=list)
     step: str | None = None
     #: Where config and tokenizer are looked for, the nearest first.
-    places: list[Path] = field(default_factory=list)
+    places: list[Folder] = field(default_factory=list)
     #: Contents for the manifest.
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.

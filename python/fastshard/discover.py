@@ -48,6 +48,9 @@ _TEXTS = {
     ".metadata",
 }
 
+#: What tells the folder of an array in a store.
+_ARRAY = (".zarray", "zarr.json")
+
 #: Files that say something about tensors and hold none: by their names, and by how these end.
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
@@ -88,6 +91,10 @@ class Listing:
     findings: list[Finding] = field(default_factory=list)
     #: Set if CKPT named one file.
     single: bool = False
+    #: The one file that was named, or the folder, for each root.
+    named: list[Path] = field(default_factory=list)
+    #: Where links may lead: the roots, and the blobs of a Hugging Face cache.
+    links_within: tuple[Path, ...] = ()
 
     def given(self) -> list[str]:
         """The paths of the files, where files were named, else the roots."""
@@ -127,6 +134,106 @@ class Listing:
             FastshardError: if it cannot be read, is too large (``FS601``), or is not UTF-8 (``FS211``).
         """
         return regular.read_text(self.roots[file.root] / file.path, limit, label=file.path)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder in which files that go along with a model are looked for by name, and where its links may lead.
+
+    A folder that was named, or lies in one that was, is the user's choice: a link that leaves it is an error, as it is
+    for weights. Another one, above or beside what was named, may be anybody's: a file there is taken if nobody but the
+    user, the administrator and the owner of what was named can have put it there, and passed over otherwise.
+    """
+
+    path: Path
+    #: Where links may lead.
+    within: tuple[Path, ...]
+    #: For a folder that was not named: what was, above or beside which it lies.
+    beside: Path | None = None
+
+    @classmethod
+    def named(cls, path: Path) -> Folder:
+        """A folder that was named."""
+        return cls(path, linked(path))
+
+    def file(self, name: str) -> Path | None:
+        """The file of this name; None if there is none, or it is passed over.
+
+        Raises:
+            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
+        """
+        path = self.path / name
+        if is_array(path) or (self.beside is not None and self._why_not(path) is not None):
+            return None
+        if not regular.is_file(path):
+            return None
+        if self.beside is None and not _is_within(real := _real(path), self.within):
+            raise error_for([_leaves(os.fspath(path), real)])
+        return path
+
+    def names(self) -> list[str]:
+        """Names of what lies there, in order; none where that cannot be told."""
+        try:
+            return sorted(os.listdir(self.path))  # noqa: PTH208 - names, not paths
+        except OSError:
+            return []
+
+    def why_not(self, name: str) -> str | None:
+        """Why the file of this name is passed over; None if it is not, or there is none."""
+        path = self.path / name
+        return self._why_not(path) if self.beside is not None and path.is_file() else None
+
+    def _why_not(self, path: Path) -> str | None:
+        assert self.beside is not None, "what was named is the user's choice"
+        real, top = _real(path), _real(self.beside.absolute().parent)
+        if not _is_within(real, (*self.within, top)):
+            return "a link leads to it that leaves its folder"
+        try:
+            owners = {0, os.geteuid(), self.beside.stat().st_uid}
+            between = [folder for folder in real.parents if folder.is_relative_to(top)]
+            for folder in {top, *between}:
+                status = folder.stat()
+                if status.st_mode & stat.S_IWOTH:
+                    return f"everybody may write to {folder}"
+                if status.st_uid not in owners:
+                    return f"{folder} belongs to another user"
+        except OSError as error:
+            return f"its folder cannot be looked at: {error.strerror}"
+        return None
+
+
+def linked(root: Path) -> tuple[Path, ...]:
+    """Where links of a folder may lead: into itself, and into the blobs of the Hugging Face cache that it is part of."""
+    real = root.resolve()
+    # snapshots/REVISION/... beside blobs/. source: huggingface_hub file_download.py
+    snapshots = next(
+        (folder.parent for folder in (real, *real.parents) if folder.parent.name == "snapshots"), None
+    )
+    return (real,) if snapshots is None else (real, snapshots.parent / "blobs")
+
+
+def is_array(folder: Path) -> bool:
+    """True for the folder of an array in a store, which may have the name of any file."""
+    return any((folder / name).is_file() for name in _ARRAY)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_within(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _leaves(file: str, target: Path) -> Finding:
+    return Finding.of(
+        "FS603",
+        "a link that leaves the checkpoint",
+        file=file,
+        expected="a link that stays inside the folders given, or a Hugging Face cache",
+        got=str(target),
+        help="name the target's directory as a further CKPT, or copy the file",
+    )
 
 
 def is_utf8(name: str) -> bool:
@@ -214,15 +321,16 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             expected="a checkpoint's folder, or a file of its tensors",
             help=f"name the folder that holds it: {given[0].parent}",
         )
-    allowed = [r.resolve() for r in roots]
-    allowed += [r.resolve().parent.parent / "blobs" for r in roots if r.resolve().parent.name == "snapshots"]
+    within = tuple(dict.fromkeys(folder for root in roots for folder in linked(root)))
     for index, path in enumerate(given):
         if roots[index] is path:
-            _walk(index, path, allowed, files, findings)
-    return Listing(roots=roots, files=files, findings=findings, single=single)
+            _walk(index, path, within, files, findings)
+    return Listing(roots, files, findings, single, given, within)
 
 
-def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findings: list[Finding]) -> None:
+def _walk(
+    index: int, root: Path, within: tuple[Path, ...], files: list[File], findings: list[Finding]
+) -> None:
     def unreadable(error: OSError) -> None:
         findings.append(Finding.of("FS502", "may not be read", file=str(error.filename)))
 
@@ -230,8 +338,8 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
         # Staging folders of interrupted runs are nobody's checkpoint.
         subfolders[:] = sorted(d for d in subfolders if ".fastshard-" not in d)
         for name in subfolders:
-            if name in _TEXTS:
-                full = Path(folder) / name
+            full = Path(folder) / name
+            if name in _TEXTS and not is_array(full):
                 findings.append(regular.unfit(full.relative_to(root).as_posix(), "a directory"))
         for name in sorted(names):
             full = Path(folder) / name
@@ -239,18 +347,10 @@ def _walk(index: int, root: Path, allowed: list[Path], files: list[File], findin
             try:
                 if full.is_symlink():
                     target = full.resolve(strict=True)
-                    if not any(target.is_relative_to(a) for a in allowed):
-                        if not name.endswith(_RELEVANT):
-                            continue
-                        findings.append(
-                            Finding.of(
-                                "FS603",
-                                "a link that leaves the checkpoint",
-                                file=relative,
-                                got=str(target),
-                                help="name the target's directory as a further CKPT, or copy the file",
-                            )
-                        )
+                    if not _is_within(target, within):
+                        # What goes along under another name is looked at where it is taken.
+                        if name.endswith(_RELEVANT):
+                            findings.append(_leaves(relative, target))
                         continue
                 status = full.stat()
             except (OSError, RuntimeError) as error:

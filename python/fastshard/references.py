@@ -13,6 +13,7 @@ from typing import Any
 from . import _core, regular
 from .config_rosters import refuse_untold
 from .declared import Source, is_state
+from .discover import Folder, linked
 from .errors import FastshardError, Finding, error_for
 from .naming.wrappers import bare
 from .options import StrPath
@@ -51,7 +52,7 @@ class Reference:
     config: dict[str, Any] | None = None
     config_file: Path | None = None
     #: Where its tokenizer and the like are looked for; empty for a file by itself, whose folder may be anybody's.
-    places: list[Path] = field(default_factory=list)
+    places: list[Folder] = field(default_factory=list)
     #: The files that hold its tensors.
     files: list[Path] = field(default_factory=list)
     #: Bytes of all tensors, where only an index tells of them.
@@ -110,8 +111,8 @@ def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
         return _of_index(at, given, opened)
     if at.is_file() and at.suffix == ".json":
         return _of_config(at, given)
-    if at.is_dir() and regular.is_file(at / "config.json") and not _holds_more(at):
-        return _of_config(at / "config.json", given)
+    if at.is_dir() and (said := Folder.named(at).file("config.json")) and not _holds_more(at):
+        return _of_config(said, given)
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
         raise FastshardError.of(
             "FS515",
@@ -215,7 +216,9 @@ def _of_config(at: Path, given: str) -> Reference:
         )
     refuse_untold(config, given)
     # A source that is read with this config is judged by the layout table.
-    return Reference(given, None, config, at, [at.parent], [], has_shapes=False)
+    # Its folder is the user's choice if it was named; what else lies beside a file that was may be anybody's.
+    folder = Folder(at.parent, linked(at.parent), at if Path(given) == at else None)
+    return Reference(given, None, config, at, [folder], [], has_shapes=False)
 
 
 def _json(at: Path, limit: int) -> dict[str, Any]:
@@ -234,8 +237,9 @@ def _is_model(config: Mapping[str, Any] | None) -> bool:
 
 def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
     """The config.json that lies in or beside it, if there is one of a model."""
-    file = (at if at.is_dir() else at.parent) / "config.json"
-    if not regular.is_file(file):
+    folder = Folder.named(at) if at.is_dir() else Folder(at.parent, linked(at.parent), at)
+    file = folder.file("config.json")
+    if file is None:
         return None, None
     config = _json(file, regular.MAX_CONFIG)
     return (config, file) if _is_model(config) else (None, None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import regular, vocabularies
-from .discover import is_utf8, refuse_unprintable
+from .discover import Folder, is_utf8, refuse_unprintable
 from .errors import FastshardError
 from .options import StrPath
 
@@ -60,7 +59,7 @@ class Tokenizer:
         return str(next(self.files[name] for name in (*NAMES, *self.files) if name in self.files))
 
 
-def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
+def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
     """The tokenizer given, else that of the nearest folder that holds one.
 
     Args:
@@ -69,7 +68,7 @@ def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
 
     Raises:
         FastshardError: ``FS501`` if the one given is not there or is none, ``FS601`` if something else than a file has
-            the name of one.
+            the name of one, ``FS603`` for a link that leaves its folder.
     """
     if given is not None:
         path = Path(given)
@@ -77,7 +76,7 @@ def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
             return _described({_name(path): path})
         if not path.is_dir():
             raise FastshardError.of("FS501", "no such file or directory", file=str(given))
-        files = _files(path)
+        files = _files(Folder.named(path))
         if not files:
             raise FastshardError.of(
                 "FS501",
@@ -88,24 +87,22 @@ def find(given: StrPath | None, folders: Iterable[Path]) -> Tokenizer | None:
                 help="name the folder, or the file, that the tokenizer was saved to",
             )
         return _described(files)
-    held = [files for folder in folders if (files := _files(folder))]
-    whole = (files for files in held if any(_kind(name) for name in files))
-    files = next(whole, held[0] if held else {})
-    return _described(files) if files else None
+    first: dict[str, Path] = {}
+    for folder in folders:
+        files = _files(folder)
+        if any(_kind(name) for name in files):
+            # Folders that are further away have no say.
+            return _described(files)
+        first = first or files
+    return _described(first) if first else None
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    found = {name: folder / name for name in NAMES if regular.is_file(folder / name)}
-    try:
-        names = sorted(os.listdir(folder))  # noqa: PTH208 - names, not paths
-    except OSError:
-        # Where a folder cannot be listed the names that are known may be there all the same.
-        names = []
-    for name in names:
-        # What is no text cannot go along, and may be anybody's: this folder may be the one above the checkpoint.
-        if name.endswith(_TIKTOKEN) and is_utf8(name) and regular.is_file(folder / name):
-            found[name] = folder / name
-    return found
+def _files(folder: Folder) -> dict[str, Path]:
+    # What is no text cannot go along, and may be anybody's: this folder may be the one above the checkpoint.
+    further = (name for name in folder.names() if name.endswith(_TIKTOKEN) and is_utf8(name))
+    # Where a folder cannot be listed the names that are known may be there all the same.
+    names = dict.fromkeys((*NAMES, *further))
+    return {name: path for name in names if (path := folder.file(name)) is not None}
 
 
 def is_of(name: str) -> bool:

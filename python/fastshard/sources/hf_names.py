@@ -14,7 +14,7 @@ from .. import companions, layouts, regular
 from .._core import Table
 from ..configs import shown
 from ..declared import Source, is_state
-from ..discover import Listing
+from ..discover import Folder, Listing
 from ..errors import FastshardError, Finding, raise_errors
 from ..layouts import spellings
 from ..models import config_json, huggingface
@@ -51,7 +51,7 @@ def config_of(
         # What is published as config.json is the file itself, if it is JSON.
         return options.config, path if path is not None and path.suffix == ".json" else None
     places = companions.places(listing, folder, above=above)
-    path = next((place / "config.json" for place in places if _is_there(listing, place)), None)
+    path = next((path for place in places if (path := _config_in(listing, place))), None)
     if path is None:
         return options.lent or (None, None)
     label = _label(listing, path)
@@ -65,11 +65,13 @@ def config_of(
     return config, path
 
 
-def _is_there(listing: Listing, place: Path) -> bool:
-    """True if a folder has a config.json; below a root one that the listing has: no link that leaves the checkpoint."""
-    path = place / "config.json"
+def _config_in(listing: Listing, place: Folder) -> Path | None:
+    """The config.json of a folder; below a root one that the listing has: what is wrong with others it has said."""
+    path = place.path / "config.json"
     inside = _inside(listing, path)
-    return regular.is_file(path) if inside is None else listing.find(inside.as_posix()) is not None
+    if inside is None:
+        return place.file("config.json")
+    return None if listing.find(inside.as_posix()) is None else path
 
 
 def _inside(listing: Listing, path: Path) -> Path | None:

@@ -75,6 +75,9 @@ struct RunOptions {
     sparse: bool,
     #[serde(default)]
     values: serde_json::Value,
+    /// Of the files that go along those from above the checkpoint: where from, by name.
+    #[serde(default)]
+    above: std::collections::BTreeMap<String, String>,
     #[serde(default)]
     subset: Option<(u64, u64)>,
     /// Only these outputs.
@@ -106,6 +109,7 @@ impl RunOptions {
             memory: self.memory,
             publish: publish::Options { overwrite: self.overwrite, resume: self.resume, fsync: self.fsync },
             copies,
+            above: self.above,
             values: self.values,
             sparse: self.sparse,
             arrays: arrays

@@ -93,7 +93,7 @@ codes! {
     105 TRACKER_POINTS_NOWHERE Error Incomplete "The tracker file (latest, latest_checkpointed_iteration.txt) names a step that is not there. Copy that step, or choose one with --step."
     106 AMBIGUOUS Error Incomplete "The files allow two readings and nothing outside them decides. Give what the finding asks for (--expect, --config)."
     107 MIXED_STEPS Error Problem "Ranks come from different training steps. Take all files from one step."
-    108 UNEXPECTED_FILE Warning Problem "A file that no part of this checkpoint names, often a leftover of an older, wider run. It was not read."
+    108 UNEXPECTED_FILE Warning Problem "A file that no part of this checkpoint names, often a leftover of an older, wider run. It was not read. Or a config, a tokenizer or the like above or beside what was named, in a folder that others may write to: it was not taken along; name it with --tokenizer or --config."
     109 NOT_PROVABLE Note Problem "Nothing outside the files states what must exist, so completeness cannot be proven. Give --expect CONFIG, or --like with a good checkpoint of the model. With --like: what the reference does not prove."
     110 RANKS_DISAGREE Error Problem "The metadata of two ranks contradict each other (degrees, sizes, layers): they do not belong to one checkpoint."
     111 MISSING_CHUNKS Error Incomplete "Chunks of an array are in none of the directories given: the process that owned them wrote to another disk. They would read as zeros. Name that host's directory as a further CKPT; its chunks are taken even from a temporary directory. As a note: chunks of zeros that the writer left out."
@@ -162,7 +162,7 @@ codes! {
     525 LENT Note CouldNotRun "Ranks whose sources lie on their own disks have lent one another these bytes by way of the destination: headers, copies that were compared, and what tiles needed that are made of several hosts' files."
     601 UNSAFE_HEADER Error Problem "A header is malformed or made to mislead (sizes, overlaps, holes, duplicate names)."
     602 UNSAFE_PICKLE Error Problem "A pickle stream is malformed or exceeds the limits on depth, size or memo. Nothing of it was executed."
-    603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory."
+    603 UNSAFE_PATH Error Problem "A path in an index leaves the checkpoint's directory, or a link does: links must stay inside the roots, or a Hugging Face cache. Copy the file that is meant, or name its directory as a further CKPT; a tokenizer's with --tokenizer."
     604 UNSAFE_ZIP Error Problem "A zip container is malformed or made to mislead (overlapping or duplicate members, sizes that cannot be)."
 }
 

@@ -61,6 +61,9 @@ pub struct ManifestFile {
     /// Modification time in nanoseconds since the epoch, for files whose bytes have no hash of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtime_ns: Option<i64>,
+    /// Of a file that comes from a folder above the checkpoint: where from, relative to the checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
 }
 
 impl ManifestFile {

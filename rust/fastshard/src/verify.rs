@@ -183,6 +183,7 @@ pub fn inventory(
             identity: Some(file_identity(&opened.parsed.header_digest, hashes.iter())),
             blake3: None,
             mtime_ns: None,
+            from: None,
         });
     }
     manifest.findings = report.findings.clone();

@@ -51,6 +51,8 @@ pub struct Options {
     pub publish: publish::Options,
     /// Files copied to the result: (name, path).
     pub copies: Vec<(String, PathBuf)>,
+    /// Files of the result that come from a folder above the checkpoint: where from, by name.
+    pub above: BTreeMap<String, String>,
     /// Values of the source for the manifest.
     pub values: serde_json::Value,
     /// True to leave holes where the result holds zeros; no space is reserved for it then.
@@ -515,6 +517,7 @@ fn fill(
     manifest.files = staging.listing()?;
     for file in &mut manifest.files {
         file.identity = identities.remove(file.name.as_str());
+        file.from = options.above.get(&file.name).cloned();
     }
     if let Some(name) = identities.into_keys().next() {
         return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there")

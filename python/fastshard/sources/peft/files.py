@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import regular
-from ...discover import refuse_unprintable
+from ...discover import Folder, refuse_unprintable
 from ...errors import FastshardError
 from ...options import StrPath
 from . import config
@@ -38,27 +38,29 @@ def find(path: StrPath) -> Files:
             its tensors.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another folder.
+        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another folder,
+            ``FS603`` for a link that leaves the folder.
     """
     at = Path(path)
     refuse_unprintable(at.name, at)
     if not at.exists():
         raise FastshardError.of("FS501", "no such file or directory", file=os.fspath(at))
     folder = at if at.is_dir() else at.parent
-    said = folder / config.FILE
+    # The file that was named is the user's choice, wherever it leads.
+    held = Folder.named(folder)
     weights = None
     if at.is_dir():
-        weights = next((name for name in WEIGHTS if regular.is_file(folder / name)), None)
+        weights = next((name for name in WEIGHTS if held.file(name) is not None), None)
     elif at.suffix != ".json":
         weights = at.name
-    else:
-        said = at
-    if not regular.is_file(said):
+    is_config = not at.is_dir() and weights is None
+    said = at if is_config and regular.is_file(at) else held.file(config.FILE)
+    if said is None:
         what = (
             "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
         )
         raise FastshardError.of(
-            "FS101" if weights else "FS513", what, file=os.fspath(said), expected=f"{config.FILE} beside its tensors",
+            "FS101" if weights else "FS513", what, file=os.fspath(folder / config.FILE), expected=f"{config.FILE} beside its tensors",
             got="no such file", help="copy it from where the adapter was saved",
         )  # fmt: skip
     return Files(folder, said, weights)

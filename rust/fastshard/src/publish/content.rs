@@ -87,7 +87,7 @@ pub(super) fn list(
                 None => None,
             };
             let mtime_ns = blake3.is_none().then(|| older::mtime_ns(&stat));
-            files.push(ManifestFile { name: path, size, identity: None, blake3, mtime_ns });
+            files.push(ManifestFile { name: path, size, identity: None, blake3, mtime_ns, from: None });
         }
     }
     Ok(())

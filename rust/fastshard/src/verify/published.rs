@@ -79,7 +79,7 @@ pub fn entry(root: &Path, name: &str) -> Result<ManifestFile> {
     let path = root.join(name);
     let size = std::fs::metadata(&path).map_err(|e| Error::io(&path, "cannot stat", &e))?.len();
     let blake3 = Some(publish::hash_of_file(&path)?);
-    Ok(ManifestFile { name: name.into(), size, identity: None, blake3, mtime_ns: None })
+    Ok(ManifestFile { name: name.into(), size, identity: None, blake3, mtime_ns: None, from: None })
 }
 
 fn changed(file: &ManifestFile, what: &str) -> Finding {

@@ -75,6 +75,7 @@ impl Case {
             memory: 1 << 30,
             publish: publish::Options { resume, fsync: true, overwrite },
             copies: Vec::new(),
+            above: BTreeMap::new(),
             values: serde_json::Value::Null,
             sparse: false,
             arrays: None,

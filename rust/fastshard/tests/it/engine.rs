@@ -72,6 +72,7 @@ fn write_out(
         memory: AMPLE,
         publish: publish::Options { resume, fsync: false, overwrite: false },
         copies: Vec::new(),
+        above: Default::default(),
         values: serde_json::Value::Null,
         sparse: false,
         arrays: None,

@@ -84,6 +84,7 @@ impl Case {
             memory: AMPLE,
             publish: publish::Options { resume, fsync: true, overwrite: false },
             copies: Vec::new(),
+            above: Default::default(),
             values: serde_json::Value::Null,
             sparse: false,
             arrays: None,
