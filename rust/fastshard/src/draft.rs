@@ -101,6 +101,7 @@ impl Draft {
         plan.index = has_index.then(|| INDEX_NAME.to_string());
         plan.point(placement.pointers);
         findings.extend(files::beyond(&plan));
+        findings.extend(files::misnamed(&plan));
         findings.extend(lookalikes::lookalikes(catalog, &plan, &self.placed));
         findings.extend(lookalikes::unsummed(catalog, &plan));
         findings.sort_by_key(|f| std::cmp::Reverse(f.severity));

@@ -13,7 +13,7 @@ use crate::format::pickle::{parse_bytes, LIMITS};
 use crate::format::torch_zip::writer as torch_zip;
 use crate::format::torch_zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
-use crate::manifest::{MANIFEST_NAME, MAX_MANIFEST};
+use crate::manifest::{is_listed, is_plain, MANIFEST_NAME, MAX_MANIFEST};
 use crate::plan::{ArrayStore, Fill, Form, OutFile, Output, Plan};
 use crate::tensor::{element_count, Dtype};
 
@@ -25,6 +25,8 @@ const HEADER_ROOM: usize = safetensors::MAX_HEADER as usize - 4096;
 /// Bytes at most of the texts beside tensors, and of an index; as `regular.py` reads them.
 const MAX_TEXT: u64 = 64 << 20;
 const MAX_INDEX: u64 = 512 << 20;
+/// A file of an array's folder, in stores that keep arrays as folders.
+const ARRAY: &str = ".zarray";
 /// Bytes at least of a tensor's entry in a manifest, without names.
 const MANIFEST_ENTRY: u64 = 250;
 
@@ -385,6 +387,68 @@ pub fn beyond(plan: &Plan) -> Vec<Finding> {
     let refused =
         all.into_iter().filter_map(|(name, bytes, limit)| within("bytes", bytes, limit, name).err());
     refused.flat_map(crate::error::Error::into_findings).collect()
+}
+
+/// Findings for names that no file of a result can have, and for files of which one has the place of another: tensors
+/// name files in some formats, and what cannot be read again is not written.
+pub fn misnamed(plan: &Plan) -> Vec<Finding> {
+    // A file, and the tensor that it has its name from.
+    let mut names: BTreeMap<String, Option<&str>> = BTreeMap::new();
+    let mut folders: Vec<(String, &str)> = Vec::new();
+    let mut findings = Vec::new();
+    let texts = plan.texts.keys().chain(&plan.index).cloned().chain([MANIFEST_NAME.to_string()]);
+    let files = plan.files.iter().zip(plan.by_file());
+    let mut all: Vec<(String, Option<&str>)> = texts.map(|name| (name, None)).collect();
+    for (file, inside) in files {
+        let outputs = inside.iter().map(|&i| &plan.outputs[i]);
+        match &file.form {
+            Form::Arrays(store) if store.how.get("ocdbt") == Some(&serde_json::Value::Bool(false)) => {
+                for output in outputs {
+                    let folder = format!("{}/{}", file.name, output.key());
+                    all.push((format!("{folder}/{ARRAY}"), Some(output.key())));
+                    folders.push((folder, output.key()));
+                }
+            }
+            // The files of such a store have names of its own.
+            Form::Arrays(_) => {}
+            _ => all.push((file.name.clone(), inside.first().map(|&i| plan.outputs[i].name.as_str()))),
+        }
+    }
+    let refused = |what: &str, name: &str, tensor: Option<&str>| {
+        let finding = Finding::new(codes::UNSUPPORTED, what).file(name);
+        match tensor {
+            Some(tensor) => finding.tensor(tensor).help(
+                "leave the tensor out (--exclude), or choose a target that keeps names inside its files",
+            ),
+            None => finding,
+        }
+    };
+    for (name, tensor) in all {
+        if !is_plain(&name) || !is_listed(&name) {
+            findings.push(refused("a name that no file of a result can have", &name, tensor).expected(
+                "parts of 1 to 255 bytes between slashes, without a backslash, NUL, `..` or `.fastshard-`",
+                &name,
+            ));
+        } else if let Some(other) = names.insert(name.clone(), tensor) {
+            findings.push(refused("two files of the result have one name", &name, tensor.or(other)));
+        }
+    }
+    let below = |folder: &str| {
+        let prefix = format!("{folder}/");
+        names.range(prefix.clone()..).take_while(move |(name, _)| name.starts_with(&prefix))
+    };
+    for (name, tensor) in &names {
+        if let Some((_, other)) = below(name).next() {
+            let what = "a file of the result has the name of a folder of it";
+            findings.push(refused(what, name, tensor.or(*other)));
+        }
+    }
+    for (folder, key) in folders {
+        if let Some((name, _)) = below(&folder).find(|(name, _)| **name != format!("{folder}/{ARRAY}")) {
+            findings.push(refused("another file lies in the folder of an array", name, Some(key)));
+        }
+    }
+    findings
 }
 
 /// A torch zip that holds `tree`, whose tensors are `outputs` in this order.

@@ -19,6 +19,25 @@ const FORMAT: &str = "fastshard.manifest";
 /// Largest manifest read, in bytes.
 pub(crate) const MAX_MANIFEST: u64 = 1 << 30;
 
+/// Bytes at most of a part of a file's name, on every filesystem of note.
+const MAX_PART: usize = 255;
+/// What the names of folders hold that are staging folders, which no listing looks into.
+const STAGING: &str = ".fastshard-";
+
+/// True for the name of a result's file, as it is written and as it is read again: plain parts only, as a part that a
+/// system reads in another way has no place in a result.
+pub fn is_plain(name: &str) -> bool {
+    let plain = |part: &str| {
+        !matches!(part, "" | "." | "..") && part.len() <= MAX_PART && !part.contains(['\\', '\0'])
+    };
+    name.split('/').all(plain)
+}
+
+/// True if listings look into the folders in which a result's file lies.
+pub(crate) fn is_listed(name: &str) -> bool {
+    name.rsplit_once('/').is_none_or(|(folders, _)| !folders.contains(STAGING))
+}
+
 /// What a matching manifest leaves open.
 pub const NOT_PROVEN: &str =
     "a matching manifest proves that the bytes are those that were planned and written; that the layout \

@@ -68,7 +68,8 @@ mod staging;
 #[cfg(test)]
 mod tests;
 
-pub use content::{hash_of_file, is_plain};
+pub use crate::manifest::is_plain;
+pub use content::hash_of_file;
 pub use file::{OutFile, Space};
 pub use journal::Journal;
 pub use member::{Edge, Log, Member, Who};

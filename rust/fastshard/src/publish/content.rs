@@ -16,13 +16,6 @@ use crate::storage::elsewhere;
 /// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
 const HASHED: u64 = 256 << 10;
 
-/// True for the name of a result's file: plain parts only, as a part that a system reads in another way has
-/// no place in a result.
-pub fn is_plain(name: &str) -> bool {
-    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0']);
-    name.split('/').all(plain)
-}
-
 /// Opens a file that goes along with a result.
 pub(super) fn companion(path: &Path) -> Result<File> {
     use std::os::unix::fs::OpenOptionsExt;

@@ -22,7 +22,7 @@ use super::shared::{Claimed, Shared};
 use super::{content, lock, others, Options};
 use crate::codes;
 use crate::error::{Finding, Result};
-use crate::manifest::ManifestFile;
+use crate::manifest::{is_plain, ManifestFile};
 
 /// A result being written. Locked against other processes as long as it lives; dropping it keeps
 /// the folder, so that a later run can resume.
@@ -434,7 +434,7 @@ impl Staging {
     }
 
     fn check(&self, name: &str) -> Result<()> {
-        if content::is_plain(name) {
+        if is_plain(name) {
             return Ok(());
         }
         Err(Finding::new(codes::UNSAFE_PATH, "name of a result file")
