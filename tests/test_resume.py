@@ -12,6 +12,7 @@ from pathlib import Path
 import fastshard
 import numpy as np
 import pytest
+from fastshard import parts
 from helpers import cli, in_a_mount, read_result
 from holding import HANG
 from safetensors.numpy import save_file
@@ -226,3 +227,46 @@ def test_a_file_that_comes_during_the_run_is_not_lost(source: Path, place: Path)
     (out / "meanwhile.txt").unlink()
     fastshard.merge(source, out, overwrite=True, resume=True, fsync=False, memory="2GiB")
     assert sorted(p.name for p in place.iterdir()) == ["out", "src"]
+
+
+def test_a_hard_link_in_the_staging_folder_is_not_written_through(source: Path, place: Path) -> None:
+    """As backups by `cp -al` make them, and whoever puts a file of the same name there."""
+    out, mine = place / "out", place / "mine"
+    mine.write_text("mine")
+    staged = interrupted(source, out) / "model.safetensors"
+    staged.unlink()
+    os.link(mine, staged)
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    assert (mine.read_text(), mine.stat().st_nlink) == ("mine", 1)
+    want = read_result(source)
+    assert all((tensor == want[name]).all() for name, tensor in read_result(out).items())
+
+
+def test_a_backup_of_hard_links_stays_as_it_was(source: Path, place: Path) -> None:
+    out, backup = place / "out", place / "backup"
+    folder = interrupted(source, out).parent
+    subprocess.run(["cp", "-al", folder, backup], check=True)
+    before = {p: p.read_bytes() for p in sorted(backup.rglob("*")) if p.is_file()}
+    fastshard.merge(source, out, resume=True, memory="2GiB")
+    assert {p: p.read_bytes() for p in sorted(backup.rglob("*")) if p.is_file()} == before
+    assert all(p.stat().st_nlink == 1 for p in out.iterdir())
+
+
+@pytest.mark.parametrize("size", ["as it was", "other"])
+def test_a_hard_link_among_the_files_of_parts(size: str, place: Path) -> None:
+    ckpt, out, mine = place / "ckpt", place / "out", place / "mine"
+    ckpt.mkdir()
+    save_file({"w": np.ones((64, 64), "f4")}, ckpt / "model.safetensors")
+    run = parts.begin(ckpt, out, None, parts=1)
+    (staged,) = out.parent.glob(".out.fastshard-*/data*/model.safetensors")
+    content = b"mine" if size == "other" else b"m" * staged.stat().st_size
+    mine.write_bytes(content)
+    staged.unlink()
+    os.link(mine, staged)
+    # Others may have it open: this process cannot make it anew.
+    with pytest.raises(fastshard.FastshardError):
+        parts.run_part(out, 0, run.id)
+    assert mine.read_bytes() == content
+    fastshard.merge(ckpt, out, resume=True)
+    assert (mine.read_bytes(), mine.stat().st_nlink) == (content, 1)
+    assert (read_result(out)["w"] == 1).all() and cli("verify", out).code == 0

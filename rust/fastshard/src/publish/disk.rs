@@ -202,16 +202,46 @@ impl Dir {
         self.file(name.as_ref(), OFlags::RDONLY, 0)
     }
 
-    /// Opens for reading and writing, creates if absent (mode by umask), keeps what is there.
+    /// Opens for reading and writing, creates if absent (mode by umask), keeps what is there. One that has another name
+    /// too is made anew, empty: what is written to it would be written to somebody's file.
     pub(super) fn open_or_create(&self, name: &OsStr) -> io::Result<File> {
+        gate("open", &self.join(name), || {})?;
+        self.of_one_name(name, OFlags::RDWR)
+    }
+
+    /// Opens a file that is there for reading and writing.
+    ///
+    /// Errors: if it has another name too.
+    pub(super) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
+        gate("open", &self.join(name), || {})?;
+        let file = self.file(name, OFlags::RDWR, 0)?;
+        match fstat(&file)?.st_nlink > 1 {
+            true => {
+                Err(io::Error::other("the file has another name too (a hard link), and is not written to"))
+            }
+            false => Ok(file),
+        }
+    }
+
+    /// The lock of a directory, of whose file nothing but its being there counts.
+    pub(super) fn open_lock(&self, name: &OsStr) -> io::Result<File> {
         gate("open", &self.join(name), || {})?;
         self.file(name, OFlags::RDWR | OFlags::CREATE, 0o666)
     }
 
-    /// Opens a file that is there for reading and writing.
-    pub(super) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
-        gate("open", &self.join(name), || {})?;
-        self.file(name, OFlags::RDWR, 0)
+    fn of_one_name(&self, name: &OsStr, flags: OFlags) -> io::Result<File> {
+        let file = self.file(name, flags | OFlags::CREATE, 0o666)?;
+        if fstat(&file)?.st_nlink <= 1 {
+            return Ok(file);
+        }
+        drop(file);
+        unlinkat(&self.fd, name, AtFlags::empty())?;
+        self.file(name, flags | OFlags::CREATE | OFlags::EXCL, 0o666)
+    }
+
+    /// True for a file that has other names too.
+    pub(super) fn is_linked(&self, name: &OsStr) -> io::Result<bool> {
+        Ok(self.stat(name)?.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file() && s.st_nlink > 1))
     }
 
     /// Creates a file that is not there yet, mode by umask: of several who try, one succeeds.
@@ -223,7 +253,10 @@ impl Dir {
     /// Creates an empty file for writing, mode by umask, in place of one that may be there.
     pub(super) fn create(&self, name: &OsStr) -> io::Result<File> {
         gate("create", &self.join(name), || {})?;
-        self.file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC, 0o666)
+        let file = self.of_one_name(name, OFlags::WRONLY)?;
+        // Once it is known to be nobody else's.
+        file.set_len(0)?;
+        Ok(file)
     }
 
     /// Renames `from` to `to` in another directory; an error (`AlreadyExists`) if that exists.

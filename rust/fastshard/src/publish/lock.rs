@@ -19,7 +19,7 @@ const LOCK: &str = "lock";
 /// Takes the folder's lock; `None` if the folder is being removed by its owner.
 pub(super) fn acquire(folder: &Dir) -> Result<Option<File>> {
     let path = folder.join(LOCK);
-    let file = match folder.open_or_create(OsStr::new(LOCK)) {
+    let file = match folder.open_lock(OsStr::new(LOCK)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.at(&path, "cannot create")?,
     };

@@ -357,13 +357,16 @@ impl Shared {
             renewed.extend(log.open.iter().copied());
         }
         let held = self.folder.sub(OsStr::new(&data)).at(&self.folder.join(&data), "cannot open")?;
-        for &file in &renewed {
-            let Some((name, _)) = self.run.files.get(file as usize) else { continue };
+        for (file, (name, _)) in (0u32..).zip(&self.run.files) {
             let (folder, last) = match held.folder_of(name, false) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 found => found.at(&held.join(name), "cannot open the folder of")?,
             };
-            if folder.has(last).at(&folder.join(last), "cannot stat")? {
+            // One that has another name too is somebody's file as well.
+            if folder.is_linked(last).at(&folder.join(last), "cannot stat")? {
+                renewed.insert(file);
+            }
+            if renewed.contains(&file) && folder.has(last).at(&folder.join(last), "cannot stat")? {
                 member::renew(&folder, last)?;
             }
         }

@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::fs::FileType;
+use rustix::fs::{FileType, Stat};
 
 use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
@@ -294,7 +294,7 @@ impl Staging {
         content::prune(&self.data()?, "", names)
     }
 
-    /// True if the data file `name` is there with this size.
+    /// True if the data file `name` is there with this size, and has no other name: else it is made anew.
     ///
     /// Errors: as [`Staging::file`].
     pub fn has(&self, name: &str, size: u64) -> Result<bool> {
@@ -304,7 +304,10 @@ impl Staging {
             found => found.at(&self.path().join(name), "cannot open the folder of")?,
         };
         let stat = folder.stat(last).at(&self.path().join(name), "cannot stat")?;
-        Ok(stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file() && s.st_size as u64 == size))
+        let is_own = |s: Stat| {
+            FileType::from_raw_mode(s.st_mode).is_file() && s.st_size as u64 == size && s.st_nlink <= 1
+        };
+        Ok(stat.is_some_and(is_own))
     }
 
     /// Opens or creates the data file `name` with exactly `size` bytes.

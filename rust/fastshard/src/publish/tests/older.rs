@@ -1,6 +1,6 @@
 //! What `overwrite` may replace, and what it must not lose.
 
-use std::os::unix::fs::{symlink, PermissionsExt};
+use std::os::unix::fs::{symlink, MetadataExt, PermissionsExt};
 use std::process::Command;
 
 use super::super::{preflight, Needs};
@@ -365,6 +365,59 @@ fn links_in_a_staging_folder_are_not_followed() {
         let kept = if name == "data" { victim.join("model-1.safetensors") } else { victim };
         assert_eq!(fs::read(kept).unwrap(), b"precious", "{name}");
         assert!(!s.out().exists() || tree(&s.out()) == Some(result()), "{name}");
+    }
+}
+
+/// Other names (hard links) of everything that a resumed run writes to: backups by `cp -al` have them. What they name stays as
+/// it is, and the result shares nothing with them.
+#[test]
+fn hard_links_in_a_staging_folder_are_not_written_through() {
+    for name in [
+        "lock",
+        "plan.new",
+        "journal",
+        "sealed.new",
+        "kept.new",
+        "data/model-1.safetensors",
+        "data/tokenizer.json",
+        "data/model.safetensors.index.json",
+    ] {
+        for length in [8, 5000] {
+            let s = Setting::new();
+            let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
+            fill(&staging, &s.source()).unwrap();
+            let at = staging.folder().join(name);
+            drop(staging);
+            let victim = s.root.join("victim");
+            let precious = painted(9, length);
+            fs::write(&victim, &precious).unwrap();
+            let _ = fs::remove_file(&at);
+            fs::hard_link(&victim, &at).unwrap();
+            run(&s.out(), &s.source(), &RESUME).unwrap();
+            assert_eq!(fs::read(&victim).unwrap(), precious, "{name}");
+            assert_eq!(fs::metadata(&victim).unwrap().nlink(), 1, "{name}");
+            assert_eq!(tree(&s.out()), Some(result()), "{name}");
+        }
+    }
+}
+
+/// A copy of the whole folder made of hard links.
+#[test]
+fn a_backup_of_a_staging_folder_stays_as_it_was() {
+    let s = Setting::new();
+    let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
+    fill(&staging, &s.source()).unwrap();
+    let (folder, backup) = (staging.folder().to_path_buf(), s.root.join("backup"));
+    drop(staging);
+    assert!(Command::new("cp").arg("-al").arg(&folder).arg(&backup).status().unwrap().success());
+    let all = |folder: &Path| (tree(&folder.join("data")), fs::read(folder.join("journal")).unwrap());
+    let before = all(&backup);
+    assert_eq!(before, all(&folder));
+    run(&s.out(), &s.source(), &RESUME).unwrap();
+    assert_eq!(all(&backup), before);
+    assert_eq!(tree(&s.out()), Some(result()));
+    for name in result().keys() {
+        assert_eq!(fs::metadata(s.out().join(name)).unwrap().nlink(), 1, "{name}");
     }
 }
 
