@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fastshard
 import pytest
+from fastshard.external import array_writer
 from helpers import assert_refused, cli
 
 #: How arrays are written, and whether their names become those of folders.
@@ -72,3 +73,34 @@ def test_what_is_no_files_name_is_refused_where_it_would_be_one(name: str, tmp_p
     # Before anything is written: `plan` says it too, and without the tensor there is a result.
     assert cli("plan", ckpt, *ZARR2[1:]).code == 2
     assert cli("convert", ckpt, tmp_path / "out", *ZARR2[1:], "--exclude", "?" * len(name)).code == 0
+
+
+def test_a_store_that_cannot_be_made_is_not_written_to_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its folder could not be removed."""
+    writer, under_way = array_writer.writer(), []
+
+    class Opening:
+        def __init__(self, bad: bool) -> None:
+            self.bad = bad
+            under_way.append(self)
+
+        def result(self) -> object:
+            under_way.remove(self)
+            if self.bad:
+                raise ValueError("no such name")
+            return self
+
+    class Library:
+        def open(self, spec: dict, **_: object) -> Opening:
+            return Opening("bad" in spec["kvstore"]["path"])
+
+        def Context(self, spec: dict) -> None:
+            return None
+
+    monkeypatch.setattr(writer, "_ts", Library())
+    arrays = [{"key": key, "dtype": "F32", "shape": [4], "block": [4]} for key in ("a", "bad", "b", "c")]
+    told = writer.begin(str(tmp_path / "store"), json.dumps({"ocdbt": False, "zarr": 2}), json.dumps(arrays))
+    assert told is not None and json.loads(told)[0]["code"] == "FS507"
+    assert under_way == []

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -168,7 +168,8 @@ class Folder:
         if not regular.is_file(path):
             return None
         if self.beside is None and not _is_within(real := _real(path), self.within):
-            raise error_for([_leaves(os.fspath(path), real)])
+            help = "copy the file there if it is meant, or name it by itself (--tokenizer, --config)"
+            raise error_for([replace(_leaves(os.fspath(path), real), help=help)])
         return path
 
     def names(self) -> list[str]:

@@ -128,7 +128,15 @@ class StoreWriter:
                 )
                 for array in arrays[start : start + 256]
             }
-            self._open |= {key: future.result() for key, future in opening.items()}
+            failed: Exception | None = None
+            for key, future in opening.items():
+                try:
+                    self._open[key] = future.result()
+                except Exception as error:
+                    # The others are waited for: they would go on to write into a folder that is being removed.
+                    failed = failed or error
+            if failed is not None:
+                raise failed
 
     def _kvstore(self, path: str) -> dict[str, Any]:
         folder = self._how["folder"].rstrip("/") + "/"
