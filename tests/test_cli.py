@@ -74,11 +74,11 @@ def test_findings_go_to_stderr_with_help(name: str, tmp_path: Path) -> None:
     assert "FS101" not in done.stdout
 
 
-def test_inspect_is_0_when_it_can_read(tmp_path: Path) -> None:
+def test_inspect_judges_by_headers(tmp_path: Path) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     (ckpt / STEP / layer_file(3, 1)).unlink()
     ran = cli("inspect", ckpt)
-    assert ran.code == 0 and ran.doc["complete"] is False and ran.having("FS101")
+    assert ran.code == 3 and ran.doc["complete"] is False and ran.having("FS101")
 
 
 def test_inspect_says_what_it_is() -> None:

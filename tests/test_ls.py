@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_not_whole_is_listed_and_said_to_be_so(tmp_path: Pa
     ckpt = copy(NEOX, tmp_path / "ckpt")
     (ckpt / STEP / layer_file(3, 1)).unlink()
     ran = cli("ls", ckpt)
-    assert ran.code == 0 and ran.having("FS101") and ran.doc["outputs"]
+    assert ran.code == 3 and ran.having("FS101") and ran.doc["outputs"]
 
 
 def on_terminal(command: list[str], **environment: str) -> str:

@@ -200,10 +200,11 @@ def test_bad_usage_is_told_in_the_format_that_was_asked_for(words: list[str]) ->
         assert len(findings) == 1
 
 
-def test_what_is_found_by_a_verb_that_does_not_judge_is_a_failure_and_no_error(broken: Path) -> None:
-    ran = cli("ls", broken, "--output-format", "junit", json_output=False)
+@pytest.mark.parametrize(("options", "code"), [((), 3), (("--exit-zero",), 0)])
+def test_what_is_found_is_a_failure_and_no_error(options: tuple[str, ...], code: int, broken: Path) -> None:
+    ran = cli("ls", broken, *options, "--output-format", "junit", json_output=False)
     suites = junitparser.JUnitXml.fromstring(ran.out.encode())
-    assert (ran.code, suites.failures, suites.errors) == (0, 1, 0)
+    assert (ran.code, suites.failures, suites.errors) == (code, 1, 0)
 
 
 def test_json_is_short_for_its_format() -> None:

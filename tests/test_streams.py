@@ -36,7 +36,7 @@ WRITING = ("merge", "convert")
 #: One that writes, one that reads, one that only prints, one that is wrong.
 QUICK = ("merge", "inspect", "help", "usage")
 #: What a shell can do to a stream.
-BROKEN = {"full": "{n}>/dev/full", "closed": "{n}>&-", "left": ""}
+BROKEN = {"full": "{n}>/dev/full", "closed": "{n}>&-"}
 
 
 def shell(argv: list[object], redirection: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -63,11 +63,8 @@ def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("name", at_once(COMMANDS, QUICK))
 def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_path: Path) -> None:
     argv = [*COMMANDS[name], *(["--json"] if as_json else [])]
-    if broken == "left":
-        code, err = left_by_its_reader(argv, tmp_path)
-    else:
-        done = shell(argv, BROKEN[broken].format(n=1), tmp_path)
-        code, err = done.returncode, done.stderr
+    done = shell(argv, BROKEN[broken].format(n=1), tmp_path)
+    code, err = done.returncode, done.stderr
     assert code == 2, (code, err)
     assert "Traceback" not in err and "Exception ignored" not in err
     if name == "usage" and not as_json:
@@ -82,6 +79,43 @@ def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_pa
         assert not [f for f in fastshard.verify(tmp_path / "out", memory="2GiB") if f.severity == "error"]
     else:
         assert "published" not in said
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("name", at_once(COMMANDS, QUICK))
+def test_a_reader_that_has_left_changes_nothing(name: str, as_json: bool, tmp_path: Path) -> None:
+    """It has what it wanted: the exit code is the run's own, nothing is said of it, and what is written is written."""
+    argv = [*COMMANDS[name], *(["--json"] if as_json else [])]
+    code, err = left_by_its_reader(argv, tmp_path)
+    assert code == (2 if name == "usage" else 0), (code, err)
+    assert "cannot be written to" not in err and "Broken pipe" not in err
+    assert "Traceback" not in err and "Exception ignored" not in err
+    if name in WRITING:
+        assert not [f for f in fastshard.verify(tmp_path / "out", memory="2GiB") if f.severity == "error"]
+
+
+def test_a_verdict_stands_though_its_reader_has_left(tmp_path: Path) -> None:
+    ckpt = tmp_path / "ckpt"
+    shutil.copytree(HF, ckpt)
+    max(ckpt.glob("*.safetensors")).unlink()
+    for verb in ("ls", "inspect", "verify"):
+        code, err = left_by_its_reader([verb, ckpt], tmp_path)
+        assert code == 3 and "FS101" in err and "Broken pipe" not in err
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", ">/dev/full 2>/dev/full", ""])
+@pytest.mark.parametrize("limit", [10, 11, 12, 13, 16])
+@pytest.mark.parametrize("verb", ["convert", "inspect", "verify"])
+def test_exit_codes_are_documented_ones_where_no_descriptor_is_left(
+    verb: str, limit: int, streams: str, tmp_path: Path
+) -> None:
+    words = [verb, str(FIXTURES / "gpt_neox/neox_pp_tp2")]
+    words += [str(tmp_path / "out"), "--to", "hf"] if verb == "convert" else []
+    script = f'ulimit -n {limit}; exec "$@" {streams}'
+    command = ["bash", "-c", script, "bash", sys.executable, "-m", "fastshard", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 2, done
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("broken", ["full", "closed"])

@@ -139,7 +139,7 @@ def test_a_tensor_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     (ckpt / STEP / layer_file(3, 1)).unlink()
     ran = cli("why", ckpt, "3.attention.dense.weight")
-    assert ran.code != 0 and ran.having("FS101", file=layer_file(3, 1))
+    assert ran.code == 3 and ran.having("FS101", file=layer_file(3, 1))
     assert ran.having("FS515", tensor="3.attention.dense.weight", message="not in the result")
 
 

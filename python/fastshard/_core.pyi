@@ -34,6 +34,7 @@ __all__ = [
     "format_finding",
     "histogram_edges",
     "is_elsewhere",
+    "judge",
     "let_go",
     "make_part",
     "manifest_entry",
@@ -454,6 +455,13 @@ def codes_table() -> str:
 
 def exit_code(findings: str) -> int:
     """The exit code that a JSON array of findings stands for."""
+
+def judge(findings: str, gate: str) -> str:
+    """A JSON array of findings, as a gate (a JSON object) judges them.
+
+    Raises:
+        CoreError: ``FS515`` if an error is to be ignored.
+    """
 
 def format_finding(finding: str) -> str:
     """One line for a finding given as JSON, control characters escaped."""

@@ -16,13 +16,13 @@ from .options import ALL, meant
 from .placing import OPTIONS
 
 #: Options by the kind of their values.
-_LISTS = ("include", "exclude", "accept", "certificates")
+_LISTS = ("include", "exclude", "accept", "error", "ignore", "certificates")
 _NUMBERS = tuple(o.name for o in OPTIONS if o.kind == "degree")
 _NUMBERS_OR_NONE = ("vocab_size", "expect_processes", *(o.name for o in OPTIONS if o.kind == "number"))
 #: Numbers that say something of the checkpoint.
 _OF_CHECKPOINT = ("vocab_size", "expect_processes")
 _WORDS = ("dtype", "replicas")
-_WORDS_OR_NONE = ("weights", "under", *(o.name for o in OPTIONS if o.kind == "choice"))
+_WORDS_OR_NONE = ("weights", "under", "fail_on", *(o.name for o in OPTIONS if o.kind == "choice"))
 _SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
 _OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
 _PATHS = ("layout", "adapter", "like", "tokenizer", "out", "signature", "public_key")
@@ -111,7 +111,7 @@ def value(name: str, given: Any) -> Any:
 
 
 def _words(name: str, given: Any) -> tuple[str, ...]:
-    expected = "a list of words" if name == "accept" else "a list of patterns"
+    expected = "a list of words" if name in ("accept", "error", "ignore") else "a list of patterns"
     if isinstance(given, (str, bytes, Mapping)):
         raise refused(name, expected, given)
     try:

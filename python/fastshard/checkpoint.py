@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import _core, arguments, budget, companions, layouts, references, regular
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
 from .errors import FastshardError, Finding, exit_code, from_core
+from .gate import Gate
 from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
 from .sources import copies, hf_names, peft
@@ -39,6 +40,9 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     like: StrPath | None = None,
+    fail_on: Literal["error", "warning"] | None = None,
+    error: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     threads: int | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
@@ -56,6 +60,9 @@ def open(
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
         like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
             file, an index or a config.json.
+        fail_on: ``"warning"`` makes each warning count as an error.
+        error: codes of findings whose warnings and notes count as errors.
+        ignore: codes of findings whose warnings and notes are put aside; an error cannot be (``FS515``).
         threads: threads for reading headers.
 
     Raises:
@@ -65,6 +72,7 @@ def open(
     """
     if not paths:
         raise FastshardError.of("FS515", "no path given")
+    gate = Gate.of(fail_on, error, ignore)
     content, content_path = _read_config(config)
     reference = None if like is None else references.read(like, partial(_whole, threads=threads))
     if reference is not None and reference.roster is None:
@@ -151,7 +159,7 @@ def open(
     if reference is not None:
         source = _held_against(reference, source)
     return Checkpoint(
-        listing, Opened(source, catalog, findings, found.files, _behind(found), reference), readable
+        listing, Opened(source, catalog, findings, found.files, _behind(found), reference, gate), readable
     )
 
 

@@ -283,6 +283,7 @@ class Job:
             "values": self.made.source.values,
             "above": self.above,
             "expected": self.settled,
+            "gate": self.checkpoint.opened.gate.to_dict(self.findings),
         })  # fmt: skip
 
     def manifest(self, written: str) -> Manifest:
@@ -321,7 +322,9 @@ def prepared(
     given = set(words.files) if words and tokenizer is not None else set()
     # A config that is not given was compared when it was read.
     said = {"config.json", *given}
-    raise_errors(companions.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said)))
+    findings += checkpoint.opened.gate.passed(
+        companions.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said))
+    )
     return Job(checkpoint, made, run, copies, _above(made, copies, given), settled, [*found, *findings])
 
 
@@ -352,8 +355,7 @@ def compared(
     with carrying(made.core):
         findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
     findings += pieces.compared(checkpoint, share, run, bar)
-    raise_errors(findings)
-    return findings
+    return checkpoint.opened.gate.passed(findings)
 
 
 def planned(

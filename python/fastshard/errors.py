@@ -24,7 +24,8 @@ __all__ = [
 class Finding:
     """One observation about a checkpoint: what, where, expected, got, what to do.
 
-    ``code`` is stable (``fastshard explain CODE``); ``severity`` is ``error``, ``warning`` or ``note``.
+    ``code`` is stable (``fastshard explain CODE``); ``severity`` is ``error``, ``warning`` or ``note``. ``decided`` says by
+    which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error CODE``, ``fail_on warning``.
     """
 
     code: str
@@ -37,6 +38,7 @@ class Finding:
     expected: str | None = None
     got: str | None = None
     help: str | None = None
+    decided: str | None = None
 
     def __post_init__(self) -> None:
         # Names of files are bytes; those that are no text come with lone surrogates, which no output takes.

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from . import _core, published, regular
 from .errors import FastshardError, Finding, from_core
 from .external.dtypes import item_size
+from .gate import recorded
 from .options import StrPath
 from .planning import thread_count
 from .sizes import parse_size
+from .sources.base import ACCEPTABLE
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -194,6 +196,23 @@ _PIECE = re.compile(rb'"kind"\s*:\s*"piece"')
 def is_piece(path: Path) -> bool:
     """True for the manifest of a host's part of a checkpoint."""
     return _PIECE.search(regular.read_bytes(path, 256, code="FS518", whole=False)) is not None
+
+
+def accepted_before(paths: Iterable[StrPath]) -> list[str]:
+    """What was accepted when the manifests of these checkpoints were made, as ``accept`` takes it.
+
+    What they list is compared with what is there: nothing else than what was accepted then goes with it.
+    """
+    words: list[str] = []
+    for root in paths:
+        path = Path(root) / MANIFEST_NAME
+        try:
+            # Of a million tensors it is long, and hardly any says so.
+            if regular.is_file(path) and b'"decided"' in regular.read_bytes(path, MAX_MANIFEST, code="FS518"):
+                words += recorded(read(path))
+        except FastshardError:
+            continue  # Why it cannot be read is told when it is compared.
+    return [word for word in dict.fromkeys(words) if word.partition("=")[0] in ACCEPTABLE]
 
 
 def _findings(text: str) -> list[Finding]:

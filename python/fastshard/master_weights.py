@@ -113,11 +113,12 @@ def masters(
     except _core.CoreError as error:
         raise from_core(error) from None
     findings += [Finding.from_dict(f) for f in checked["findings"]]
+    findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
     differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
     steps = sorted({step for each in held.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
     advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
-    return MastersReport(len(outputs), elements, differing, steps, list(dict.fromkeys(findings)), advice)
+    return MastersReport(len(outputs), elements, differing, steps, findings, advice)
 
 
 def _count(shape: list[int]) -> int:
@@ -207,7 +208,7 @@ def repair_masters(
             "masters of Megatron-LM are not rebuilt in its own files",
             help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
         )
-    opened = checkpoint.opened.findings
+    opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
     if drop_optimizer:
         if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
             raise FastshardError.of(
@@ -215,9 +216,9 @@ def repair_masters(
                 "the optimizer's state lies in the model files (ZeRO stage 0)",
                 help="rebuild the masters instead (--repair without --drop-optimizer)",
             )
-        raise_errors([f for f in opened if f.file not in held.files])
+        told = gate.passed(f for f in opened if f.file not in held.files)
     else:
-        raise_errors([*opened, *held.findings])
+        told = gate.passed([*opened, *held.findings])
         # A step that was not looked at would be kept.
         read_in_part = {f.file: f for f in opened if f.code == "FS109"}
         paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
@@ -228,11 +229,11 @@ def repair_masters(
     pointers = [name for name in _TRACKERS if name in texts]
     repair = json.dumps({"files": files, "texts": texts, "pointers": pointers})
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
-    findings = left + [Finding.from_dict(f) for f in json.loads(plan.findings())]
-    raise_errors(findings)
+    findings = gate.passed(left + [Finding.from_dict(f) for f in json.loads(plan.findings())])
     options = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
+        "gate": gate.to_dict([*told, *findings]),
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.listing.given()
@@ -244,7 +245,8 @@ def repair_masters(
         found = [Finding.from_dict(f) for f in outcome["findings"]]
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)
-        return Manifest(outcome["manifest"], [*findings, *found])
+        decided = [f for f in told if f.decided is not None]
+        return Manifest(outcome["manifest"], list(dict.fromkeys([*decided, *findings, *found])))
 
 
 def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import arguments
 from .checkpoint import Checkpoint
@@ -33,6 +33,9 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     like: StrPath | None = None,
+    fail_on: Literal["error", "warning"] | None = None,
+    error: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     threads: int | None = None,
 ) -> Checkpoint: ...
 
@@ -50,6 +53,9 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     like: StrPath | None = None,
+    fail_on: Literal["error", "warning"] | None = None,
+    error: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     threads: int | None = None,
     **converting: Unpack[Viewing],
 ) -> View: ...
@@ -68,6 +74,9 @@ def open(
     accept: Iterable[str] = (),
     expect_processes: int | None = None,
     like: StrPath | None = None,
+    fail_on: Literal["error", "warning"] | None = None,
+    error: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     threads: int | None = None,
     **converting: Unpack[Viewing],
 ) -> Checkpoint | View:
@@ -89,6 +98,9 @@ def open(
         expect_processes: processes that wrote the checkpoint, where its files do not tell.
         like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
             file, an index or a config.json.
+        fail_on: ``"warning"`` makes each warning count as an error.
+        error: codes of findings whose warnings and notes count as errors.
+        ignore: codes of findings whose warnings and notes are put aside; an error cannot be (``FS515``).
         threads: threads for reading headers.
         converting: with ``to``: what :func:`fastshard.convert` takes of a conversion (``dtype``, ``weights``,
             ``replicas``, ``expect``, options of the target).
@@ -108,6 +120,9 @@ def open(
         "accept": accept,
         "expect_processes": expect_processes,
         "like": like,
+        "fail_on": fail_on,
+        "error": error,
+        "ignore": ignore,
         "threads": threads,
     }
     if to is None:

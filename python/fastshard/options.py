@@ -23,6 +23,9 @@ class Source(TypedDict, total=False):
     adapter: StrPath | None
     accept: Iterable[str]
     expect_processes: int | None
+    fail_on: Literal["error", "warning"] | None
+    error: Iterable[str]
+    ignore: Iterable[str]
 
 
 class Opening(Source, total=False):

@@ -14,7 +14,8 @@ from . import _core, budget, regular
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .discover import File, list_roots
-from .errors import FastshardError, Finding, IncompleteError, from_core, raise_errors
+from .errors import FastshardError, Finding, IncompleteError, from_core
+from .gate import Gate
 from .manifests import MANIFEST_NAME, Manifest, is_piece, read, run_options
 from .options import StrPath
 from .progress import Progress, Report
@@ -64,6 +65,7 @@ def piece(
         raise FastshardError.of(
             "FS515", "a piece is of one directory", got=repr(source), help="make a piece of each"
         )
+    gate = Gate.of(opening.get("fail_on"), opening.get("error", ()), opening.get("ignore", ()))
     try:
         checkpoint = open_checkpoint(source, threads=threads, **opening)
         listing, taken = checkpoint.listing, _of_it(checkpoint)
@@ -71,11 +73,11 @@ def piece(
         # What is not here may be on other hosts, what commits it too.
         listing = list_roots([source])
         taken = [file for file in listing.files if file.path != MANIFEST_NAME]
-    raise_errors(listing.findings)
+    told = gate.passed(listing.findings)
     root = listing.roots[0]
     files = [(file.path, os.fspath(root / file.path)) for file in taken]
     run = run_options(memory, threads)
-    options = json.dumps({**run, "overwrite": overwrite, "fsync": fsync})
+    options = json.dumps({**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(told)})
     with Progress(progress) as bar:
         try:
             written = _core.write_piece(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from .declared import Source, is_state
 from .discover import File
 from .dtypes import TORCH_FLOATS
 from .errors import FastshardError, Finding, from_core, raise_errors
+from .gate import Gate
 from .maps import Maps
 from .models import config_json
 from .optimizer_state import carried
@@ -67,6 +68,8 @@ class Opened:
     behind: list[File]
     #: What it is held against, if anything is.
     reference: Reference | None = None
+    #: How findings are judged; those above are as they were found.
+    gate: Gate = field(default_factory=Gate)
 
 
 class Plan:
@@ -273,7 +276,9 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         lost.clear()
     else:
         lost |= {*lost_by_core, *source.lost}
-    return Plan(core, findings, source, request.to or "merge", arrays, keeps_names, texts, main, lost)
+    # Last: what is made an error here is not what the others follow from.
+    found = opened.gate.judged(findings)
+    return Plan(core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost)
 
 
 def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:

@@ -221,7 +221,7 @@ def with_findings(
         gathered, findings = gather(
             plan, run_options(memory, threads, checkpoint.opened.catalog), bar.phase("reading")
         )
-    raise_errors(findings)
+    findings = checkpoint.opened.gate.passed(findings)
     return gathered, [*plan.findings, *findings]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
 from .manifests import (
     MANIFEST_NAME,
     Manifest,
+    accepted_before,
     against_result,
     beside,
     expected_by,
@@ -91,7 +93,11 @@ def verify(
         )
     include, exclude = list(include), list(exclude)
     expected = expected_by(expect)
-    checkpoint = _opened(source, like=like, **expected.opening(dict(opening)))
+    options = expected.opening(dict(opening))
+    if not isinstance(source, Checkpoint):
+        source = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+        options["accept"] = [*options.get("accept", ()), *accepted_before(source)]
+    checkpoint = _opened(source, like=like, **options)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
     findings += _signed(checkpoint, signature, public_key, list(certificates))
@@ -126,7 +132,7 @@ def verify(
                 findings += _against(path, checkpoint, plan, run, bar.phase("hashing"), left_out)
     except _core.CoreError as error:
         findings += from_core(error).findings
-    return _unique(findings)
+    return _unique(checkpoint.opened.gate.judged(findings))
 
 
 def _signed(
@@ -231,18 +237,27 @@ def manifest(
         )
     plan = make_plan(checkpoint.opened, Request(exclude=exclude))
     raise_errors(plan.findings)
+    gate, findings = checkpoint.opened.gate, list(plan.findings)
     try:
         with Progress(progress) as bar:
             run = run_options(memory, threads, checkpoint.opened.catalog)
             checked = json.loads(plan.core.check(json.dumps(run), bar.phase("verifying")))
-            raise_errors([Finding.from_dict(f) for f in checked["findings"]])
+            findings += gate.passed(Finding.from_dict(f) for f in checked["findings"])
             run["stats"] = "full" if stats else "nothing"
             outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
     except _core.CoreError as error:
         raise from_core(error) from None
     # What the plan takes nothing of is read here for the first time.
-    findings = [Finding.from_dict(f) for f in outcome["findings"]]
-    raise_errors(findings)
+    findings = list(
+        dict.fromkeys([*findings, *gate.passed(Finding.from_dict(f) for f in outcome["findings"])])
+    )
+    # What was decided holds for the files as they are now: `verify` takes it from there.
+    decided = [f for f in findings if f.decided is not None]
+    as_found = [replace(f, decided=None).to_dict() for f in decided]
+    outcome["manifest"]["findings"] = [
+        *(f for f in outcome["manifest"]["findings"] if f not in as_found),
+        *(f.to_dict() for f in decided),
+    ]
     outcome["manifest"]["files"] += published.companions(checkpoint)
     regular.replace(path, json.dumps(outcome["manifest"], indent=1) + "\n")
     return Manifest(outcome["manifest"], findings)
@@ -308,6 +323,11 @@ class Difference:
 class Differences(list[Difference]):
     """Differences by the tensors' names: a list, which a notebook shows as a table."""
 
+    def __init__(self, differences: Iterable[Difference] = (), findings: Iterable[Finding] = ()) -> None:
+        super().__init__(differences)
+        #: Warnings and notes about the two checkpoints.
+        self.findings = list(dict.fromkeys(findings))
+
     def _repr_html_(self) -> str:
         from . import notebook
 
@@ -358,12 +378,13 @@ def diff(
     plans = _comparable((one, two), list(include), list(exclude))
     hashes: list[dict[str, str]] = []
     sides: list[dict[str, TensorStats]] = []
+    found = [f for plan in plans for f in plan.findings]
     run = run_options(memory, threads, one.opened.catalog, two.opened.catalog)
     try:
         with Progress(progress) as bar:
-            for plan, title in zip(plans, "ab", strict=True):
+            for plan, side, title in zip(plans, (one, two), "ab", strict=True):
                 outcome = json.loads(plan.core.check(json.dumps(run), bar.phase(f"hashing {title}")))
-                raise_errors([Finding.from_dict(f) for f in outcome["findings"]])
+                found += side.opened.gate.passed(Finding.from_dict(f) for f in outcome["findings"])
                 hashes.append(outcome["hashes"])
             both = sorted(set(hashes[0]) & set(hashes[1]))
             unlike = [
@@ -379,13 +400,13 @@ def diff(
     out += [Difference(name, "only_b", "absent", "present") for name in hashes[1].keys() - hashes[0].keys()]
     for name in unlike:
         x, y = (Tensor(plan, plan.index[name]) for plan in plans)
-        found = (
+        unequal = (
             Difference(name, "shape", str(list(x.shape)), str(list(y.shape)))
             if x.shape != y.shape
             else _compare(name, x, y)
         )
-        out.append(replace(found, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
-    return Differences(sorted(out, key=lambda d: d.tensor))
+        out.append(replace(unequal, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
+    return Differences(sorted(out, key=lambda d: d.tensor), found)
 
 
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:

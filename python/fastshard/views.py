@@ -123,8 +123,7 @@ class View(Tensors):
             except _core.CoreError as error:
                 raise from_core(error) from None
         found += [Finding.from_dict(f) for f in checked["findings"]]
-        raise_errors([*self.plan.findings, *found])
-        self._found = [*self.plan.findings, *found]
+        self._found = self.checkpoint.opened.gate.passed([*self.plan.findings, *found])
         self._verified = True
         return self.findings
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..checkpoint import open as open_checkpoint
 from ..errors import FastshardError
+from ..gate import FAIL_ON
 from ..launchers import detect
 from ..placing import OPTIONS
 from ..planning import thread_count
@@ -104,6 +105,54 @@ def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
             help="a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a file of tensors, an index or "
             "a config.json; by headers alone",
         )
+    add_gate(parser)
+
+
+def add_gate(parser: argparse.ArgumentParser) -> None:
+    """What counts as an error: :func:`gating`."""
+    group = parser.add_argument_group("verdict")
+    group.add_argument(
+        "--fail-on", choices=FAIL_ON, help="warning: each warning counts as an error (exit code 1)"
+    )
+    group.add_argument(
+        "--error",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="warnings and notes of this code count as errors (exit code 1)",
+    )
+    group.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="warnings and notes of this code are not shown; --json and manifests have them. An error is not ignored: see --accept",
+    )
+
+
+def add_exit_zero(parser: argparse.ArgumentParser) -> None:
+    """``--exit-zero`` of what looks and writes nothing; it goes into the group that :func:`add_gate` has made."""
+    group = next(g for g in parser._action_groups if g.title == "verdict")
+    group.add_argument(
+        "--exit-zero",
+        action="store_true",
+        help="exit with 0 instead of 1 and 3: for looking at what is broken",
+    )
+
+
+def looks(a: argparse.Namespace, writing: str) -> None:
+    """Refuses ``--exit-zero`` of a verb that writes when it is given an option.
+
+    Raises:
+        FastshardError: ``FS515``; a script would go on without a result.
+    """
+    if a.exit_zero:
+        raise FastshardError.of("FS515", f"--exit-zero and {writing}", help="leave out one of the two")
+
+
+def gating(a: argparse.Namespace) -> dict[str, Any]:
+    """How findings are judged."""
+    return {"fail_on": a.fail_on, "error": a.error, "ignore": a.ignore}
 
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
@@ -264,7 +313,7 @@ def opening(a: argparse.Namespace) -> dict[str, Any]:
     """Options of everything that reads a checkpoint."""
     return {
         "step": a.step, "under": a.under, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "adapter": a.adapter, "accept": a.accept,
-        "expect_processes": a.expect_processes, "threads": thread_count(a.threads),
+        "expect_processes": a.expect_processes, "threads": thread_count(a.threads), **gating(a),
     } | ({"like": a.like} if "like" in a else {})  # fmt: skip
 
 

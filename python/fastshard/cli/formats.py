@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..errors import CODES, Finding
+from ..gate import accepted, ignored
 from .render import printable, shown
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
         for key in ("rank", "host", "expected", "got")
         if (value := getattr(finding, key)) is not None
     }
-    result = {
+    result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": rule,
         "level": _LEVELS[finding.severity],
@@ -121,6 +122,8 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
         "locations": [location],
         "partialFingerprints": {"fastshardFinding/v1": mark},
     }
+    if accepted(finding) or ignored(finding):
+        result["suppressions"] = [{"kind": "external", "justification": printable(finding.decided or "")}]
     return result | ({"properties": told} if told else {})
 
 
@@ -129,7 +132,7 @@ def as_junit(told: Told) -> str:
     from xml.etree import ElementTree as tree
 
     name = f"fastshard {told.command or ''}".strip()
-    cases = [f for f in told.findings if f.severity != "note" or told.verbose]
+    cases = [f for f in told.findings if (f.severity != "note" and not ignored(f)) or told.verbose]
     wrong = [f for f in cases if f.severity == "error"]
     # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
     kind = "error" if told.code == 2 or told.code >= 128 else "failure"

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 #: What a command ends with, and what that means.
 EXIT_CODES = (
     ("0", "done (warnings are listed)"),
-    ("1", "problems found: damage, mismatch or inconsistency; nothing published; diff: they differ"),
+    (
+        "1",
+        "problems found: damage, mismatch or inconsistency, or what --fail-on and --error make one; nothing published; diff: they differ",
+    ),
     ("2", "could not run: usage, permission, no such path, not a checkpoint, unsupported"),
     ("3", "incomplete only: pieces are missing that may still arrive"),
     ("130, 143", "stopped by Ctrl-C or SIGTERM; what is left and how to resume is said"),
 )
-EXIT_NOTE = "A result that was published before what went wrong is named; what cannot be printed is a 2."
+EXIT_NOTE = "A result that was published before what went wrong is named; what cannot be printed is a 2, unless its reader has closed the pipe."
 EPILOG = "\n".join([
     "exit codes:",
     *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES),

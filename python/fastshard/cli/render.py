@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..gate import accepted, ignored
 from ..shown import human, printable
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def shown(
     for finding in sorted(findings, key=lambda f: order.get(f.severity, 3)):
         if (finding.severity == "note" and not verbose) or (quiet and finding.severity != "error"):
             continue
+        if ignored(finding) and not verbose:
+            continue
         counts[finding.code] = counts.get(finding.code, 0) + 1
         if counts[finding.code] <= _SHOWN or verbose:
             chosen.append(finding)
@@ -45,17 +49,27 @@ def shown(
     return chosen, hidden
 
 
-def print_findings(findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
+def print_findings(findings: Collection[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
     """One line per finding and one ``help:`` line, on stderr, errors first."""
     helped: set[str] = set()
     chosen, hidden = shown(findings, verbose=verbose, quiet=quiet)
     for finding in chosen:
-        print(f"{finding.severity} {finding.code}: {finding}", file=sys.stderr)
+        # What is no error by itself says why it is one.
+        by = f" (by {_flag(finding.decided)})" if finding.decided and not accepted(finding) else ""
+        print(f"{finding.severity} {finding.code}{by}: {finding}", file=sys.stderr)
         if finding.help and (finding.severity == "error" or verbose) and finding.help not in helped:
             helped.add(finding.help)
             print(f"  help: {printable(finding.help)}", file=sys.stderr)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
+    aside = Counter(f.code for f in findings if ignored(f))
+    if aside and not (verbose or quiet):
+        told = ", ".join(f"{count} of {code}" for code, count in aside.items())
+        print(f"ignored as asked: {told} (-v shows them)", file=sys.stderr)
+
+
+def _flag(decided: str) -> str:
+    return f"--{decided.replace('_', '-')}"
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:

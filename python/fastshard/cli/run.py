@@ -18,6 +18,8 @@ from .verb import Result, Verb
 from .verbs import Verbs
 
 _WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
+#: Exit codes that say something of a checkpoint.
+_FOUND = (1, 3)
 
 
 class Run:
@@ -48,10 +50,26 @@ class Run:
         except KeyboardInterrupt as stopped:
             return self.stopped(stopped)
         except FastshardError as error:
-            return self._tell(None, error.findings, error.exit_code)
+            return self._tell(None, *self._refused(error))
         except Exception as error:
             return self._failed(error)
-        return self._tell(result, findings, exit_code(findings) if verb.judges else 0)
+        return self._tell(result, findings, self._code(exit_code(findings)) if verb.judges(a) else 0)
+
+    def _refused(self, error: FastshardError) -> tuple[list[Finding], int]:
+        """Findings and exit code of what could not be done."""
+        ignore = getattr(self._arguments, "ignore", ())
+        if ignore and error.published is None:
+            from ..gate import Gate
+
+            try:
+                Gate.of(ignore=ignore).judged(error.findings)
+            except FastshardError as misused:
+                return misused.findings, misused.exit_code
+        return error.findings, self._code(error.exit_code)
+
+    def _code(self, code: int) -> int:
+        """The exit code for what was found, 0 where somebody only looks."""
+        return 0 if code in _FOUND and getattr(self._arguments, "exit_zero", False) else code
 
     def stopped(self, error: KeyboardInterrupt) -> int:
         """Says what is left of a run that a signal stopped; its exit code."""

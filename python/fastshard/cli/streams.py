@@ -52,6 +52,10 @@ class Streams:
         try:
             printing()
             stream.flush()
+        except BrokenPipeError:
+            # Its reader has what it wanted: no failure, and nothing to say.
+            _let_go(stream)
+            return False
         except (OSError, ValueError) as error:
             self.lost = (
                 self.lost or f"{name} cannot be written to: {getattr(error, 'strerror', None) or error}"
@@ -78,9 +82,15 @@ def _let_go(stream: TextIO) -> None:
         number = stream.fileno()
     except (OSError, ValueError):
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, number)
-    os.close(nowhere)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except OSError:
+        # No descriptor is left. By now nobody else opens any, so its own is free for it.
+        os.close(number)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
     try:
         stream.flush()
     except (OSError, ValueError):

@@ -48,8 +48,8 @@ class Verb:
     description: str | None = None
     #: Its result is a deed or a verdict: with ``-q`` only errors are said.
     silent: bool = False
-    #: Its findings make its exit code; else it is 0 once there is a result.
-    judges: bool = True
+    #: True if its findings make its exit code; else it is 0 once there is a result.
+    judges: Callable[[argparse.Namespace], bool] = lambda a: True
     #: Where its result is published, None if it publishes none. Arguments that could not be parsed are absent.
     publishes: Callable[[argparse.Namespace], str | None] = lambda a: None
     #: The one line that its result ends with; None for a result that needs no proof.

@@ -187,7 +187,7 @@ def gathered(
         other = _Side(against_path, against)
         own = _Side("", checkpoint, document, numbers.tensors if numbers else {}, hashes)
         comparison = _compared(own, other, stats, run, bar)
-    findings = list(dict.fromkeys(findings))
+    findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
     echoes = [Finding.from_dict(f) for f in json.loads(plan.core.findings())]
     provable = plan.source.provable
     missing = absent(findings, checkpoint.roots)

@@ -20,7 +20,9 @@ def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:
 
 
 def _accepted(finding: Finding, globs: Sequence[str]) -> Finding:
-    if finding.code != "FS303" or not any(fnmatch.fnmatchcase(finding.file or "", glob) for glob in globs):
+    by = next((glob for glob in globs if fnmatch.fnmatchcase(finding.file or "", glob)), None)
+    if finding.code != "FS303" or by is None:
         return finding
     help = "accepted as asked with --accept copies"
-    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "help": help})
+    decided = "accept copies" if by == "*" else f"accept copies={by}"
+    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "help": help, "decided": decided})

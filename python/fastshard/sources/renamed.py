@@ -71,6 +71,7 @@ def renamed(
                 "FS113",
                 "the file was saved under another name",
                 severity="warning" if accepted else None,
+                decided="accept renamed" if accepted else None,
                 file=file["path"],
                 rank=ranks.get(index),
                 expected=f"an archive of {name.partition('.')[0]}",

@@ -435,6 +435,7 @@ def _later(
                 "FS104",
                 "a newer step has its final name and cannot be used",
                 severity="warning" if "older-step" in options.accept else None,
+                decided="accept older-step" if "older-step" in options.accept else None,
                 file=other,
                 expected="the files of a whole step",
                 got=f"{name} is the newest that can be read",
@@ -512,4 +513,4 @@ def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, n
 
 
 def _softened(finding: Finding) -> Finding:
-    return Finding.from_dict({**finding.to_dict(), "severity": "warning"})
+    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "decided": "accept older-step"})

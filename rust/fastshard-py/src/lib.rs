@@ -20,6 +20,7 @@ use fastshard::codes;
 use fastshard::draft::Planned;
 use fastshard::engine::{Control, Options as EngineOptions};
 use fastshard::error::{exit_code as exit_code_of, Error, Finding};
+use fastshard::gate::Gate;
 use fastshard::manifest::Manifest;
 use fastshard::request::Request;
 use fastshard::stats::{self, Level};
@@ -94,6 +95,9 @@ struct RunOptions {
     /// Which rank has each root of the sources on its own disk.
     #[serde(default)]
     near: Option<Vec<u32>>,
+    /// How findings are judged.
+    #[serde(default)]
+    gate: Gate,
 }
 
 fn patience() -> f64 {
@@ -118,6 +122,7 @@ impl RunOptions {
             expected: self.expected,
             patience: patience.unwrap_or(std::time::Duration::MAX).into(),
             near: self.near,
+            gate: self.gate,
         }
     }
 }
@@ -463,6 +468,15 @@ fn exit_code(findings: &str) -> PyResult<u8> {
     Ok(exit_code_of(&findings))
 }
 
+/// Findings (a JSON array) as a gate (a JSON object) judges them.
+#[pyfunction]
+fn judge(findings: &str, gate: &str) -> PyResult<String> {
+    let mut findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
+    let gate: Gate = serde_json::from_str(gate).map_err(json_error)?;
+    gate.judge(&mut findings).map_err(raise)?;
+    to_json(&findings)
+}
+
 /// One line for a finding (a JSON object), control characters escaped.
 #[pyfunction]
 fn format_finding(finding: &str) -> PyResult<String> {
@@ -561,6 +575,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::will_read, m)?)?;
     m.add_function(wrap_pyfunction!(codes_table, m)?)?;
     m.add_function(wrap_pyfunction!(exit_code, m)?)?;
+    m.add_function(wrap_pyfunction!(judge, m)?)?;
     m.add_function(wrap_pyfunction!(format_finding, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_files, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;

@@ -42,6 +42,9 @@ pub struct Finding {
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
+    /// By which option it is judged otherwise than by itself: `accept WHAT`, `ignore CODE`, `error CODE`, `fail_on warning`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decided: Option<String>,
 }
 
 impl Finding {
@@ -58,6 +61,7 @@ impl Finding {
             got: None,
             message: message.into(),
             help: None,
+            decided: None,
         }
     }
 
@@ -234,7 +238,9 @@ impl std::error::Error for Error {}
 /// The exit code that a set of findings stands for (0 done, 1 problems, 2 could not run, 3 incomplete only).
 pub fn exit_code(findings: &[Finding]) -> u8 {
     let errors = findings.iter().filter(|f| f.severity == Severity::Error);
-    let classes: Vec<Exit> = errors.map(|f| codes::info(f.code).exit).collect();
+    // A warning that counts as an error says nothing of whether the run was possible, or more files may come.
+    let class = |f: &Finding| if f.is_raised() { Exit::Problem } else { codes::info(f.code).exit };
+    let classes: Vec<Exit> = errors.map(class).collect();
     if classes.is_empty() {
         0
     } else if classes.contains(&Exit::Problem) {

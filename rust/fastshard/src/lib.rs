@@ -12,6 +12,7 @@ pub mod error;
 mod excerpt;
 pub mod files;
 pub mod format;
+pub mod gate;
 pub mod hash;
 pub mod kernel;
 pub mod layout;

@@ -21,6 +21,7 @@ use crate::engine::{self, Control, Discard, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
 use crate::format::{dcp, torch_zip, Frame, Member};
+use crate::gate::Gate;
 use crate::hash;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
@@ -67,6 +68,8 @@ pub struct Options {
     pub patience: Patience,
     /// Which rank has each root of the sources on its own disk, where not all see all of them.
     pub near: Option<Vec<u32>>,
+    /// How findings are judged before the result is published.
+    pub gate: Gate,
 }
 
 /// Roots of the sources, for the check that the destination is not among them.
@@ -150,11 +153,13 @@ fn complete(
     let done = fill(plan, files, &staging, options, prior, control).and_then(|filled| {
         // The last look at the sources: what was read is what is there.
         files.iter().try_for_each(|f| f.unchanged())?;
-        Ok(filled)
+        let (manifest, found) = filled;
+        findings.extend(found);
+        // What was noticed at the destination too.
+        Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
     });
     match done {
-        Ok((manifest, found)) => {
-            findings.extend(found);
+        Ok((manifest, mut findings)) => {
             let published = staging.publish(&last_names(plan), &|| is_running(control));
             findings.extend(published.map_err(|error| match error.is_after_publishing() {
                 true => error,
@@ -450,7 +455,12 @@ fn fill(
     };
     let done = executed.and_then(|report| sink.finish(&frames, control).map(|()| report));
     // Only what may be published is completed.
-    let clean = |report: &Report| report.findings.iter().all(|f| f.severity != Severity::Error);
+    let clean = |report: &Report| {
+        let mut findings = report.findings.clone();
+        // What may yet turn out to be no change is judged once that is known.
+        findings.retain(|f| f.code != codes::SOURCE_CHANGED || f.severity == Severity::Error);
+        options.gate.pass(findings).is_ok()
+    };
     let done = done.and_then(|report| match &sink.arrays {
         Some(arrays) if clean(&report) => arrays.finish().map(|()| report),
         _ => Ok(report),
@@ -469,9 +479,10 @@ fn fill(
         }
     };
     if !clean(&report) {
-        return Err(report.findings.into());
+        return Err(options.gate.pass(report.findings).map_or_else(|error| error, Error::from));
     }
-    let report = read_again(plan, files, report, &engine_options, control)?;
+    let mut report = read_again(plan, files, report, &engine_options, control)?;
+    report.findings = options.gate.pass(report.findings)?;
     for (name, text) in &plan.texts {
         staging.write(name, text.as_bytes())?;
     }
@@ -642,7 +653,10 @@ fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manifest {
     for note in notes.iter().filter(|note| codes::UNPROVEN.contains(&note.code)) {
         manifest.not_proven += &format!("; {}", note.message);
     }
-    manifest.findings = notes.into_iter().chain(&report.findings).cloned().collect();
+    let decided = &options.gate.decided;
+    let same = |a: &Finding, b: &Finding| *a == Finding { decided: a.decided.clone(), ..b.clone() };
+    let own = notes.into_iter().filter(|note| !decided.iter().any(|other| same(note, other)));
+    manifest.findings = own.chain(&report.findings).chain(decided).cloned().collect();
     manifest.tensors = plan
         .outputs
         .iter()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from ...gate import Gate
 from ...verification import diff as diff_checkpoints
-from ..arguments import add_choosing, add_common, add_opening, opening, progress
+from ..arguments import add_choosing, add_common, add_exit_zero, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 
 
@@ -15,6 +16,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_opening(parser)
     add_choosing(parser)
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -27,7 +29,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         else "no difference: every tensor has the same bytes"
     )
     document = {"equal": not differences, "differences": [d.to_dict() for d in differences]}
-    return Result(text, document), [d.to_finding() for d in differences]
+    decided = [f for f in differences.findings if f.decided is not None]
+    gate = Gate.of(a.fail_on, a.error, a.ignore)
+    return Result(text, document), gate.judged([*(d.to_finding() for d in differences), *decided])
 
 
 DIFF = Verb(

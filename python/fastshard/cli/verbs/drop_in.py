@@ -8,7 +8,7 @@ import glob
 from ...checkpoint import open as open_checkpoint
 from ...conversion import merge
 from ...errors import FastshardError, Finding
-from ..arguments import add_choosing, add_common, add_source, opened, progress
+from ..arguments import add_choosing, add_common, add_gate, add_source, gating, opened, progress
 from ..verb import Outcome, Verb
 from .convert import destination, published
 
@@ -44,6 +44,7 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("-d", "--debug", action="count", dest="verbose", default=0, help="as -v")
     _writing(parser)
+    add_gate(parser)
     add_common(parser)
 
 
@@ -70,7 +71,7 @@ def _writing(parser: argparse.ArgumentParser) -> None:
 
 
 def _zero(a: argparse.Namespace) -> Outcome:
-    checkpoint = open_checkpoint(a.ckpt, step=a.tag)
+    checkpoint = open_checkpoint(a.ckpt, step=a.tag, **gating(a))
     held = checkpoint.opened.source.optimizer
     if not held.masters:
         raise FastshardError.of(

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ...planning import Plan, make_plan
-from ..arguments import add_common, add_source, opened
+from ..arguments import add_common, add_exit_zero, add_source, opened
 from ..render import human, table
 from ..verb import Outcome, Result, Verb
 
@@ -14,6 +14,7 @@ from ..verb import Outcome, Result, Verb
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
     add_common(parser, run=False)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -106,5 +107,4 @@ INSPECT = Verb(
     help="what it is: framework, step, topology, tensors, bytes, what is missing (headers only)",
     arguments=_arguments,
     run=_run,
-    judges=False,
 )

@@ -16,7 +16,7 @@ from ...planning import make_plan
 from ...roles import layer_of, role_of
 from ...shown import counted
 from ...sizes import parse_size
-from ..arguments import add_common, add_opening
+from ..arguments import add_common, add_exit_zero, add_opening
 from ..arguments import opened as opened_at
 from ..render import Tree, human, table, tree
 from ..verb import Outcome, Result, Verb
@@ -68,6 +68,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-pager", action="store_true", help="print at once what is longer than the screen")
     add_opening(parser)
     add_common(parser, run=False)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -256,6 +257,5 @@ LS = Verb(
         are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
     arguments=_arguments,
     run=_run,
-    judges=False,
     not_proven=None,
 )

@@ -28,6 +28,6 @@ MAN = Verb(
           fastshard man convert > ~/.local/share/man/man1/fastshard-convert.1""",
     arguments=_arguments,
     run=_run,
-    judges=False,
+    judges=lambda a: False,
     not_proven=None,
 )

@@ -7,7 +7,7 @@ import argparse
 from ...errors import FastshardError
 from ...master_weights import masters as compare_masters
 from ...master_weights import repair_masters
-from ..arguments import add_common, add_source, opening, progress
+from ..arguments import add_common, add_exit_zero, add_source, looks, opening, progress
 from ..verb import Outcome, Result, Verb
 
 
@@ -24,6 +24,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     group.add_argument("--fsync", choices=("full", "none"), help="durability (default: full)")
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -61,6 +62,7 @@ def _run(a: argparse.Namespace) -> Outcome:
             "steps": report.steps,
         }
         return Result(text, document), report.findings
+    looks(a, "--repair")
     manifest = repair_masters(
         a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
         fsync=a.fsync != "none", progress=progress(a), **opening(a),

@@ -15,10 +15,12 @@ from ...parts import begin
 from ...planning import thread_count
 from ..arguments import (
     add_common,
+    add_exit_zero,
     add_shaping,
     add_source,
     add_target,
     add_writing,
+    looks,
     opened,
     opening,
     placing,
@@ -45,10 +47,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_writing(parser)
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _begin(a: argparse.Namespace) -> Outcome:
     """Begins a run in parts: the commands that make them."""
+    looks(a, "--parts")
     if a.out is None:
         raise FastshardError.of(
             "FS515", "--parts is given without --out", help="name the destination with --out OUT"

@@ -98,9 +98,10 @@ REPORT = Verb(
         damaged or copied, findings with what to do, sizes, distributions, provenance. From headers alone, and from the
         manifest that lies beside the checkpoint; --stats reads all data. Opening the page loads nothing and runs nothing
         but its own script. A broken checkpoint gives a page too: the exit code is 0 once the page is written, whatever it
-        tells; `fastshard verify` judges. Needs pip install 'fastshard[report]'.""",
+        tells, but with --fail-on or --error; `fastshard verify` judges. Needs pip install 'fastshard[report]'.""",
     arguments=_arguments,
     run=_run,
     silent=True,
-    judges=False,
+    # A page is what was asked for; it is a gate where one is set up.
+    judges=lambda a: bool(a.fail_on or a.error),
 )

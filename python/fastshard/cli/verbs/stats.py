@@ -6,7 +6,7 @@ import argparse
 
 from ...statistics import HISTOGRAM_EDGES
 from ...statistics import with_findings as stats_of
-from ..arguments import add_choosing, add_common, add_source, opening, progress
+from ..arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..render import stats_table
 from ..verb import Outcome, Result, Verb
 
@@ -15,6 +15,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
     add_choosing(parser)
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:

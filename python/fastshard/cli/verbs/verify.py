@@ -9,9 +9,10 @@ from typing import Any
 
 from ...absent import absent
 from ...errors import FastshardError
+from ...gate import ignored
 from ...shown import counted
 from ...verification import verify as verify_checkpoint
-from ..arguments import add_choosing, add_common, add_source, opening, progress
+from ..arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
 
@@ -35,6 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="or PEMs of the certificates above the one that has signed",
     )
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -61,7 +63,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         **options,
     )
     errors = sum(f.severity == "error" for f in findings)
-    warnings = sum(f.severity == "warning" for f in findings)
+    warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
     verdict = counted(errors, "error") if errors else "nothing wrong found"
     if warnings:
         verdict += f", {counted(warnings, 'warning')}"

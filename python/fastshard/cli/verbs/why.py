@@ -12,7 +12,7 @@ from ...errors import FastshardError, Finding, error_for, from_core
 from ...manifests import beside, read, run_options
 from ...options import nearest
 from ...planning import Plan
-from ..arguments import add_common, add_shaping, add_source, add_target, opened, placing, shape
+from ..arguments import add_common, add_exit_zero, add_shaping, add_source, add_target, opened, placing, shape
 from ..render import Tree, human, tree
 from ..verb import Outcome, Result, Verb
 
@@ -27,6 +27,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser, required=False)
     add_shaping(parser)
     add_common(parser)
+    add_exit_zero(parser)
 
 
 def _run(a: argparse.Namespace) -> Outcome:
@@ -38,7 +39,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     manifest = None if a.to or a.hash else beside(checkpoint)
     if a.hash:
         document["blake3"], damage = _read(a, plan)
-        findings += damage
+        findings += checkpoint.opened.gate.judged(damage)
     elif manifest is not None:
         document["blake3_stated"] = _stated(read(manifest), document)
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
@@ -59,8 +60,16 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     echoes = (Finding.from_dict(finding) for finding in json.loads(plan.core.findings()))
     about = [finding for finding in (*plan.findings, *echoes) if finding.tensor == name]
     if about:
-        told = Finding.of("FS515", f"not in the result: {about[0].message}", tensor=name, help=about[0].help)
-        return error_for([told, *(finding for finding in plan.findings if finding.severity == "error")])
+        errors = [finding for finding in plan.findings if finding.severity == "error"]
+        told = Finding.of(
+            "FS515",
+            f"not in the result: {about[0].message}",
+            # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
+            severity="warning" if errors else "error",
+            tensor=name,
+            help=about[0].help,
+        )
+        return error_for([told, *errors])
     if own:
         return FastshardError.of(
             "FS515",
@@ -151,9 +160,8 @@ WHY = Verb(
     help="where a tensor of the result comes from: rules, ranks, files, offsets, what is done to its values",
     description="""\
         One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of. Regions
-        are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code is 0 if
-        the tensor is known, whatever else is found.""",
+        are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code is that of
+        what is found about the checkpoint.""",
     arguments=_arguments,
     run=_run,
-    judges=False,
 )

@@ -305,6 +305,7 @@ def _unfinished(folder: str, partial: list[File], options: Options) -> Finding:
         "there is no merged index, which is written last: the save was not finished, or this is one node's disk",
         file=join(folder, PARTIAL) if partial else folder or ".",
         severity="warning" if accepted else None,
+        decided="accept uncommitted" if accepted else None,
         expected="model.safetensors.index.json or pytorch_model.bin.index.json",
         got=f"{taken} there",
         help="name the directory of the node that ran rank 0 as a further CKPT; --accept uncommitted takes what is here, and a"

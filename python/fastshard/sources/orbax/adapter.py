@@ -221,6 +221,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         "FS104",
         "no directory of this step was committed: the save was cut short, or one process failed",
         severity="warning" if accepted else None,
+        decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
         expected="a directory without the mark of temporary ones, its processes' stores merged",
         help="take another step; or name the directories of all processes and give --accept uncommitted: every chunk is still proven to be there",

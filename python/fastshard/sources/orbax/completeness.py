@@ -293,6 +293,7 @@ def _ambiguous(
         f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing proves that "
         "these are such and not lost",
         severity="warning" if accept_elided else None,
+        decided="accept elided-zeros" if accept_elided else None,
         file=evidence.where,
         tensor=first or next(iter(verdict.missing)),
         expected="the number of processes that wrote it" if evidence.per_process else "a file for each chunk",

@@ -80,14 +80,19 @@ pub(super) fn copied<'p>(plan: &'p Plan, sources: &Sources<'p>) -> Result<(Vec<F
 
 /// Makes a copy that was made on purpose, as the user says, a warning.
 pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
-    let matches = |file: &str| {
-        // What is no pattern was refused before there was a plan.
-        let mut patterns = plan.copies_accepted.iter().filter_map(|p| glob::Pattern::new(p).ok());
-        patterns.any(|pattern| pattern.matches(file))
-    };
-    if finding.code == codes::DUPLICATED_SHARD && finding.file.as_deref().is_some_and(matches) {
+    if finding.code != codes::DUPLICATED_SHARD {
+        return;
+    }
+    let Some(file) = finding.file.as_deref() else { return };
+    // What is no pattern was refused before there was a plan.
+    let matches = |p: &&String| glob::Pattern::new(p).is_ok_and(|pattern| pattern.matches(file));
+    if let Some(pattern) = plan.copies_accepted.iter().find(matches) {
         finding.severity = Severity::Warning;
         finding.help = Some("accepted as asked with --accept copies".into());
+        finding.decided = Some(match pattern.as_str() {
+            "*" => "accept copies".into(),
+            glob => format!("accept copies={glob}"),
+        });
     }
 }
 

@@ -82,6 +82,7 @@ impl Case {
             stats: false,
             expected: false,
             near: None,
+            gate: Default::default(),
             // Nobody is alive: this thread is all of them.
             patience: Duration::ZERO.into(),
         }

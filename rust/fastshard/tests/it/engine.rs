@@ -79,6 +79,7 @@ fn write_out(
         stats: false,
         expected: false,
         near: None,
+        gate: Default::default(),
         patience: Duration::from_secs(1).into(),
     };
     write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)

@@ -93,6 +93,7 @@ impl Case {
             // Whoever waits for others waits in vain, and no time.
             patience: Patience { time: PATIENCE, clock: Clock::leaping() },
             near: None,
+            gate: Default::default(),
         }
     }
 

@@ -95,6 +95,7 @@ fn write_out(
         expected: false,
         patience: std::time::Duration::ZERO.into(),
         near: None,
+        gate: Default::default(),
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
@@ -282,6 +283,7 @@ fn safetensors_files_can_be_prescribed() {
         expected: false,
         patience: std::time::Duration::ZERO.into(),
         near: None,
+        gate: Default::default(),
     };
     let (manifest, _) =
         write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())
