@@ -103,8 +103,8 @@ def test_a_verdict_stands_though_its_reader_has_left(tmp_path: Path) -> None:
         assert code == 3 and "FS101" in err and "Broken pipe" not in err
 
 
-@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", ">/dev/full 2>/dev/full", ""])
-@pytest.mark.parametrize("limit", [10, 11, 12, 13, 16])
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ""], ids=["closed", "open"])
+@pytest.mark.parametrize("limit", [10, 12])
 @pytest.mark.parametrize("verb", ["convert", "inspect", "verify"])
 def test_exit_codes_are_documented_ones_where_no_descriptor_is_left(
     verb: str, limit: int, streams: str, tmp_path: Path
