@@ -12,7 +12,7 @@ import fastshard
 import pytest
 from fastshard.errors import Finding
 from fastshard.gate import Gate
-from helpers import FIXTURES, HF, NEOX, STEP, Ran, cli, copy, layer_file
+from helpers import FIXTURES, HF, NEOX, STEP, TP4, Ran, cli, copy, layer_file
 from safetensors.torch import load_file, save_file
 
 ZERO = FIXTURES / "deepspeed/zero1_bf16_dp2"
@@ -41,13 +41,12 @@ def copied(root: Path) -> Path:
     return ckpt
 
 
-def with_nan(root: Path) -> Path:
-    """A warning that is found by reading alone."""
-    ckpt = copy(HF, root)
-    file = min(ckpt.glob("*.safetensors"))
+def with_padding(root: Path) -> Path:
+    """A warning that is found by reading alone: padded rows that are not zero."""
+    ckpt = copy(TP4, root)
+    file = ckpt / "tp_rank_03.safetensors"
     tensors = load_file(file)
-    name = min(n for n, t in tensors.items() if t.dim() == 2)
-    tensors[name][0, 0] = float("nan")
+    tensors["model.embed_tokens.weight"][-6:] = 0.5
     save_file(tensors, file, metadata={"format": "pt"})
     return ckpt
 
@@ -59,7 +58,7 @@ def with_leftover(root: Path) -> Path:
     return ckpt
 
 
-WARNS = {"FS306": with_nan, "FS108": with_leftover}
+WARNS = {"FS307": with_padding, "FS108": with_leftover}
 
 
 def decided(ran: Ran, code: str) -> set[tuple[str, str | None]]:
@@ -155,21 +154,21 @@ def test_a_warning_can_stop_what_writes(warns: str, option: tuple[str, str], tmp
 
 def test_a_gate_holds_for_a_run_in_parts(tmp_path: Path) -> None:
     """Given once, when it is begun: who commits need not know of it."""
-    ckpt, out = with_nan(tmp_path / "ckpt"), tmp_path / "out"
-    begun = cli("plan", ckpt, "--parts", 1, "--out", out, "--error", "FS306")
+    ckpt, out = with_padding(tmp_path / "ckpt"), tmp_path / "out"
+    begun = cli("plan", ckpt, "--parts", 1, "--out", out, "--error", "FS307")
     assert begun.code == 0
     run = begun.doc["run"]
     assert cli("run-part", 0, out, "--run", run).code == 0
     ran = cli("commit", out, "--run", run)
-    assert (ran.code, decided(ran, "FS306")) == (1, {("error", "error FS306")})
+    assert (ran.code, decided(ran, "FS307")) == (1, {("error", "error FS307")})
     assert not out.exists()
 
 
 @pytest.mark.parametrize("verb", ["zero-to-fp32", "consolidate"])
 def test_a_gate_holds_for_drop_in_commands(verb: str, tmp_path: Path) -> None:
     """DeepSpeed's form of the command, and torch's, take it too."""
-    ckpt = ZERO if verb == "zero-to-fp32" else with_nan(tmp_path / "ckpt")
-    code = "FS403" if verb == "zero-to-fp32" else "FS306"
+    ckpt = ZERO if verb == "zero-to-fp32" else with_padding(tmp_path / "ckpt")
+    code = "FS403" if verb == "zero-to-fp32" else "FS307"
     ran = cli(verb, ckpt, tmp_path / "out", "--error", code, "--memory", "2GiB")
     assert (ran.code, decided(ran, code)) == (1, {("error", f"error {code}")})
     assert not (tmp_path / "out").exists()
@@ -344,7 +343,7 @@ def test_formats_tell_what_was_decided(tmp_path: Path) -> None:
 
 
 def test_the_library_judges_alike(tmp_path: Path) -> None:
-    ckpt, nan = with_leftover(tmp_path / "ckpt"), with_nan(tmp_path / "nan")
+    ckpt, padded = with_leftover(tmp_path / "ckpt"), with_padding(tmp_path / "padded")
     assert [f.severity for f in fastshard.open(ckpt, error=["FS108"]).findings if f.code == "FS108"] == [
         "error"
     ]
@@ -352,16 +351,16 @@ def test_the_library_judges_alike(tmp_path: Path) -> None:
     assert (told.severity, told.decided) == ("warning", "ignore FS108")
     for call in (
         lambda: fastshard.merge(ckpt, tmp_path / "out", fail_on="warning", memory="2GiB"),
-        lambda: fastshard.merge(nan, tmp_path / "out", error=["FS306"], memory="2GiB"),
-        lambda: fastshard.stats(nan, fail_on="warning", memory="2GiB"),
-        lambda: fastshard.manifest(nan, fail_on="warning", memory="2GiB"),
-        lambda: fastshard.diff(nan, nan, fail_on="warning", memory="2GiB"),
-        lambda: fastshard.open(nan, to="tp-safetensors", tp=2, fail_on="warning").verify(memory="2GiB"),
+        lambda: fastshard.merge(padded, tmp_path / "out", error=["FS307"], memory="2GiB"),
+        lambda: fastshard.stats(padded, fail_on="warning", memory="2GiB"),
+        lambda: fastshard.manifest(padded, fail_on="warning", memory="2GiB"),
+        lambda: fastshard.diff(padded, padded, fail_on="warning", memory="2GiB"),
+        lambda: fastshard.open(padded, to="tp-safetensors", tp=2, fail_on="warning").verify(memory="2GiB"),
     ):
         with pytest.raises(fastshard.ProblemError) as caught:
             call()  # type: ignore[no-untyped-call]
-        assert caught.value.code in ("FS108", "FS306")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "nan"]
+        assert caught.value.code in ("FS108", "FS307")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "padded"]
     assert any(f.severity == "error" for f in fastshard.plan(ckpt, error=["FS108"]).findings)
     for wrong in ({"fail_on": "note"}, {"fail_on": 1}, {"error": "FS108"}, {"ignore": ["FS000"]}):
         with pytest.raises(fastshard.CannotRunError):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import FIXTURES, HF, TP4, cli, copy, edit_safetensors, read_result, sha256
+from safetensors.torch import save_file
 
 NAMES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16,
          "I64": torch.int64, "BOOL": torch.bool}  # fmt: skip
@@ -122,14 +123,59 @@ def test_pad_rows_that_are_not_zero_are_dropped_and_said(tmp_path: Path) -> None
     assert_expected(tmp_path / "out", TP4)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_said(value: float, tmp_path: Path) -> None:
-    root = copy(TP4, tmp_path / "ckpt")
+def spoiled(root: Path, name: str, value: float) -> Path:
+    """A checkpoint with one value of a rank changed."""
+    ckpt = copy(TP4, root)
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"][3, 7] = value
+        tensors[name].view(-1)[7] = value
 
-    edit_safetensors(root / "tp_rank_02.safetensors", spoil)
-    ran = cli("merge", root, tmp_path / "out")
-    assert ran.code in (0, 1)
-    assert ran.having("FS306", tensor="model.layers.0.mlp.up_proj.weight")
+    edit_safetensors(ckpt / "tp_rank_02.safetensors", spoil)
+    return ckpt
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused_unless_accepted(value: float, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    root = spoiled(tmp_path / "ckpt", name, value)
+    for verb in (
+        ("merge", root, tmp_path / "out"),
+        ("convert", root, tmp_path / "out", "--to", "dcp"),
+        ("verify", root),
+    ):
+        ran = cli(*verb)
+        assert ran.code == 1 and ran.having("FS306", tensor=name, severity="error", got="1"), ran.out
+        assert not (tmp_path / "out").exists()
+    ran = cli("merge", root, tmp_path / "out", "--accept", "non-finite")
+    (told,) = ran.having("FS306", tensor=name)
+    assert (ran.code, told["severity"], told["decided"]) == (0, "warning", "accept non-finite")
+    made = read_result(tmp_path / "out")[name]
+    assert int((~made.isfinite()).sum()) == 1
+    # The manifest of the result says what was accepted.
+    assert cli("verify", tmp_path / "out").code == 0
+    # Who counts or compares them is told, and sees the figures.
+    stats = cli("stats", root)
+    assert stats.code == 1 and stats.having("FS306", tensor=name)
+    assert cli("diff", root, root).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_buffer"),
+    [
+        ("transformer.h.0.attn.masked_bias", (), True),
+        ("transformer.h.0.attn.bias", (1, 1, 4, 4), True),
+        ("model.rotary_emb.inv_freq", (4,), True),
+        ("encoder.attention_mask", (4, 4), True),
+        ("model.layers.0.self_attn.q_proj.bias", (4,), False),
+        ("encoder.relative_position_bias_table", (4, 4), False),
+        ("model.embed_tokens.weight", (4, 4), False),
+    ],
+)
+def test_what_a_module_computes_may_be_infinite(
+    name: str, shape: tuple[int, ...], is_buffer: bool, tmp_path: Path
+) -> None:
+    tensors = {name: torch.full(shape, float("-inf")), "a.weight": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ran = cli("merge", tmp_path / "model.safetensors", tmp_path / "out")
+    (told,) = ran.having("FS306", tensor=name)
+    assert (ran.code, told["severity"]) == ((0, "note") if is_buffer else (1, "error"))

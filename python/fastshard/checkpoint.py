@@ -155,7 +155,13 @@ def open(
         or companions.places(listing, found.notes.get("folder") or "")
         or companions.beside_files(listing)
     )
-    source = replace(source, places=near, copies_accepted=accepted, optimizer=optimizer)
+    source = replace(
+        source,
+        places=near,
+        copies_accepted=accepted,
+        optimizer=optimizer,
+        non_finite_accepted="non-finite" in options.accept,
+    )
     if reference is not None:
         source = _held_against(reference, source)
     return Checkpoint(

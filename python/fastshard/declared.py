@@ -334,6 +334,8 @@ class Source:
     placed: set[int] = field(default_factory=set)
     #: Glob patterns of files that were copied on purpose.
     copies_accepted: list[str] = field(default_factory=list)
+    #: True if NaN and infinite values are taken as they are.
+    non_finite_accepted: bool = False
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
 
@@ -584,6 +586,7 @@ class Source:
             "layers_may_repeat": self.layers_may_repeat,
             "placed": sorted(self.placed),
             "copies_accepted": self.copies_accepted,
+            "non_finite_accepted": self.non_finite_accepted,
             "degrees": self.degrees,
             "axes": self.axes,
             "facts": self.facts,

@@ -89,7 +89,7 @@ def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
         default=[],
         metavar="WHAT",
         help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); files, or those "
+        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); files, or those "
         "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
     )
     group.add_argument(

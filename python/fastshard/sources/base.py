@@ -106,7 +106,7 @@ class Contents:
 
 
 #: What ``accept`` takes: all of it but ``copies=GLOB``.
-ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies")
+ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite")
 
 
 def checked_accept(what: Iterable[str]) -> frozenset[str]:

@@ -121,7 +121,7 @@ codes! {
     303 DUPLICATED_SHARD Error Problem "All that a file, rank or chunk holds is the same bytes as another's, where it must be something else: it was copied over another. Copy the right file from the node that wrote it; --accept copies (or copies=GLOB) if it was copied on purpose."
     304 EQUAL_SHARDS Warning Problem "Parts of a tensor are equal over all ranks or layers alike. That can be meant (copied layers, constants)."
     305 SWAPPED_SHARD Error Problem "A rank's copy of a replicated tensor belongs to another layer or step: files were swapped."
-    306 NON_FINITE Warning Problem "A tensor holds NaN or infinite values."
+    306 NON_FINITE Error Problem "A tensor holds NaN or infinite values: training diverged, a cast overflowed, or the file was damaged before it was saved. Use an earlier step; --accept non-finite takes the values as they are. In a buffer (a mask, a table of biases, rotary frequencies) a note."
     307 PAD_NOT_ZERO Warning Problem "Rows beyond the true vocabulary hold values that are not zero. They are dropped or kept as asked."
     308 HASH Error Problem "Bytes differ from what the manifest recorded: damaged or changed since. Restore the file from a good copy."
     309 DIFFERENT Error Problem "The two checkpoints differ in this tensor."

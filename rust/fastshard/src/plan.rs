@@ -458,6 +458,9 @@ pub struct Plan {
     /// Glob patterns of files that were copied on purpose.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies_accepted: Vec<String>,
+    /// True if NaN and infinite values are taken as they are.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub non_finite_accepted: bool,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
     /// The index among the files of the result, which names the file of each tensor; none where there is none.

@@ -195,6 +195,7 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
         layers_may_repeat: request.source.layers_may_repeat,
         untied: false,
         copies_accepted: request.source.copies_accepted.clone(),
+        non_finite_accepted: request.source.non_finite_accepted,
         roots: catalog.root_names(),
         ..Plan::default()
     };

@@ -103,6 +103,9 @@ pub struct SourceSide {
     /// Glob patterns of files that were copied on purpose.
     #[serde(default)]
     pub copies_accepted: Vec<String>,
+    /// True if NaN and infinite values are taken as they are.
+    #[serde(default)]
+    pub non_finite_accepted: bool,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -379,13 +382,20 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         layers_may_repeat: request.source.layers_may_repeat,
         untied: request.source.facts.get("tied") == Some(&false),
         copies_accepted: request.source.copies_accepted.clone(),
+        non_finite_accepted: request.source.non_finite_accepted,
         topology: request.source.degrees.clone(),
         axes,
         roots: catalog.root_names(),
         ..Plan::default()
     };
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
-    Ok(Draft { plan, outputs: made.outputs, lost: made.lost, placed: request.source.placed.clone(), findings })
+    Ok(Draft {
+        plan,
+        outputs: made.outputs,
+        lost: made.lost,
+        placed: request.source.placed.clone(),
+        findings,
+    })
 }
 
 fn slot_name(name: &str, pass: &Pass) -> String {

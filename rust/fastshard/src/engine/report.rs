@@ -10,6 +10,32 @@ use super::shards;
 use super::tile::Drift;
 use super::{lock, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 
+/// What NaN or infinite elements of an output are: an error, unless they are accepted or the output is a buffer.
+fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
+    let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
+        .tensor(&output.name)
+        .expected("0", count)
+        .help("use an earlier step, or take the values as they are with --accept non-finite");
+    if is_buffer(&output.name, output.shape.len()) {
+        finding.severity = Severity::Note;
+    } else if plan.non_finite_accepted {
+        finding.severity = Severity::Warning;
+        finding.help = Some("accepted as asked with --accept non-finite".into());
+        finding.decided = Some("accept non-finite".into());
+    }
+    finding
+}
+
+/// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary
+/// frequencies. source: register_buffer in transformers models/{gpt2,gptj,gpt_neo,gpt_neox,mpt,bloom}
+fn is_buffer(name: &str, dimensions: usize) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    let words = ["mask", "inv_freq", "rotary", "alibi", "slopes", "cos_cached", "sin_cached"];
+    words.iter().any(|word| last.contains(word))
+        || matches!(last, "masked_bias" | "position_bias")
+        || last.ends_with("bias") && dimensions > 2
+}
+
 impl Run<'_> {
     pub(super) fn report(&self, memory: MemoryUse) -> Result<Report> {
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
@@ -23,14 +49,7 @@ impl Run<'_> {
                 seen: self.stats.take(index, output),
             });
             if progress.non_finite > 0 {
-                self.find(
-                    Finding::new(codes::NON_FINITE, "NaN or infinite elements")
-                        .tensor(&output.name)
-                        .expected("0", progress.non_finite)
-                        .help(
-                            "look at the run that wrote this checkpoint: such a model usually cannot be used",
-                        ),
-                );
+                self.find(non_finite(self.plan, output, progress.non_finite));
             }
             for (&p, drift) in &progress.drift {
                 if drift.differing > 0 {
