@@ -97,12 +97,38 @@ def begin(
             os.fspath(out),
             job.options(**writing, resume=resume),
             parts,
-            json.dumps(about),
+            json.dumps(_written(about)),
             (job.copies, given),
         )
     document = json.loads(begun)
     findings = [*job.findings, *(Finding.from_dict(f) for f in document["findings"])]
     return Run(document["run"], _absolute(out), document["folder"], document["bytes"], findings)
+
+
+#: The key of what stands in JSON for a name that is no text.
+_BYTES = "fastshard:bytes"
+
+
+def _written(value: Any) -> Any:
+    """A value for JSON: names that are not UTF-8 as their bytes."""
+    if isinstance(value, str):
+        return value if value.isascii() or not _is_broken(value) else {_BYTES: os.fsencode(value).hex()}
+    if isinstance(value, Mapping):
+        return {key: _written(part) for key, part in value.items()}
+    return [_written(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _read(value: Any) -> Any:
+    """The value that :func:`_written` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return os.fsdecode(bytes.fromhex(value[_BYTES]))
+        return {key: _read(part) for key, part in value.items()}
+    return [_read(part) for part in value] if isinstance(value, list) else value
 
 
 def _absolute(path: StrPath) -> str:
@@ -136,6 +162,7 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
             file=found["folder"],
             help="run the ranks again with --resume",
         )
+    found["about"] = _read(found["about"])
     return found
 
 

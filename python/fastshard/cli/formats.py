@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,16 @@ def as_json(told: Told) -> str:
     if told.not_proven is not None:
         document["not_proven"] = told.not_proven
     document["findings"] = [f.to_dict() for f in told.findings]
-    return json.dumps(document, indent=2, ensure_ascii=True) + "\n"
+    return json.dumps(_numbers(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _numbers(value: Any) -> Any:
+    """The value with null for what is no number: JSON has neither NaN nor infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _numbers(part) for key, part in value.items()}
+    return [_numbers(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_sarif(told: Told) -> str:

@@ -261,7 +261,7 @@ pub(crate) fn collect(
     let told: Vec<_> = collected
         .settle(None)?
         .into_iter()
-        .map(|left| json!({"path": left.path, "run": left.run, "fate": fate(left.fate)}))
+        .map(|left| json!({"path": left.path.to_string_lossy(), "run": left.run, "fate": fate(left.fate)}))
         .collect();
     to_json(&told)
 }
@@ -309,7 +309,7 @@ pub(crate) fn shared_run(out: PathBuf, nonce: &str) -> PyResult<String> {
     let missing =
         round.as_ref().map(|round| shared::missing_parts(&shared, round)).transpose().map_err(raise)?;
     to_json(&json!({
-        "run": shared.run.nonce, "folder": shared.path(), "about": shared.run.work["about"],
+        "run": shared.run.nonce, "folder": shared.path().to_string_lossy(), "about": shared.run.work["about"],
         "parts": round.map(|round| round.parts), "missing": missing,
     }))
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 
+from ...errors import FastshardError
 from ...manifests import MANIFEST_NAME
 from ...parts import Run, commit, run_part
 from ..arguments import add_common, progress
@@ -42,9 +44,24 @@ def _commit(a: argparse.Namespace) -> Outcome:
     return Result(text, {"out": str(a.out), "tensors": len(manifest), "bytes": size}), manifest.findings
 
 
+def quoted(path: str) -> str:
+    """A path as a word of a POSIX shell, in characters that can be printed: the script names the real one.
+
+    Raises:
+        FastshardError: ``FS515`` for a path that ends in a line feed, which no substitution keeps.
+    """
+    if path.isprintable():
+        return shlex.quote(path)
+    if path.endswith("\n"):
+        raise FastshardError.of("FS515", "--out ends in a line feed", help="choose another name")
+    plain = frozenset(range(0x20, 0x7F)) - frozenset(b"'\\%")
+    octal = "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(path))
+    return f"\"$(printf '{octal}')\""
+
+
 def emitted(run: Run, how: str) -> str:
     """The commands that make all parts of a run and commit it, for a shell, Slurm or Kubernetes."""
-    parts, out = len(run.bytes), shlex.quote(run.out)
+    parts, out = len(run.bytes), quoted(run.out)
     part, commit = f"fastshard run-part {{}} {out} --run {run.id}", f"fastshard commit {out} --run {run.id}"
     if how == "slurm":
         return "\n".join([

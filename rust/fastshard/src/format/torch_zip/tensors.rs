@@ -13,6 +13,9 @@ use crate::value::{Node, Value, Values};
 
 /// Bytes of paths and shapes at most: a small stream can name one tensor any number of times.
 const MAX_LISTING: usize = 512 << 20;
+/// Bytes from which a tensor is looked at for what it repeats, and how often each byte of its storage may count.
+const LARGE: u64 = 64 << 20;
+const REPEATS: u64 = 1024;
 /// Bytes that a tensor takes in the listing besides path and shape.
 const TENSOR: usize = 128;
 
@@ -186,6 +189,20 @@ impl Storages<'_> {
             return Err(finding(codes::UNSAFE_PICKLE, "size of the tensor".into())
                 .expected("below 2^63 bytes", format!("{dtype} {:?}", tensor.shape))
                 .into());
+        }
+        // Of a view that repeats elements torch saves the few that there are; no weights are such.
+        let logical = tensor.shape.iter().fold(dtype.size() as u64, |n, &d| n.saturating_mul(d));
+        if logical > LARGE && logical / REPEATS > blob.len {
+            return Err(finding(
+                codes::UNSAFE_PICKLE,
+                format!("elements of its storage data/{} repeated without end", storage.key),
+            )
+            .expected(
+                format!("{} bytes, or up to {REPEATS} times as many", blob.len),
+                format!("{logical} bytes"),
+            )
+            .help("a kilobyte cannot be a tensor of this size: do not use this file")
+            .into());
         }
         Ok(FileTensor {
             path,

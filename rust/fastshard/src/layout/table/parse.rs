@@ -1,6 +1,6 @@
 //! Reading a table, and checking what can be checked without a checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde::Deserialize;
 
@@ -11,6 +11,9 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::layout::expr::{self, Derived, Extents, Factor, Shape};
 use crate::layout::names::Pattern;
+
+/// Most factors of a derived axis: tables of models have a handful.
+const MAX_FACTORS: u64 = 1024;
 
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -215,9 +218,16 @@ impl Table {
 
     /// Checks the axes and what divides them.
     fn check_axes(&self) -> std::result::Result<(), String> {
+        let mut known = HashMap::new();
         for name in self.derived.keys() {
-            if cyclic(name, &self.derived, &mut Vec::new()) {
-                return Err(format!("axis {name} is derived from itself"));
+            match expanded(name, &self.derived, &mut known) {
+                None => return Err(format!("axis {name} is derived from itself")),
+                Some(count) if count > MAX_FACTORS => {
+                    return Err(format!(
+                        "axis {name} has more than {MAX_FACTORS} factors once it is expanded"
+                    ))
+                }
+                Some(_) => {}
             }
         }
         check_derived(&self.derived)?;
@@ -297,26 +307,33 @@ fn check_derived(derived: &Derived) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// True if expanding `name` would come back to a name on the way.
-fn cyclic(name: &str, derived: &Derived, way: &mut Vec<String>) -> bool {
-    fn names(factors: &[Factor], out: &mut Vec<String>) {
+/// Factors of a derived axis once all others in it are expanded; none if it is derived from itself. Each is looked at once.
+fn expanded<'d>(
+    name: &'d str,
+    derived: &'d Derived,
+    known: &mut HashMap<&'d str, Option<u64>>,
+) -> Option<u64> {
+    fn names<'d>(factors: &'d [Factor], out: &mut Vec<&'d str>) {
         for factor in factors {
             match factor {
-                Factor::Axis { name, .. } => out.push(name.clone()),
+                Factor::Axis { name, .. } => out.push(name),
                 Factor::Alternatives(all) => all.iter().for_each(|(_, inner)| names(inner, out)),
             }
         }
     }
-    let Some(inner) = derived.get(name) else { return false };
-    if way.iter().any(|n| n == name) {
-        return true;
+    let Some(inner) = derived.get(name) else { return Some(1) };
+    if let Some(count) = known.get(name) {
+        return *count;
     }
-    way.push(name.to_string());
+    // Who comes back to it on the way finds this.
+    known.insert(name, None);
     let mut used = Vec::new();
     names(inner, &mut used);
-    let found = used.iter().any(|n| cyclic(n, derived, way));
-    way.pop();
-    found
+    let count = used
+        .into_iter()
+        .try_fold(0u64, |sum, axis| Some(sum.saturating_add(expanded(axis, derived, known)?)));
+    known.insert(name, count);
+    count
 }
 
 fn check_shape(
