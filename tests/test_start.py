@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,19 @@ def test_no_module_has_the_name_of_a_function() -> None:
 
 def test_verbs_are_called_what_their_places_say() -> None:
     assert [VERBS[verb.name] for verb in VERBS] == list(VERBS)
+
+
+@pytest.mark.parametrize("module", ["fastshard.cli", "fastshard.cli.main", "fastshard.cli.parser"])
+def test_ctrl_c_before_anything_has_begun_says_nothing(module: str) -> None:
+    """The signal comes when a module is imported that takes signals over, or one before it."""
+    script = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['fastshard', '--version']\n"
+        "runpy.run_module('fastshard', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
