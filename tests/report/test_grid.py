@@ -170,7 +170,7 @@ def test_a_grid_that_is_too_large_is_put_together_and_hides_nothing(tmp_path: Pa
 def test_the_worst_of_a_cell_is_shown(tmp_path: Path) -> None:
     ckpt = fastshard.open(TP4)
     where = {"file": "tp_rank_01.safetensors", "rank": "tp 1"}
-    warned = Finding.of("FS306", "holds NaN", tensor="lm_head.weight")
+    warned = Finding.of("FS307", "pad rows are not zero", tensor="lm_head.weight")
     wrong = Finding.of("FS301", "damaged", tensor="lm_head.weight", **where)
     cells = {
         band.label: STATES[band.cells[[c.label for c in found.columns].index("lm_head.weight")].state].name  # type: ignore[union-attr]

@@ -298,9 +298,19 @@ impl Shared {
     ///
     /// Errors: what the system says.
     pub fn alive(&self, patience: &Patience, go_on: &dyn Fn() -> bool) -> Result<Vec<Who>> {
-        let open = |logs: Vec<Log>| logs.into_iter().filter(|log| !log.has_ended()).collect::<Vec<_>>();
+        self.alive_of(&|_| true, patience, go_on)
+    }
+
+    /// The same of those members that are asked for: nobody waits for a sign of life of the others.
+    fn alive_of(
+        &self,
+        wanted: &dyn Fn(&Option<Who>) -> bool,
+        patience: &Patience,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<Who>> {
+        let open = |log: &Log| !log.has_ended() && wanted(&log.who);
         let mut watch = Watch::default();
-        let mut suspects = open(self.logs()?);
+        let mut suspects: Vec<Log> = self.logs()?.into_iter().filter(open).collect();
         let mut alive = Vec::new();
         suspects.iter().for_each(|log| {
             watch.moves(&self.folder, &log.nonce);
@@ -480,8 +490,7 @@ impl Shared {
             return Ok(Joined::Done(done.nonce));
         }
         let who = Who { round: round.number, part: Some(part), process: Process::own() };
-        let other = self.alive(patience, go_on)?.into_iter().find(|other| of_part(&Some(other.clone())));
-        if let Some(other) = other {
+        if let Some(other) = self.alive_of(&of_part, patience, go_on)?.into_iter().next() {
             return Err(Finding::new(codes::LOCKED, format!("part {part} is being made by another process"))
                 .file(self.folder.path())
                 .rank(format!("rank {part}"))
