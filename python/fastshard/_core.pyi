@@ -495,6 +495,9 @@ def dcp_metadata(path: str | PathLike[str]) -> str:
 def dcp_object(path: str | PathLike[str], offset: int, len: int) -> str:
     """The value of a record that is no tensor, as JSON. Raises CoreError if it cannot be read."""
 
+def stand_in(path: str | PathLike[str], head: bytes, size: int) -> str | None:
+    """What lies in the place of a file of text, by its first bytes, as a finding in JSON; None for what may be the file itself."""
+
 def vocabulary(path: str | PathLike[str], kind: str, wanted: list[str]) -> str:
     """The largest id of a tokenizer's vocabulary and the ids of the tokens wanted, as JSON: ``largest``, ``ids``.
 

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from . import _core, arguments, budget, companions, layouts, references, regular
+from . import _core, arguments, budget, companions, downloads, layouts, references, regular, stand_ins
 from .configs import checked, parse_json, parse_yaml
 from .declared import MAX_DEGREE, Source
 from .discover import File, Listing, list_roots, refuse_unprintable
-from .errors import FastshardError, Finding, exit_code, from_core
+from .errors import FastshardError, Finding, error_for, exit_code, from_core, raise_errors
 from .gate import Gate
 from .options import StrPath
 from .planning import Opened, Plan, make_plan, thread_count
@@ -26,6 +26,9 @@ from .sources.renamed import renamed
 from .tensors import Tensors
 
 __all__ = ["Checkpoint", "open"]
+
+#: What is said where nothing, or too little, is a checkpoint by its names.
+_NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
 
 @arguments.checked
@@ -92,8 +95,14 @@ def open(
         lent=reference.lent if reference is not None else None,
         expect_processes=_processes(expect_processes),
     )
-    listing = list_roots(paths)
-    found = detect(listing, options)
+    listing, others = stand_ins.sifted(list_roots(paths))
+    try:
+        found = detect(listing, options)
+    except FastshardError as refused:
+        if refused.code in _NOTHING_FOUND:
+            raise_errors([*others.values(), *downloads.unfinished(listing)])
+        raise
+    found.findings = downloads.said_of_missing(listing, found.findings)
     for file in found.files:
         refuse_unprintable(file.path)
     if reference is not None:
@@ -122,7 +131,15 @@ def open(
     if not found.reads_parts:
         _refuse_parts(readable)
     contents = Contents(catalog, readable[: len(found.files)])
-    source = found.adapter.declare(found, listing, contents, options)
+    folders = {found.notes.get("folder") or "", *(file.folder for file in _behind(found))}
+    not_themselves = stand_ins.near(others, folders)
+    try:
+        source = found.adapter.declare(found, listing, contents, options)
+    except FastshardError as refused:
+        if not not_themselves:
+            raise
+        # What a config that is not there would have said may be all that is wrong.
+        raise error_for([*not_themselves, *refused.findings]) from None
     findings.extend(
         Finding.of(
             "FS109",
@@ -140,6 +157,7 @@ def open(
     if adapted is not None:
         found.files += further
         peft.merge(source, adapted, found, listing, Contents(catalog, readable))
+    findings += not_themselves
     findings += source.findings
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.

@@ -39,15 +39,15 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
     levels: list[list[Folder]] = []
     for root in listing.roots:
         at = folder
-        chain = [Folder(root / at if at else root, listing.links_within)]
+        chain = [Folder(root / at if at else root, listing.links_within, sifted=True)]
         while at:
             at = at.rpartition("/")[0]
-            chain.append(Folder(root / at if at else root, listing.links_within))
+            chain.append(Folder(root / at if at else root, listing.links_within, sifted=True))
         # What lies there on other hosts nobody has said.
         if above and not elsewhere:
             top = root.absolute().parent
             is_named = any(top.is_relative_to(other.absolute()) for other in listing.roots)
-            chain.append(Folder(top, listing.links_within, None if is_named else root))
+            chain.append(Folder(top, listing.links_within, None if is_named else root, sifted=is_named))
         for i, one in enumerate(chain):
             levels.extend([] for _ in range(i + 1 - len(levels)))
             levels[i].append(one)

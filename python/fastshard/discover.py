@@ -150,6 +150,8 @@ class Folder:
     within: tuple[Path, ...]
     #: For a folder that was not named: what was, above or beside which it lies.
     beside: Path | None = None
+    #: True where it has been said already which files are not what their names say.
+    sifted: bool = False
 
     @classmethod
     def named(cls, path: Path) -> Folder:
@@ -160,7 +162,8 @@ class Folder:
         """The file of this name; None if there is none, or it is passed over.
 
         Raises:
-            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
+            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder, ``FS316``
+                for a pointer of Git LFS and the like.
         """
         path = self.path / name
         if is_array(path) or (self.beside is not None and self._why_not(path) is not None):
@@ -170,6 +173,10 @@ class Folder:
         if self.beside is None and not _is_within(real := _real(path), self.within):
             help = "copy the file there if it is meant, or name it by itself (--tokenizer, --config)"
             raise error_for([replace(_leaves(os.fspath(path), real), help=help)])
+        if (other := regular.stand_in(path)) is not None:
+            if self.sifted:
+                return None
+            raise error_for([other])
         return path
 
     def names(self) -> list[str]:

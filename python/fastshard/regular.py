@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ MAX_INDEX = 512 << 20
 #: Bytes at most of a config or a layout that a user names.
 MAX_CONFIG = 16 << 20
 
+#: Texts that say something if they hold anything.
+_NEVER_EMPTY = (".json", ".model", ".tiktoken")
+#: Bytes that tell what a file is. No pointer of Git LFS is longer.
+_HEAD = 1024
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _PIECE = 1 << 20
 _ALL = (1 << 64) - 1
@@ -166,14 +171,40 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
     """Content of a regular file that is UTF-8 text.
 
     Raises:
-        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8.
+        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or the like.
     """
+    content = read_bytes(path, limit, label=label, code=code)
+    found = _stand_in(label or os.fspath(path), content[:_HEAD], len(content))
+    if found is not None:
+        raise error_for([found])
     try:
-        return read_bytes(path, limit, label=label, code=code).decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FastshardError.of(
             "FS211", f"not UTF-8 text: {error.reason} at byte {error.start}", file=label or os.fspath(path)
         ) from None
+
+
+def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
+    """The finding for a text that is not what its name says: a pointer of Git LFS, a web page, nothing; else None.
+
+    Args:
+        path: an index, a config or a file of a tokenizer.
+        label: how messages name it; default the path.
+
+    Raises:
+        FastshardError: as :func:`opened`.
+    """
+    head = read_bytes(path, _HEAD, label=label, whole=False)
+    size = len(head) if len(head) < _HEAD else os.stat(path).st_size  # noqa: PTH116 - takes any path
+    return _stand_in(label or os.fspath(path), head, size)
+
+
+def _stand_in(name: str, head: bytes, size: int) -> Finding | None:
+    if size == 0 and not name.endswith(_NEVER_EMPTY):
+        return None
+    found = _core.stand_in(name, head, size)
+    return None if found is None else Finding.from_dict(json.loads(found))
 
 
 def same(one: StrPath, other: StrPath) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import regular, vocabularies
 from .discover import Folder, is_utf8, refuse_unprintable
-from .errors import FastshardError
+from .errors import FastshardError, error_for
 from .options import StrPath
 
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
@@ -73,6 +73,8 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
     if given is not None:
         path = Path(given)
         if path.is_file():
+            if (other := regular.stand_in(path)) is not None:
+                raise error_for([other])
             return _described({_name(path): path})
         if not path.is_dir():
             raise FastshardError.of("FS501", "no such file or directory", file=str(given))

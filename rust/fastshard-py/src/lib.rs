@@ -20,6 +20,7 @@ use fastshard::codes;
 use fastshard::draft::Planned;
 use fastshard::engine::{Control, Options as EngineOptions};
 use fastshard::error::{exit_code as exit_code_of, Error, Finding};
+use fastshard::format::stand_in;
 use fastshard::gate::Gate;
 use fastshard::manifest::Manifest;
 use fastshard::request::Request;
@@ -487,7 +488,10 @@ fn format_finding(finding: &str) -> PyResult<String> {
 /// What a `.metadata` file of torch.distributed.checkpoint says, as JSON.
 #[pyfunction]
 fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
-    let read = move |_: &Control| fastshard::format::dcp::metadata(&SourceFile::open(&path)?);
+    let read = move |_: &Control| {
+        let file = SourceFile::open(&path)?;
+        fastshard::format::dcp::metadata(&file).map_err(|e| stand_in::explained(&file, e))
+    };
     to_json(&run(py, None, read).settle(None)?)
 }
 
@@ -496,6 +500,13 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
 fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<String> {
     let read = move |_: &Control| fastshard::format::dcp::object(&SourceFile::open(&path)?, offset, len);
     to_json(&run(py, None, read).settle(None)?)
+}
+
+/// What lies in the place of a file of text, by its first bytes, as a finding in JSON; None for what may be the file itself.
+#[pyfunction]
+#[pyo3(name = "stand_in")]
+fn stands_in(path: PathBuf, head: &[u8], size: u64) -> PyResult<Option<String>> {
+    stand_in::finding(&path, head, size, stand_in::Place::Text).map(|finding| to_json(&finding)).transpose()
 }
 
 /// What is kept of a tokenizer's vocabulary, as JSON; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
@@ -581,6 +592,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_object, m)?)?;
+    m.add_function(wrap_pyfunction!(stands_in, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
     m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;

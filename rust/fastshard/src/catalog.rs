@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::{self, ParsedFile};
+use crate::format::{self, stand_in, ParsedFile};
 use crate::hash;
 use crate::memory::{HeaderRoom, Room};
 use crate::plan::PlanFile;
@@ -227,8 +227,10 @@ fn open_one(
     let room = room.map(|room| Arc::new(HeaderRoom::of(room)));
     let mut source = SourceFile::open(&full)?.within(room.clone());
     let parsed = match wanted {
-        Wanted::Whole => format::parse(&source)?,
-        Wanted::Records(records) => format::dcp::records(&source, records)?,
+        Wanted::Whole => format::parse(&source).map_err(|e| stand_in::explained(&source, e))?,
+        Wanted::Records(records) => {
+            format::dcp::records(&source, records).map_err(|e| stand_in::explained(&source, e))?
+        }
         Wanted::Blocks(store) => {
             source = source.with_blocks(Arc::clone(&store.reader));
             format::blocks::parse(store)?
