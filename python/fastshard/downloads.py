@@ -57,6 +57,9 @@ def records(listing: Listing, files: Iterable[tuple[int, str]]) -> list[Record]:
     bases = [_local_bases(root) for root in listing.roots]
     found = []
     for root, name in files:
+        if root >= len(listing.roots):
+            # An adapter's, which was named apart.
+            continue
         path = listing.roots[root] / name
         if _core.is_elsewhere(listing.roots[root]):
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from .discover import refuse_unprintable
+from .discover import File, refuse_unprintable
 from .errors import Finding, from_core
 
 if TYPE_CHECKING:
@@ -123,15 +123,29 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         FastshardError: if one cannot be read.
     """
     listing = checkpoint.listing
-    have = {file["path"] for file in checkpoint.files}
-    folders = {"", *(file.folder for file in checkpoint.opened.files if file.root == 0)}
     entries = []
-    for file in listing.files:
-        beside = file.root == 0 and file.folder in folders and file.path not in have
-        if beside and _is_loaded(file.name) and file.name not in _TRACKERS:
+    for file in loaded_beside(checkpoint):
+        if file.root == 0:
             refuse_unprintable(file.path)
             try:
                 entries.append(json.loads(_core.manifest_entry(os.fspath(listing.roots[0]), file.path)))
             except _core.CoreError as error:
                 raise from_core(error) from None
     return entries
+
+
+def loaded_beside(checkpoint: Checkpoint) -> list[File]:
+    """The files without tensors that readers load with those that hold the checkpoint's."""
+    held = {(file.root, file.path) for file in checkpoint.opened.behind}
+    have = {file["path"] for file in checkpoint.files}
+    folders = {(root, "") for root in range(len(checkpoint.listing.roots))}
+    folders |= {(file.root, file.folder) for file in checkpoint.opened.files}
+    return [
+        file
+        for file in checkpoint.listing.files
+        if (file.root, file.folder) in folders
+        and (file.root, file.path) not in held
+        and file.path not in have
+        and _is_loaded(file.name)
+        and file.name not in _TRACKERS
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _core, budget, companions, pieces, published, regular
+from . import _core, budget, companions, downloads, pieces, proof, published, regular
 from .checkpoint import Checkpoint
 from .conversion import Source, _opened, along
 from .errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
@@ -29,6 +29,7 @@ from .options import Opening, StrPath
 from .planning import Plan, make_plan
 from .progress import Progress, Report
 from .request import Request
+from .shown import counted
 from .statistics import TensorStats, gather
 from .tensor import Tensor
 from .tokenizer import find as find_tokenizer
@@ -59,6 +60,7 @@ def verify(
 ) -> list[Finding]:
     """Checks a checkpoint's completeness and integrity, and with a manifest its content.
 
+    Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps.
     Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
     shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
 
@@ -87,6 +89,42 @@ def verify(
     Raises:
         FastshardError: if the path cannot be checked at all.
     """
+    return verified(
+        source, expect=expect, like=like, subset=subset, include=include, exclude=exclude, signature=signature,
+        public_key=public_key, certificates=certificates, memory=memory, threads=threads, progress=progress, **opening,
+    ).findings  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` has found, and how far it looked."""
+
+    findings: list[Finding]
+    #: None if something is wrong.
+    checked: proof.Checked | None
+
+
+def verified(
+    source: Source,
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    like: StrPath | None = None,
+    subset: tuple[int, int] | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    signature: StrPath | None = None,
+    public_key: StrPath | None = None,
+    certificates: Iterable[StrPath] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Verified:
+    """Checks a checkpoint as :func:`verify` does, and says how far.
+
+    Raises:
+        FastshardError: if the path cannot be checked at all.
+    """
     if subset is not None and not (1 <= subset[0] <= subset[1]):
         raise FastshardError.of(
             "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
@@ -100,7 +138,8 @@ def verify(
     checkpoint = _opened(source, like=like, **options)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
-    findings += _signed(checkpoint, signature, public_key, list(certificates))
+    signed = _signed(checkpoint, signature, public_key, list(certificates))
+    findings += signed
     run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     if len(checkpoint.listing.roots) > 1:
         try:
@@ -118,6 +157,8 @@ def verify(
     try:
         with Progress(progress) as bar:
             findings += pieces.compared(checkpoint, subset or (1, 1), run, bar)
+            downloaded, differing = _downloaded(checkpoint, subset or (1, 1), run["threads"], bar)
+            findings += differing
             # Replicas and duplicates can only be judged over tensors that are whole.
             text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
             checked = json.loads(text)
@@ -132,7 +173,81 @@ def verify(
                 findings += _against(path, checkpoint, plan, run, bar.phase("hashing"), left_out)
     except _core.CoreError as error:
         findings += from_core(error).findings
-    return _unique(checkpoint.opened.gate.judged(findings))
+    found = _unique(checkpoint.opened.gate.judged(findings))
+    if any(f.severity == "error" for f in found):
+        return Verified(found, None)
+    vouched: list[str] = []
+    if path is not None:
+        vouched.append(f"against the manifest {path.name}")
+    elif pieces.settled(checkpoint):
+        vouched.append("against the manifests of the pieces")
+    if signature is not None:
+        vouched.append(f"against the signature {Path(signature).name}")
+    partial: list[str] = []
+    if downloaded.is_whole:
+        vouched.append(downloaded.told())
+    elif downloaded.files:
+        partial.append(downloaded.told())
+    partial += _own_checksums(checkpoint, found)
+    part = None if subset is None else f"part {subset[0]} of {subset[1]}"
+    if include or exclude:
+        part = f"{part}, {_CHOSEN}" if part else _CHOSEN
+    return Verified(found, proof.checked(found, vouched, partial, part))
+
+
+#: What --include and --exclude leave.
+_CHOSEN = "of the tensors that were asked for"
+
+
+@dataclass(frozen=True)
+class _Downloaded:
+    """Files that were compared with what was downloaded."""
+
+    #: Files with a record, those that hold tensors among them, and all that hold tensors.
+    files: int
+    tensors: int
+    of: int
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each file of tensors has its record."""
+        return self.tensors == self.of > 0
+
+    def told(self) -> str:
+        """The same in words."""
+        of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
+        return f"{counted(self.files, 'file')} against the hashes of the download{of}"
+
+
+def _downloaded(
+    checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
+) -> tuple[_Downloaded, list[Finding]]:
+    """What files were downloaded from Hugging Face's hub, and which of them are not what they were: of part n of t.
+
+    Raises:
+        FastshardError: if one cannot be read, or changes meanwhile.
+    """
+    listing = checkpoint.listing
+    tensors = {(file.root, file.path) for file in checkpoint.opened.behind}
+    texts = [] if listing.single else published.loaded_beside(checkpoint)
+    records = downloads.records(listing, [*sorted(tensors), *((f.root, f.path) for f in texts)])
+    roots = dict(enumerate(listing.roots))
+    weights = {roots[root] / path for root, path in tensors if root in roots}
+    held = sum(record.path in weights for record in records)
+    number, of = part
+    # What could not be opened has been told of.
+    readable = {roots[f["root"]] / f["path"] for f in checkpoint.files if f["root"] in roots}
+    chosen = [r for r in records[number - 1 :: of] if r.path in readable or r.path not in weights]
+    differing = downloads.compared(chosen, weights, threads, bar.phase("comparing with the download"))
+    return _Downloaded(len(records), held, len(tensors)), differing
+
+
+def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
+    """That the files' own checksums fit, where all have them: damage shows, another file does not."""
+    held = [file for file in checkpoint.files if file["tensors"]]
+    if held and all(file["checksums"] for file in held) and not any(f.code == "FS314" for f in findings):
+        return ["the CRC32 that the files themselves keep"]
+    return []
 
 
 def _signed(

@@ -223,6 +223,7 @@ impl Catalog {
                 file.as_ref().map(|f| {
                     json!({
                         "path": f.path, "root": f.root, "format": f.parsed.format,
+                        "checksums": f.parsed.blobs.iter().all(|blob| blob.crc32.is_some()),
                         "size": f.source.size(), "tensors": f.parsed.tensors.len(), "archive": f.parsed.archive,
                         "partial": f.parsed.partial().next().map(|part| part.path.join(".")),
                     })

@@ -11,7 +11,7 @@ from ...absent import absent
 from ...errors import FastshardError
 from ...gate import ignored
 from ...shown import counted
-from ...verification import verify as verify_checkpoint
+from ...verification import verified
 from ..arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
@@ -49,7 +49,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     options = opening(a)
     if options["config"] is None:
         del options["config"]
-    findings = verify_checkpoint(
+    made = verified(
         a.ckpt,
         expect=a.expect,
         subset=subset,
@@ -62,12 +62,15 @@ def _run(a: argparse.Namespace) -> Outcome:
         progress=progress(a),
         **options,
     )
+    findings = made.findings
     errors = sum(f.severity == "error" for f in findings)
     warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
-    verdict = counted(errors, "error") if errors else "nothing wrong found"
+    verdict = counted(errors, "error") if made.checked is None else made.checked.told()
     if warnings:
         verdict += f", {counted(warnings, 'warning')}"
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
+    if made.checked is not None:
+        document["checked"] = made.checked.to_dict()
     text = f"{', '.join(map(str, a.ckpt))}: {verdict}"
     if missing := absent(findings, a.ckpt):
         text += "\n" + missing.told()
@@ -80,7 +83,10 @@ VERIFY = Verb(
     help="completeness and integrity; with a manifest also content",
     description="""\
         Completeness and integrity; with a manifest also content. Warns (FS313) about rows, columns or other
-        slabs of a floating tensor that are zero throughout while the rest is not: lost shards look like that.""",
+        slabs of a floating tensor that are zero throughout while the rest is not: lost shards look like that.
+        Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or --local-dir,
+        keeps. Where nothing is wrong the first line says how far that goes: contents checked, complete, or only partly
+        checked.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -1,0 +1,201 @@
+"""Downloads from Hugging Face's hub, checked offline, and what `verify` says of how far it looked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+import fastshard
+import pytest
+import torch
+from helpers import HF, NEOX, cli, copy, flip_bit
+from safetensors.torch import save_file
+
+SHARD = "model-00002-of-00004.safetensors"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def git_sha1(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def etag(file: Path) -> str:
+    """As the hub answers: SHA-256 of files in LFS, the id of the git blob of others."""
+    content = file.read_bytes()
+    return hashlib.sha256(content).hexdigest() if file.suffix == ".safetensors" else git_sha1(content)
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return copy(HF, tmp_path / "hf")
+
+
+@pytest.fixture
+def cached(hf: Path, tmp_path: Path) -> Path:
+    """A snapshot as huggingface_hub makes it."""
+    from huggingface_hub.file_download import _create_symlink
+
+    storage = tmp_path / "hub/models--org--name"
+    snapshot = storage / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (storage / "blobs").mkdir()
+    for file in hf.iterdir():
+        blob = storage / "blobs" / etag(file)
+        shutil.copyfile(file, blob)
+        _create_symlink(str(blob), str(snapshot / file.name), new_blob=True)
+    assert (snapshot / SHARD).is_symlink()
+    return snapshot
+
+
+@pytest.fixture
+def local(hf: Path) -> Path:
+    """A folder that was given as ``--local-dir``."""
+    from huggingface_hub._local_folder import write_download_metadata
+
+    for file in sorted(hf.iterdir()):
+        write_download_metadata(hf, file.name, COMMIT, etag(file))
+    return hf
+
+
+def test_the_hash_of_a_git_blob_is_gits() -> None:
+    assert git_sha1(b"hello\n") == "ce013625030ba8dba906f756967f9e9ca394464a"
+
+
+def test_a_snapshot_of_the_cache_is_checked(cached: Path) -> None:
+    ran = cli("verify", cached)
+    assert (ran.code, ran.errors) == (0, [])
+    told = f"{len(list(cached.iterdir())) - 1} files against the hashes of the download"
+    assert ran.doc["checked"] == {"ending": "contents_checked", "against": [told]}
+    text = cli("verify", cached, json_output=False)
+    assert text.out.splitlines()[0] == f"{cached}: contents checked: {told}"
+
+
+def test_so_is_a_local_dir(local: Path) -> None:
+    ran = cli("verify", local)
+    assert (ran.code, ran.errors) == (0, [])
+    assert ran.doc["checked"]["ending"] == "contents_checked"
+
+
+@pytest.mark.parametrize("place", ["cached", "local"])
+@pytest.mark.parametrize("name", [SHARD, "config.json"])
+def test_a_bit_that_changed_is_found(request: pytest.FixtureRequest, place: str, name: str) -> None:
+    root: Path = request.getfixturevalue(place)
+    expected = etag(root / name)
+    if name == SHARD:
+        flip_bit(root / name, (root / name).stat().st_size - 5)
+    else:
+        (root / name).write_text(
+            (root / name).read_text().replace('"use_cache": true', '"use_cache": false') + " "
+        )
+        # As damage is: without another time.
+        os.utime(root / name, (1, 1))
+    ran = cli("verify", root)
+    assert ran.code == 1 and "checked" not in ran.doc
+    (found,) = ran.errors
+    kind = "sha256" if name == SHARD else "git blob sha1"
+    assert (found["code"], found["file"]) == ("FS308", name)
+    assert found["expected"] == f"{kind} {expected}"
+    assert found["got"] == f"{kind} {etag(root / name)}"
+    repository = "org/name" if place == "cached" else "REPO"
+    assert f"hf download {repository} {name}" in found["help"]
+
+
+def test_a_text_that_was_edited_since_is_a_warning(local: Path) -> None:
+    (local / "config.json").write_text((local / "config.json").read_text() + "\n")
+    later = time.time() + 60
+    os.utime(local / "config.json", (later, later))
+    ran = cli("verify", local)
+    assert ran.code == 0
+    (found,) = ran.having("FS308")
+    assert (found["severity"], found["file"]) == ("warning", "config.json")
+
+
+def test_weights_that_were_written_since_are_an_error(local: Path) -> None:
+    flip_bit(local / SHARD, (local / SHARD).stat().st_size - 5)
+    later = time.time() + 60
+    os.utime(local / SHARD, (later, later))
+    ran = cli("verify", local)
+    (found,) = ran.errors
+    assert (ran.code, found["code"], found["file"]) == (1, "FS308", SHARD)
+    assert "move its record away" in found["help"]
+
+
+def test_a_copy_with_another_time_is_as_good(local: Path) -> None:
+    later = time.time() + 60
+    for file in local.glob("*.safetensors"):
+        os.utime(file, (later, later))
+    assert cli("verify", local).doc["checked"]["ending"] == "contents_checked"
+
+
+@pytest.mark.parametrize("content", ["", "x", f"{COMMIT}\nno-hash\n1.0\n", f"{COMMIT}\n{'a' * 64}\nnever\n"])
+def test_records_that_are_none_prove_nothing(local: Path, content: str) -> None:
+    (local / f".cache/huggingface/download/{SHARD}.metadata").write_text(content)
+    ran = cli("verify", local)
+    assert ran.code == 0
+    assert ran.doc["checked"]["ending"] == "complete"
+    assert "3 of 4 files of tensors" in ran.doc["checked"]["against"][0]
+
+
+def test_parts_of_the_work_find_it_once(local: Path) -> None:
+    flip_bit(local / SHARD, (local / SHARD).stat().st_size - 5)
+    found = [cli("verify", local, "--subset", f"{n}/3").having("FS308") for n in (1, 2, 3)]
+    assert sum(map(len, found)) == 1
+
+
+def test_one_file_of_a_snapshot(cached: Path) -> None:
+    assert cli("verify", cached / SHARD).doc["checked"]["ending"] == "contents_checked"
+    flip_bit(cached / SHARD, (cached / SHARD).stat().st_size - 5)
+    assert cli("verify", cached / SHARD).having("FS308")
+
+
+def first_line(*argv: object) -> str:
+    return cli("verify", *argv, json_output=False).out.splitlines()[0]
+
+
+def test_complete_says_that_contents_were_not_checked(hf: Path) -> None:
+    assert first_line(hf) == f"{hf}: complete; contents NOT checked (no checksums here)"
+    assert cli("verify", hf).doc["checked"] == {"ending": "complete"}
+
+
+def test_torch_files_have_checksums_of_their_own(tmp_path: Path) -> None:
+    run = copy(NEOX, tmp_path / "run")
+    told = "the CRC32 that the files themselves keep"
+    assert first_line(run) == f"{run}: complete; contents checked only against {told}"
+    assert cli("verify", run).doc["checked"] == {"ending": "complete", "against": [told]}
+
+
+def test_a_manifest_checks_contents(hf: Path) -> None:
+    fastshard.manifest(hf)
+    assert first_line(hf) == f"{hf}: contents checked: against the manifest fastshard.manifest.json"
+    ran = cli("verify", hf, "--subset", "1/2")
+    assert ran.doc["checked"]["part"] == "part 1 of 2"
+
+
+def test_what_would_not_be_noticed_is_said(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    checked = cli("verify", tmp_path).doc["checked"]
+    assert checked["ending"] == "partly_checked"
+    assert checked["unnoticed"][0].startswith("nothing outside the files states what must exist")
+    assert first_line(tmp_path).startswith(
+        f"{tmp_path}: only partly checked: nothing outside the files states"
+    )
+
+
+def test_warnings_are_still_counted(local: Path) -> None:
+    (local / "config.json").write_text((local / "config.json").read_text() + "\n")
+    later = time.time() + 60
+    os.utime(local / "config.json", (later, later))
+    assert first_line(local).endswith(" against the hashes of the download, 1 warning")
+
+
+def test_no_ending_is_good_where_something_is_wrong(hf: Path) -> None:
+    (hf / SHARD).unlink()
+    ran = cli("verify", hf)
+    assert ran.code == 3 and "checked" not in ran.doc
+
+
+def test_the_function_returns_findings(hf: Path) -> None:
+    assert [f for f in fastshard.verify(hf) if f.severity == "error"] == []
