@@ -184,6 +184,15 @@ def test_what_would_not_be_noticed_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_list_of_its_own_is_no_proof_of_what_was_never_saved(tmp_path: Path) -> None:
+    run = copy(HF.parent / "dcp_fsdp2", tmp_path / "run")
+    for file in run.glob("*.json"):
+        file.unlink()
+    checked = cli("verify", run).doc["checked"]
+    assert checked["ending"] == "partly_checked"
+    assert any(told.startswith("tensors that were never saved") for told in checked["unnoticed"])
+
+
 def test_warnings_are_still_counted(local: Path) -> None:
     (local / "config.json").write_text((local / "config.json").read_text() + "\n")
     later = time.time() + 60

@@ -45,7 +45,11 @@ class Checked:
 
 
 def checked(
-    findings: Iterable[Finding], vouched: Iterable[str], partial: Iterable[str] = (), part: str | None = None
+    findings: Iterable[Finding],
+    vouched: Iterable[str],
+    partial: Iterable[str] = (),
+    unnoticed: Iterable[str] = (),
+    part: str | None = None,
 ) -> Checked:
     """How far a checkpoint was checked that has no error.
 
@@ -53,10 +57,11 @@ def checked(
         findings: all that was found.
         vouched: what all contents were compared with.
         partial: checksums that say less than a hash, or not of all files.
+        unnoticed: what no finding says that would not be noticed.
         part: which part was looked at; None for all.
     """
     vouched = list(vouched)
-    unnoticed = [told for f in findings if (told := _left_open(f)) is not None]
+    unnoticed = [*(told for f in findings if (told := _left_open(f)) is not None), *unnoticed]
     if vouched:
         return Checked(CONTENTS, vouched, part=part)
     return Checked(PARTLY if unnoticed else COMPLETE, list(partial), list(dict.fromkeys(unnoticed)), part)

@@ -192,7 +192,21 @@ def verified(
     part = None if subset is None else f"part {subset[0]} of {subset[1]}"
     if include or exclude:
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
-    return Verified(found, proof.checked(found, vouched, partial, part))
+    unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
+    return Verified(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+#: What a checkpoint's own list of its tensors does not tell.
+_NEVER_SAVED = (
+    "tensors that were never saved would not be noticed (the checkpoint alone says which there are)"
+)
+
+
+def _lists_itself(plan: Plan) -> bool:
+    """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no reference."""
+    source = plan.source
+    tables = (source.layout, source.table, source.own_table)
+    return source.provable and not source.referenced and all(table is None for table in tables)
 
 
 #: What --include and --exclude leave.
