@@ -174,7 +174,8 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
         FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or the like.
     """
     content = read_bytes(path, limit, label=label, code=code)
-    found = _stand_in(label or os.fspath(path), content[:_HEAD], len(content))
+    # Of an empty one whoever reads it says what it lacks.
+    found = _stand_in(label or os.fspath(path), content[:_HEAD], len(content)) if content else None
     if found is not None:
         raise error_for([found])
     try:
