@@ -173,12 +173,15 @@ def open(
         or companions.places(listing, found.notes.get("folder") or "")
         or companions.beside_files(listing)
     )
+    weight_map: dict[str, int] = found.notes.get("weight_map") or {}
+    unreadable = {name for name, file in weight_map.items() if readable[file] is None}
     source = replace(
         source,
         places=near,
         copies_accepted=accepted,
         optimizer=optimizer,
         non_finite_accepted="non-finite" in options.accept,
+        lost=source.lost | unreadable,
     )
     if reference is not None:
         source = _held_against(reference, source)

@@ -312,6 +312,8 @@ class Source:
     expected_names: set[str] = field(default_factory=set)
     #: Names of tensors of which the files that are missing held all, or a part.
     lost: set[str] = field(default_factory=set)
+    #: True if an index names the tensors of each file, so that these are all that is lost with files.
+    listed: bool = False
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
     weights_prefix: str = ""
     #: Where further copies of the model begin.

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from . import _core, budget, evidence, layouts
+from .causes import Causes, causes_of
 from .declared import Source, is_state
 from .discover import File
 from .dtypes import TORCH_FLOATS
@@ -31,8 +32,6 @@ from .words import padding, words
 _MAX_THREADS = 1 << 14
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
 _NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
-#: What a tensor lacks whose file is missing or cannot be read.
-_ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
 
 
 def default_threads() -> int:
@@ -90,6 +89,7 @@ class Plan:
         texts: dict[str, str] | None = None,
         main: str | None = None,
         lost: Collection[str] = (),
+        causes: Causes | None = None,
     ) -> None:
         self.core = core
         self.findings = findings
@@ -105,6 +105,8 @@ class Plan:
         self.lost = dict.fromkeys(sorted(name for name in lost if name not in self.index))
         #: torch's name of the dtype that most of the floating bytes have.
         self.main_dtype = main
+        #: What accounts for findings of the core that are not among ``findings``.
+        self.causes = causes or Causes()
 
     @cached_property
     def maps(self) -> Maps:
@@ -209,7 +211,8 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         if source.optimizer.rules is not None and not target.is_container:
             side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
-    broken = any(f.severity == "error" for f in findings)
+    paths = [file.path for file in opened.files]
+    causes = causes_of(findings, source, paths, opened.catalog.names)
     draft = _draft(opened.catalog, asked)
     drafted = [Finding.from_dict(f) for f in json.loads(draft.findings())]
     lost_by_core = draft.lost()
@@ -225,20 +228,20 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     seen = None if opened.reference is not None else _evidence(opened, source, request, draft)
     if seen is not None:
         # What could not be drafted is missing below for that reason.
-        undrafted = broken or any(f.severity == "error" for f in drafted)
-        told += _caused([_asked_for(f, request) for f in seen.findings], undrafted)
+        both = causes_of([*findings, *drafted], source, paths, opened.catalog.names)
+        told += both.left(_asked_for(f, request) for f in seen.findings)
     if not source.provable:
         told.append(_unproven(source, seen))
     if opened.reference is not None:
         named = [f.tensor for f in (*findings, *drafted) if f.severity == "error"]
         sides = _sides(opened, request, Side(draft, source, target is None), asked)
-        told += _caused(judged(sides, opened.reference, request.wants, dtype, named), broken)
+        told += causes.left(judged(sides, opened.reference, request.wants, dtype, named))
     told += words(source, axes, tokenizer)
     masters = source.optimizer.masters and (request.weights or source.optimizer.weights) == "masters"
     main = _main_dtype(draft.dtypes(), masters)
     completed = Completed()
     if target is not None and not any(
-        f.severity == "error" for f in [*findings, *_caused(drafted, broken), *told]
+        f.severity == "error" for f in [*findings, *causes.left(drafted), *told]
     ):
         # What the files are called and hold follows from the tensors that there are.
         stored = (name for unit in source.units for name in opened.catalog.names(unit.file))
@@ -265,7 +268,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         "pointers": completed.pointers,
     }
     core = draft.place(json.dumps(placement))
-    planned = _caused([Finding.from_dict(f) for f in json.loads(core.findings())], broken)
+    planned = causes.left(Finding.from_dict(f) for f in json.loads(core.findings()))
     if request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, opened, request) for f in planned]
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
@@ -278,7 +281,7 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         lost |= {*lost_by_core, *source.lost}
     # Last: what is made an error here is not what the others follow from.
     found = opened.gate.judged(findings)
-    return Plan(core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost)
+    return Plan(core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost, causes)
 
 
 def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
@@ -417,11 +420,6 @@ def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: b
     if cast or not (model.saved_whole or config_json.dtype_of(config) is None):
         config = config_json.with_dtype(config, main)
     return config
-
-
-def _caused(findings: list[Finding], broken: bool) -> list[Finding]:
-    """Findings without those that only echo what is wrong already."""
-    return [f for f in findings if f.code not in _ECHOES] if broken else findings
 
 
 def _main_dtype(held: dict[str, int], masters: bool) -> str | None:

@@ -6,8 +6,9 @@ source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -233,6 +234,10 @@ class Dcp:
         source: Source = _Records(
             found.framework, units=[], step=found.step, pass_unknown=True, provable=True
         )
+        # What .metadata of a rank that is missing would name, nothing tells.
+        source.listed = not any(
+            f.code == "FS101" and f.file and f.file.endswith(METADATA) for f in found.findings
+        )
         source.vocab_size = options.vocab_size
         source.values = {
             k: v
@@ -251,6 +256,8 @@ class Dcp:
             chunks: list[list[Any]] = []
             for lo, size in entry["chunks"]:
                 place = places.get((name, tuple(lo)))
+                if place is not None and not all(contents.readable(file) for file, _ in place):
+                    source.lost.add(name)
                 if place is None:
                     if name not in found.notes["lacking"] and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
@@ -270,6 +277,8 @@ class Dcp:
                     copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
             else:
                 source.lost.add(name)
+        if source.listed:
+            source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
         names = [entry["name"] for entry in described["tensors"]]
         for framework in self._frameworks:
             named = framework.take(source, found, listing, contents, tensors)
@@ -323,6 +332,20 @@ class Dcp:
         if config is None:
             return
         hf_names.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+def _hole(entry: dict[str, Any]) -> Iterator[Finding]:
+    """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts for none of it."""
+    whole = math.prod(entry["shape"])
+    lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
+    if lacking > 0:
+        yield Finding.of(
+            "FS205",
+            f"{lacking} of {whole} elements are in no chunk",
+            tensor=entry["name"],
+            expected=f"chunks that tile {entry['shape']}",
+            got=f"chunks at {', '.join(str(lo) for lo, _ in entry['chunks'][:8])}",
+        )
 
 
 def _not_carried(names: list[str], objects: dcp_optim.Objects, alone: bool) -> list[Finding]:

@@ -163,6 +163,15 @@ class ColossalAI:
         source.provable = source.layout is not None
         source.findings += self._missing_layers(found, config, held)
         source.findings += self._missing_experts(found, config, held)
+        # Where files are called for by their names alone, nothing tells what they held.
+        here = {name for name, _ in notes["files"]}
+        absent = {file for file in notes["map"].values() if file not in here}
+        source.lost = {name for name, file in notes["map"].items() if file in absent}
+        called_for = sum(f.code == "FS101" for f in (*found.findings, *source.findings))
+        unread = any(
+            not contents.readable(i) for name, of in notes["files"] if name in notes["whole"] for i in of
+        )
+        source.listed = bool(notes["map"]) and called_for == len(absent) and not unread
         source.findings += _total_size(listing, notes["index"])
         whole = _Whole(source)
         together = self._slices(source, found, held, whole)

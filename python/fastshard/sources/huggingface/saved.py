@@ -269,6 +269,7 @@ class HuggingFace:
             ),
             expected_names=set(found.notes.get("weight_map", {})),
             lost=set(found.notes.get("lost", ())),
+            listed="weight_map" in found.notes,
             vocab_size=options.vocab_size,
         )
         counted, index = found.notes.get("counted"), found.notes.get("index")
