@@ -207,3 +207,21 @@ def test_so_much_is_missing_that_not_all_of_it_is_named(tmp_path: Path) -> None:
         ("tp 5 … tp 23", "missing", 19 * 120),
         ("tp 24", "damaged", 120),
     ]
+
+
+def test_layers_in_a_row_that_one_finding_tells_of_are_each_missing(tmp_path: Path) -> None:
+    root = copy(NEOX, tmp_path / "ckpt")
+    run = Finding(
+        "FS103",
+        "error",
+        "layers 03 to 22: none of their files is there",
+        file="global_step4/layer_03-model_00-model_states.pt",
+    )
+    found = grid(fastshard.open(root), [run])
+    missing = {
+        int(column.removeprefix("layer ").split()[0])
+        for problem in found.problems
+        if STATES[problem.state].name == "missing"
+        for column in problem.columns
+    }
+    assert missing == set(range(3, 23))

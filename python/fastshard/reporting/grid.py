@@ -66,6 +66,10 @@ _OTHER: Key = (None, "\0other values")
 _WHOLE = "\0all of it"
 #: What the core says of such a layer: its position, and how many tensors it has.
 _LAYER = re.compile(r"^position ([0-9]+) on axis L: none of its ([0-9]+) tensors is there$")
+#: What a source says of such a layer, or of several in a row.
+_RUN = re.compile(r"\blayers? ([0-9]{1,6})(?: to ([0-9]{1,6}))?\b")
+#: Layers of a run that are shown; no model has more.
+_MOST_LAYERS = 1 << 14
 #: What it says of those that it does not name.
 _CUT = re.compile(r"^and [0-9]+ more ")
 #: The part of a rank in which ranks differ that hold the same tensors.
@@ -420,13 +424,16 @@ class _Filling:
             row.mark(_FILE, state)
 
     def _lose_layer(self, finding: Finding) -> None:
-        """A layer of which nothing is there: it is missing on each rank, unless ranks have layers of their own."""
-        number = re.search(r"\blayer ([0-9]{1,6})\b", finding.message)
-        key = (int(number[1]), _WHOLE) if number else _FILE
-        whole = number and self.ranks and not any("pp" in rank for rank in self.ranks)
+        """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their own."""
+        run = _RUN.search(finding.message)
+        # Layers in a row are one finding.
+        numbers = range(int(run[1]), int(run[2] or run[1]) + 1) if run else range(0)
+        keys: list[Key] = [(number, _WHOLE) for number in numbers[:_MOST_LAYERS]] or [_FILE]
+        whole = run and self.ranks and not any("pp" in rank for rank in self.ranks)
         names = sorted(self.ranks) if whole else [self._row_for(finding)]
         for name in names:
-            self.rows[name].mark(key, MISSING)
+            for key in keys:
+                self.rows[name].mark(key, MISSING)
 
     def _grid(self) -> Grid:
         distinct = {row.like or name: row for name, row in self.rows.items()}
