@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fastshard.dtypes import numpy_dtype
 from fastshard.regions import meets, of_flat, slices, strides
-from helpers import FIXTURES, NEOX, STEP, cli, copy, layer_file
+from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, edit_safetensors, layer_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,7 +140,21 @@ def test_a_tensor_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
     (ckpt / STEP / layer_file(3, 1)).unlink()
     ran = cli("why", ckpt, "3.attention.dense.weight")
     assert ran.code == 3 and ran.having("FS101", file=layer_file(3, 1))
-    assert ran.having("FS515", tensor="3.attention.dense.weight", message="not in the result")
+    (told,) = ran.having("FS101", tensor="3.attention.dense.weight", message="not in the result")
+    assert told["severity"] == "warning" and told["file"].endswith(layer_file(3, 1))
+
+
+def test_a_tensor_that_no_other_finding_accounts_for_is_said_once(tmp_path: Path) -> None:
+    ckpt = copy(HF, tmp_path / "ckpt")
+    (ckpt / "model.safetensors.index.json").unlink()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit_safetensors(ckpt / "model-00001-of-00004.safetensors", lambda tensors: tensors.__delitem__(name))
+    ran = cli("why", ckpt, name)
+    (told,) = ran.errors
+    assert (ran.code, told["code"], told["tensor"]) == (3, "FS102", name)
+    assert (
+        "not in the result" in told["message"] and "rank" not in told["help"] and "node" not in told["help"]
+    )
 
 
 def test_a_hash_of_damaged_bytes_says_that_they_are(tmp_path: Path) -> None:

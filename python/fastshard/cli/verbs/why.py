@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from ... import _core
@@ -60,16 +61,19 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     echoes = (Finding.from_dict(finding) for finding in json.loads(plan.core.findings()))
     about = [finding for finding in (*plan.findings, *echoes) if finding.tensor == name]
     if about:
+        first = about[0]
         errors = [finding for finding in plan.findings if finding.severity == "error"]
-        told = Finding.of(
-            "FS515",
-            f"not in the result: {about[0].message}",
+        cause = plan.causes.of(first) or first
+        told = replace(
+            first,
+            code=cause.code,
+            message=f"not in the result: {first.message}",
             # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
-            severity="warning" if errors else "error",
-            tensor=name,
-            help=about[0].help,
+            severity="warning" if errors and cause is not first else "error",
+            file=cause.file,
+            help=None if cause in errors and cause is not first else first.help,
         )
-        return error_for([told, *errors])
+        return error_for([told, *(error for error in errors if error is not first)])
     if own:
         return FastshardError.of(
             "FS515",

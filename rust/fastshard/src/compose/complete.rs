@@ -94,6 +94,8 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
         }
     }
 
+    // Whole tensors are of no rank and of no node.
+    let ranked = source.units.iter().any(|unit| !unit.coords.is_empty());
     // A layer of which nothing is there is one finding.
     let mut layers: BTreeMap<(&str, u64), u64> = BTreeMap::new();
     for (axis, at) in missing.iter().flat_map(|(_, position, _)| position) {
@@ -116,18 +118,41 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
                 format!("position {at} on axis {axis}: none of its {count} tensors is there"),
             )
             .expected(format!("{axis} 0..{n}"), there)
-            .help("copy the files of this layer from the pipeline stage that owned it"),
+            .help(if ranked {
+                "copy the files of this layer from the pipeline stage that owned it"
+            } else {
+                "copy the files of this layer from where the checkpoint was saved"
+            }),
         );
     }
     let gone = |position: &BTreeMap<String, u64>| {
         position.iter().any(|(a, n)| layers.contains_key(&(a.as_str(), *n)))
     };
-    let single: Vec<_> = missing.iter().filter(|(_, position, _)| !gone(position)).collect();
+    let mut single: Vec<_> = missing.iter().filter(|(_, position, _)| !gone(position)).collect();
+    if single.len() > MAX_MISSING {
+        // What a file that is lost accounts for must not crowd out what another should hold: first what lies in a layer of
+        // which its rank holds other tensors.
+        let beside = |position: &Position, coords: &Coords| {
+            source.resolved.instances.iter().any(|i| {
+                let at = &source.units[i.unit as usize].coords;
+                position.iter().all(|(axis, n)| i.index.get(axis) == Some(n))
+                    && coords.iter().all(|(d, r)| at.get(d).copied().unwrap_or(0) == *r)
+            })
+        };
+        let mut known: BTreeMap<(&Position, &Coords), bool> = BTreeMap::new();
+        single.sort_by_cached_key(|(_, position, coords)| {
+            !*known.entry((position, coords)).or_insert_with(|| beside(position, coords))
+        });
+    }
     for (name, _, coords) in single.iter().take(MAX_MISSING) {
         let rank: Vec<String> = coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
         let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
             .tensor(name)
-            .help("copy the file of this rank from the node that wrote it");
+            .help(match (coords.is_empty(), ranked) {
+                (false, _) => "copy the file of this rank from the node that wrote it",
+                (true, true) => "copy the file that holds it from the node that wrote it",
+                (true, false) => "copy the file that holds it from where the checkpoint was saved, or save it again with this tensor",
+            });
         finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
         findings.push(finding);
     }

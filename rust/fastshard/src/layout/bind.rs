@@ -254,12 +254,17 @@ pub fn check_shape(
                     Finding { code: codes::SLICE_AS_WHOLE, ..finding }
                         .severity(Severity::Error)
                         .with_message(format!(
-                            "dimension {d} is 1 of {} {what} shards saved as the whole ({} x {got} = {}{}): {} of {want} rows are lost",
+                            "dimension {d} is 1 of {} {what} shards saved as the whole ({} x {got} = {}{}): {} of {want} {} are lost",
                             slice.shards,
                             slice.shards,
                             slice.shards * got,
                             padding(want, got, slice.shards),
                             want - got,
+                            match d {
+                                0 => "rows",
+                                1 => "columns",
+                                _ => "indices of this dimension",
+                            },
                         ))
                         .help("merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
                 );
