@@ -160,7 +160,9 @@ def causes_of(
     errors = [f for f in findings if f.severity == "error"]
     # Whatever the reason, what cannot be read holds nothing.
     unread = {path for i, path in enumerate(paths) if errors and not any(True for _ in names(i))}
-    lost = [f for f in errors if f.file and not f.tensor and (f.code in _LOST or f.file in unread)]
+    # Nor is anything taken of a file that is refused where tensors are put together from several.
+    refused = not source.units
+    lost = [f for f in errors if f.file and not f.tensor and (refused or f.code in _LOST or f.file in unread)]
     held = None
     files = [LostFile(f) for f in lost]
     if lost and not source.listed and any(unit.coords or unit.prefix for unit in source.units):
