@@ -76,7 +76,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int, str]] = {
     "copied_unnamed": (copied, "FS113", 1, "model_world_size_4_rank_2.pt"),
     "cut": (lambda f: file(f, 2).write_bytes(file(f, 2).read_bytes()[:-700]), "FS312", 1, "rank_2.pt"),
     "cut_by_half": (lambda f: file(f, 2).write_bytes(file(f, 2).read_bytes()[:9000]), "FS312", 1, "rank_2.pt"),
-    "empty": (lambda f: file(f, 2).write_bytes(b""), "FS312", 1, "rank_2.pt"),
+    "empty": (lambda f: file(f, 2).write_bytes(b""), "FS316", 1, "rank_2.pt"),
     "flipped": (lambda f: flip_bit(file(f, 2), 4096), "FS301", 1, "rank_2.pt"),
     "optimizer_of_another_step": (lambda f: other_step(f, "optim"), "FS107", 1, "model_world_size_4_rank_2.pt"),
     "scheduler_of_another_step": (lambda f: other_step(f, "extra_state"), "FS107", 1, "model_world_size_4_rank_2.pt"),

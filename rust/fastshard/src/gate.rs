@@ -93,7 +93,7 @@ mod tests {
 
     fn found() -> Vec<Finding> {
         vec![
-            Finding::new(codes::NON_FINITE, "warning"),
+            Finding::new(codes::PAD_NOT_ZERO, "warning"),
             Finding::new(codes::IGNORED, "note"),
             Finding {
                 decided: Some("accept copies".into()),
@@ -127,17 +127,17 @@ mod tests {
         let raised = (Severity::Error, Some("fail_on warning".to_string()));
         assert_eq!(judged(&gate), [raised, (Severity::Note, None), accepted.clone()]);
         let gate = Gate {
-            error: vec![codes::NON_FINITE, codes::IGNORED, codes::DUPLICATED_SHARD],
+            error: vec![codes::PAD_NOT_ZERO, codes::IGNORED, codes::DUPLICATED_SHARD],
             ..Gate::default()
         };
         let raised = |code: &str| (Severity::Error, Some(format!("error {code}")));
-        assert_eq!(judged(&gate), [raised("FS306"), raised("FS212"), accepted]);
+        assert_eq!(judged(&gate), [raised("FS307"), raised("FS212"), accepted]);
     }
 
     #[test]
     fn what_is_ignored_is_no_error_by_fail_on() {
-        let gate = Gate { warnings: true, ignore: vec![codes::NON_FINITE], ..Gate::default() };
-        assert_eq!(judged(&gate)[0], (Severity::Warning, Some("ignore FS306".to_string())));
+        let gate = Gate { warnings: true, ignore: vec![codes::PAD_NOT_ZERO], ..Gate::default() };
+        assert_eq!(judged(&gate)[0], (Severity::Warning, Some("ignore FS307".to_string())));
     }
 
     #[test]
