@@ -716,10 +716,18 @@ fn odd_values_are_pointed_out() {
         let t = tensor(&mut files, 1, "layers.2.fc1");
         assert_eq!(t.dtype, dtype);
         t.bytes[400..404].copy_from_slice(&bits);
-        let outcome = merge(&files, request(&files, 2));
-        outcome.clean();
-        let finding = outcome.expect(codes::NON_FINITE, Severity::Warning);
-        assert_eq!((finding.tensor.as_deref(), finding.got.as_deref()), (Some("layers.2.fc1"), Some("1")));
+        for (accepted, severity) in [(false, Severity::Error), (true, Severity::Warning)] {
+            let mut asked = request(&files, 2);
+            asked["source"]["non_finite_accepted"] = json!(accepted);
+            let outcome = merge(&files, asked);
+            assert_eq!(outcome.failed(), !accepted);
+            let finding = outcome.expect(codes::NON_FINITE, severity);
+            assert_eq!(
+                (finding.tensor.as_deref(), finding.got.as_deref()),
+                (Some("layers.2.fc1"), Some("1"))
+            );
+            assert_eq!(finding.decided.as_deref(), accepted.then_some("accept non-finite"));
+        }
     }
     for tp in [1u64, 2, 4] {
         // The first and the last element of the padding, which may fill a rank.

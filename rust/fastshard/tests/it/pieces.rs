@@ -327,7 +327,13 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         scale: None,
         changes: Vec::new(),
     });
-    let mut plan = Plan { sources: files, blobs, stored: stored.collect(), ..Plan::default() };
+    let mut plan = Plan {
+        sources: files,
+        blobs,
+        stored: stored.collect(),
+        non_finite_accepted: true,
+        ..Plan::default()
+    };
     let mut want = Vec::new();
     for (i, dense) in all.iter().enumerate() {
         for _ in 0..1 + dice.below(2) {

@@ -149,7 +149,8 @@ pub fn open(dir: &Path, files: usize) -> Catalog {
     Catalog::open(vec![dir.to_path_buf()], &names, 1)
 }
 
-/// Drafts and places: what is said of places stands in the request, or in its target.
+/// Drafts and places: what is said of places stands in the request, or in its target. Painted values may be any bits, so NaN
+/// is accepted unless the source says otherwise.
 pub fn make_plan(catalog: &Catalog, mut request: serde_json::Value) -> Result<Planned> {
     let mut placement = serde_json::Map::new();
     for (within, keys) in
@@ -157,6 +158,9 @@ pub fn make_plan(catalog: &Catalog, mut request: serde_json::Value) -> Result<Pl
     {
         let Some(serde_json::Value::Object(side)) = request.pointer_mut(within) else { continue };
         placement.extend(keys.iter().filter_map(|key| side.remove_entry(*key)));
+    }
+    if let Some(serde_json::Value::Object(source)) = request.get_mut("source") {
+        source.entry("non_finite_accepted").or_insert(true.into());
     }
     let request: Request = serde_json::from_value(request).expect("a request");
     let placement: Placement = serde_json::from_value(placement.into()).expect("a placement");
