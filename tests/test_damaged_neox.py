@@ -110,7 +110,7 @@ def test_rank_file_of_the_pipeline_form_is_missed(ckpt: Path, out: Path) -> None
 @pytest.mark.parametrize("file", [layer_file(3, 1), rank_file(0)])
 def test_empty_file(ckpt: Path, out: Path, file: str) -> None:
     (ckpt / STEP / file).write_bytes(b"")
-    assert_refused(ckpt, out, "FS312", file=file)
+    assert_refused(ckpt, out, "FS316", file=file)
 
 
 @pytest.mark.parametrize("kept", [1, 3, 64, 0.1, 0.5, 0.9, -30, -22, -1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .declared import Source, Unit
 from .errors import Finding
@@ -64,10 +65,16 @@ class Causes:
     files: Sequence[LostFile] = ()
     #: Where an index names the tensors of each file: those of files that are lost.
     named: frozenset[str] | None = None
+    #: What tells that two names are spellings of one tensor; None for a name that tells of none.
+    spelling: Callable[[str], Place | None] = lambda name: None
     #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or layers.
     held: Sequence[tuple[Mapping[str, int], frozenset[Place]]] | None = None
     #: True if there is any error, so that a checkpoint of which nothing is left needs no words of its own.
     broken: bool = False
+
+    @cached_property
+    def _spelled(self) -> frozenset[Place | None]:
+        return frozenset(map(self.spelling, self.named or ()))
 
     def of(self, finding: Finding) -> Finding | None:
         """The finding that accounts for one, if one does."""
@@ -100,7 +107,11 @@ class Causes:
         first = self.files[0].cause
         if self.named is not None:
             if finding.tensor:
-                return first if finding.tensor in self.named else None
+                if finding.tensor in self.named:
+                    return first
+                # No spelling of it is here, and one is lost: which of them was meant nothing tells.
+                one = self.spelling(finding.tensor)
+                return first if one is not None and one in self._spelled else None
             if layer := _LAYER.match(finding.message):
                 return first if any(place_of(name)[0] == int(layer[1]) for name in self.named) else None
             return first
@@ -179,6 +190,7 @@ def causes_of(
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
         files=files,
         named=frozenset(_all_names(source)) if source.listed else None,
+        spelling=_spelling(source),
         held=held,
         broken=bool(errors),
     )
@@ -190,6 +202,17 @@ def _all_names(source: Source) -> Iterable[str]:
         yield name
         yield source.names.get(name, name)
         yield name.removeprefix(source.weights_prefix)
+
+
+def _spelling(source: Source) -> Callable[[str], Place | None]:
+    """Layer and rule of the table for a name: alternatives within a name are one rule."""
+    table = source.usual_table if source.table is None else source.table
+
+    def spelling(name: str) -> Place | None:
+        rule = None if table is None else table.rule_of(name)
+        return None if rule is None else (place_of(name)[0], rule.name)
+
+    return spelling
 
 
 def _held(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
