@@ -18,19 +18,17 @@ mod gather;
 mod number;
 mod slabs;
 mod tally;
+mod zero;
 mod zero_slab;
 
 use serde::{Deserialize, Serialize};
 
-use crate::boxes::SubBox;
-use crate::codes;
-use crate::error::Finding;
-use crate::plan::{Output, Plan};
-use crate::tensor::{c_strides, element_count, Dtype};
+use crate::tensor::{element_count, Dtype};
 
 pub use accumulate::Accumulator;
 pub use gather::{Gather, Level, Partial, Seen};
 pub use number::Number;
+pub use zero::zero_findings;
 pub use zero_slab::ZeroSlab;
 
 /// Bins of a histogram.
@@ -138,63 +136,4 @@ impl TensorStats {
 /// Numbers that an element holds.
 fn numbers_per_element(dtype: Dtype) -> u64 {
     1 + u64::from(matches!(dtype, Dtype::C64 | Dtype::C128))
-}
-
-/// Warnings about outputs of a run of which a slab is zero: what a lost shard leaves.
-///
-/// Floating tensors only, and not the padding of a vocabulary whose true size the plan knows.
-pub fn zero_slab_findings<'a>(
-    plan: &'a Plan,
-    seen: impl Iterator<Item = &'a Seen> + 'a,
-) -> impl Iterator<Item = Finding> + 'a {
-    plan.outputs.iter().zip(seen).filter_map(|(output, seen)| {
-        if !(output.dtype.is_float() || output.dtype.is_f8()) {
-            return None;
-        }
-        let slabs: Vec<&ZeroSlab> =
-            seen.zero_slabs().iter().filter(|slab| !is_padding(plan, output, slab)).collect();
-        let first = slabs.first()?;
-        let texts: Vec<String> = slabs.iter().map(|slab| slab.text(output.shape.len())).collect();
-        let finding = Finding::new(codes::ZERO_SLAB, "part of this tensor is zero throughout")
-            .tensor(&output.name)
-            .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
-            .help("a shard that was lost, or never gathered, looks like that: compare with the files of the ranks, or with `fastshard diff`; pruned weights and tokens never trained are zero too");
-        Some(match holder(output, first) {
-            Some(stored) => crate::engine::place(plan, stored, finding),
-            None => finding,
-        })
-    })
-}
-
-/// Rows that a vocabulary is padded to a multiple of, for each tensor-parallel rank (Megatron-LM, GPT-NeoX).
-const PADDING: u64 = 128;
-
-/// True for the last rows of a vocabulary, where they are its padding: those beyond the true size (`V`) of
-/// a padded one (`P`), or if only one size is known, so few that no rank's shard can be lost in them.
-fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
-    let extent = output.shape[slab.dim];
-    let axis = |name: &str| plan.axes.get(name).copied();
-    let (real, padded) = (axis("V"), axis("P"));
-    let [[start, end]] = slab.ranges[..] else { return false };
-    if end != extent || !(padded == Some(extent) || real == Some(extent)) {
-        return false;
-    }
-    match real {
-        Some(real) if real < extent => start >= real,
-        _ => {
-            let tp = plan.topology.get("tp").copied().unwrap_or(1).max(1);
-            end - start < (PADDING * tp).min(extent / tp).min(extent / 8)
-        }
-    }
-}
-
-/// The stored tensor that the first element of a slab comes from.
-fn holder(output: &Output, slab: &ZeroSlab) -> Option<u32> {
-    let first = slab.ranges.first()?[0] * c_strides(&output.shape)[slab.dim];
-    let part = output.parts.iter().filter(|part| part.volume() > 0).find(|part| {
-        let mut held = false;
-        part.dst().cut(&SubBox::whole(&part.extents()), first, first + 1, &mut |_| held = true);
-        held
-    })?;
-    part.sources.first().copied()
 }

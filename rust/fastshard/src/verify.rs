@@ -53,7 +53,8 @@ pub fn content(
     }
     let mut report = engine::execute(&plan, files, &Discard, options, control)?;
     if options.stats == Level::ZeroSlabs {
-        let found = stats::zero_slab_findings(&plan, report.outputs.iter().map(|o| &o.seen)).collect();
+        let seen: Vec<_> = report.outputs.iter().map(|o| &o.seen).collect();
+        let found = stats::zero_findings(&plan, &seen);
         report.findings.extend(engine::limit(found));
     }
     Ok((plan, report))

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Op, Output, Plan};
+use crate::words::is_buffer;
 
 use super::shards;
 use super::tile::Drift;
@@ -24,16 +25,6 @@ fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
         finding.decided = Some("accept non-finite".into());
     }
     finding
-}
-
-/// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary
-/// frequencies. source: register_buffer in transformers models/{gpt2,gptj,gpt_neo,gpt_neox,mpt,bloom}
-fn is_buffer(name: &str, dimensions: usize) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    let words = ["mask", "inv_freq", "rotary", "alibi", "slopes", "cos_cached", "sin_cached"];
-    words.iter().any(|word| last.contains(word))
-        || matches!(last, "masked_bias" | "position_bias")
-        || last.ends_with("bias") && dimensions > 2
 }
 
 impl Run<'_> {
@@ -86,6 +77,7 @@ impl Run<'_> {
         findings.extend(shards::copies(self.plan, &self.sources)?);
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
         findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
+        findings.extend(shards::repeated_parts(self.plan, &self.sources)?);
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
         let (files, blocks) = shards::copied(self.plan, &self.sources)?;
         findings.extend(blocks);

@@ -5,6 +5,7 @@ mod copied;
 mod duplicates;
 mod meant;
 mod repeated_blocks;
+mod repeated_parts;
 mod swapped;
 mod values;
 
@@ -25,6 +26,7 @@ use values::Values;
 use super::gather::{Into, Sources};
 
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
+pub(super) use repeated_parts::repeated_parts;
 pub(super) use swapped::swapped;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.

@@ -119,6 +119,11 @@ impl Accumulator {
         self.slabs.as_ref().map(Slabs::finish).unwrap_or_default()
     }
 
+    /// True if all that was added is zero, of a tensor whose slabs are looked at.
+    pub fn is_zero(&self) -> bool {
+        self.slabs.as_ref().is_some_and(Slabs::is_zero)
+    }
+
     /// The statistics of all that was added; none if only slabs were asked for.
     pub fn finish(&self) -> Option<TensorStats> {
         let totals = self.totals.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);

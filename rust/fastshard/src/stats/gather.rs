@@ -28,6 +28,8 @@ pub enum Seen {
     Nothing,
     /// Its zero slabs.
     ZeroSlabs(Vec<ZeroSlab>),
+    /// That all of it is zero, a matrix or more.
+    Zero,
     /// All statistics.
     Stats(Box<TensorStats>),
 }
@@ -36,9 +38,18 @@ impl Seen {
     /// The zero slabs, as far as they were asked for.
     pub fn zero_slabs(&self) -> &[ZeroSlab] {
         match self {
-            Seen::Nothing => &[],
+            Seen::Nothing | Seen::Zero => &[],
             Seen::ZeroSlabs(slabs) => slabs,
             Seen::Stats(stats) => &stats.zero_slabs,
+        }
+    }
+
+    /// True if it is a matrix or more, and zero throughout.
+    pub fn is_zero(&self) -> bool {
+        match self {
+            Seen::Nothing | Seen::ZeroSlabs(_) => false,
+            Seen::Zero => true,
+            Seen::Stats(stats) => stats.zeros == stats.count && stats.count > 0,
         }
     }
 
@@ -99,9 +110,11 @@ impl Gather {
     }
 
     fn finished(&self, accumulator: &Accumulator) -> Seen {
-        accumulator
-            .finish()
-            .map_or_else(|| Seen::ZeroSlabs(accumulator.zero_slabs()), |s| Seen::Stats(Box::new(s)))
+        match accumulator.finish() {
+            Some(stats) => Seen::Stats(Box::new(stats)),
+            None if accumulator.is_zero() => Seen::Zero,
+            None => Seen::ZeroSlabs(accumulator.zero_slabs()),
+        }
     }
 
     /// Adds a tile: bytes of an output from byte `start` on.

@@ -302,6 +302,12 @@ impl Slabs {
         Some(())
     }
 
+    /// True if all of the tensor is zero.
+    pub fn is_zero(&self) -> bool {
+        // Of dimensions that are too long to be looked at nothing is known; one that is not is enough.
+        self.dims.iter().any(|dim| dim.open.load(Ordering::Relaxed) == dim.extent)
+    }
+
     /// The slabs that are zero; none if all of the tensor is.
     pub fn finish(&self) -> Vec<ZeroSlab> {
         self.dims.iter().filter_map(Dim::slab).collect()

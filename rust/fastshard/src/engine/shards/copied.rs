@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::meant::{is_of_experts, Verdict};
+use super::meant::Verdict;
 use super::{Equal, Reader, CHUNK};
 use crate::codes;
 use crate::engine::place;
@@ -10,6 +10,7 @@ use crate::error::{Finding, Result};
 use crate::plan::{Pieces, Plan, StoredTensor};
 use crate::standing::{mixed, Use};
 use crate::tensor::c_strides;
+use crate::words::is_of_experts;
 
 /// Tensors of one content that are asked for the reason of another's being equal.
 const MOST_PARTNERS: usize = 64;

@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::meant::is_of_experts;
 use super::{blobs_of, crc_of, Reader, MIN_BYTES};
 use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::plan::{Plan, StoredTensor};
+use crate::words::is_of_experts;
 
 /// Position of a tensor on the axes bound by its name.
 type Layer<'p> = &'p [u64];

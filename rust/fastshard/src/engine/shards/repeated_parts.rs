@@ -1,0 +1,179 @@
+//! Ranks that were copied over others before they were merged: parts of a layer's matrices hold the same bytes.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::values::Values;
+use super::{first_blob, read_range, Reader, CHUNK};
+use crate::codes;
+use crate::engine::gather::Sources;
+use crate::engine::place;
+use crate::error::{Finding, Result};
+use crate::plan::{Plan, StoredTensor};
+use crate::standing::{digest_of, each_blob, Standing};
+use crate::tensor::element_count;
+use crate::words::{is_of_experts, layer, moments};
+
+/// Most tensor-parallel ranks whose parts are told apart.
+const MOST_RANKS: u64 = 32;
+/// Matrices of a layer that are looked at before all of them are: the largest.
+const FIRST: usize = 2;
+/// Elements of a part that are looked at before all of it is, and the fewest of a run that say something.
+const SAMPLE: u64 = 16;
+const SHORTEST: u64 = 4;
+
+/// Two parts of a matrix that hold the same.
+#[derive(Clone, Copy)]
+struct Repeated {
+    stored: u32,
+    dim: usize,
+    /// Indices of each part along the dimension, and which of the parts the two are.
+    len: u64,
+    parts: (u64, u64),
+}
+
+/// Layers of which most matrices hold, in two of 2, 3, ... equal parts along a dimension, the same bytes.
+///
+/// That is what a merge leaves which took one tensor-parallel rank's file for another's. One matrix alone may repeat
+/// itself for a reason (heads of keys that were copied for each group of queries).
+pub(in crate::engine) fn repeated_parts(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
+    let Some(standing) = Standing::of(plan) else { return Ok(Vec::new()) };
+    let mut layers: BTreeMap<(Option<&str>, &str), Vec<u32>> = BTreeMap::new();
+    for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
+        // Shards are compared as files.
+        if stored.shard.is_some() || !is_matrix(stored) || is_encoded(plan, stored) {
+            continue;
+        }
+        if let Some(layer) = layer(&stored.name) {
+            layers.entry((stored.rank.as_deref(), layer)).or_default().push(i);
+        }
+    }
+    let mut search = Search { plan, reader: Reader::new(sources) };
+    let mut found: Vec<Vec<Repeated>> = Vec::new();
+    for matrices in layers.values_mut().filter(|matrices| matrices.len() > 1) {
+        matrices.sort_by_key(|&i| std::cmp::Reverse(plan.stored[i as usize].nbytes()));
+        let mut repeated = Vec::new();
+        for (n, &i) in matrices.iter().enumerate() {
+            if n == FIRST && repeated.is_empty() {
+                break;
+            }
+            repeated.extend(search.repeated(i)?);
+        }
+        if repeated.len() > 1 && 2 * repeated.len() > matrices.len() {
+            found.push(repeated);
+        }
+    }
+    Ok(finding(plan, &found).into_iter().collect())
+}
+
+fn is_matrix(stored: &StoredTensor) -> bool {
+    stored.shape.iter().filter(|n| **n > 1).count() == 2
+        && !is_of_experts(&stored.name)
+        && moments(&stored.name).next().is_none()
+}
+
+/// True for what would have to be decoded once more.
+fn is_encoded(plan: &Plan, stored: &StoredTensor) -> bool {
+    let mut encoded = false;
+    each_blob(stored, |blob| encoded |= plan.blobs[blob as usize].encoded);
+    encoded
+}
+
+struct Search<'a, 'p> {
+    plan: &'p Plan,
+    reader: Reader<'a, 'p>,
+}
+
+impl Search<'_, '_> {
+    /// Two parts of a matrix that hold the same, of the fewest parts that have such.
+    fn repeated(&mut self, i: u32) -> Result<Option<Repeated>> {
+        let stored = &self.plan.stored[i as usize];
+        let total = element_count(&stored.shape).unwrap_or(0);
+        for dim in (0..stored.shape.len()).filter(|d| stored.shape[*d] > 1) {
+            let n = stored.shape[dim];
+            let inner: u64 = stored.shape[dim + 1..].iter().product();
+            let mut samples: HashMap<(u64, u64), Option<u64>> = HashMap::new();
+            for parts in (2..=MOST_RANKS.min(n)).filter(|parts| n.is_multiple_of(*parts)) {
+                let len = n / parts;
+                if len * inner < SHORTEST || total / parts < super::values::MIN_VALUES as u64 {
+                    break;
+                }
+                let mut like: HashMap<u64, Vec<u64>> = HashMap::new();
+                for part in 0..parts {
+                    let at = (part * len * inner, SAMPLE.min(len * inner));
+                    let sample = match samples.get(&at) {
+                        Some(known) => *known,
+                        None => *samples.entry(at).or_insert(self.sample(stored, at)?),
+                    };
+                    sample.into_iter().for_each(|sample| like.entry(sample).or_default().push(part));
+                }
+                let mut pairs: Vec<(u64, u64)> =
+                    like.values().flat_map(|like| like.windows(2).map(|pair| (pair[0], pair[1]))).collect();
+                pairs.sort_unstable();
+                for pair in pairs {
+                    if self.same(stored, dim, len, pair)? {
+                        return Ok(Some(Repeated { stored: i, dim, len, parts: pair }));
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// A digest of `n` elements from `first` on; none where they are all the same.
+    fn sample(&mut self, stored: &StoredTensor, (first, n): (u64, u64)) -> Result<Option<u64>> {
+        let item = stored.dtype.size();
+        let bytes = &mut self.reader.a[..n as usize * item];
+        read_range(self.reader.sources, stored, first, bytes, &mut self.reader.scratch)?;
+        Ok((bytes[item..] != bytes[..bytes.len() - item]).then(|| digest_of(bytes)))
+    }
+
+    /// True if two parts hold the same, and enough different values for that to say something.
+    fn same(&mut self, stored: &StoredTensor, dim: usize, len: u64, (a, b): (u64, u64)) -> Result<bool> {
+        let n = stored.shape[dim];
+        let inner: u64 = stored.shape[dim + 1..].iter().product();
+        let outer: u64 = stored.shape[..dim].iter().product();
+        let mut values = Values::default();
+        for start in (0..outer).map(|o| o * n * inner) {
+            let run = len * inner;
+            if !self.reader.same_run(stored, start + a * run, start + b * run, run)? {
+                return Ok(false);
+            }
+            let item = stored.dtype.size();
+            values.add(&self.reader.a[..(run as usize * item).min(CHUNK / item * item)], item);
+        }
+        Ok(values.enough())
+    }
+}
+
+/// One finding for all layers: what repeats itself in the first of them.
+fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
+    let first = layers.first()?;
+    let &Repeated { stored, dim, len, parts: (a, b) } = first.first()?;
+    let tensor = &plan.stored[stored as usize];
+    let what = match (tensor.shape.len(), dim) {
+        (2, 0) => "rows".to_string(),
+        (2, 1) => "columns".to_string(),
+        (_, dim) => format!("indices of dim {dim}"),
+    };
+    let range = |part: u64| format!("{}-{}", part * len, (part + 1) * len - 1);
+    let more = match layers.len() {
+        1 => String::new(),
+        n => format!(", and so in {} more layers", n - 1),
+    };
+    let finding = Finding::new(
+        codes::DUPLICATED_SHARD,
+        format!(
+            "{what} {} hold the same bytes as {}, and {} more matrices of this layer repeat themselves{more}",
+            range(b),
+            range(a),
+            first.len() - 1,
+        ),
+    )
+    .expected("parts of their own", "one rank's part in another's place")
+    .help("one rank's file was taken for another's before this file was written: merge the ranks' files again; --accept copies if the model was widened by copying");
+    let mut finding = place(plan, stored, finding);
+    if finding.file.is_none() {
+        finding.file = first_blob(tensor).map(|blob| plan.label(plan.blobs[blob as usize].file));
+    }
+    Some(finding)
+}

@@ -1,0 +1,94 @@
+//! What is told of outputs that are zero where a good checkpoint is not: what a lost shard leaves.
+
+use std::collections::HashSet;
+
+use super::{Seen, ZeroSlab};
+use crate::boxes::SubBox;
+use crate::codes;
+use crate::engine::place;
+use crate::error::Finding;
+use crate::plan::{Output, Plan};
+use crate::tensor::c_strides;
+use crate::words::{is_table_head_or_projection, may_be_zero, without_numbers};
+
+/// Warnings about outputs of a run that are zero, or of which a slab is.
+///
+/// Floating tensors only, and not the padding of a vocabulary whose true size the plan knows. A matrix may be zero as a
+/// whole unless the same one of another layer is not, or its name says that training fills it.
+pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
+    let floating = |output: &Output| output.dtype.is_float() || output.dtype.is_f8();
+    let outputs = || plan.outputs.iter().zip(seen).filter(|(output, _)| floating(output));
+    let filled: HashSet<String> = match outputs().any(|(_, seen)| seen.is_zero()) {
+        true => outputs().filter(|(_, s)| !s.is_zero()).map(|(o, _)| without_numbers(&o.name)).collect(),
+        false => HashSet::new(),
+    };
+    let told = outputs().filter_map(|(output, seen)| match seen.is_zero() {
+        true => zero(plan, output, filled.contains(&without_numbers(&output.name))),
+        false => slabs(plan, output, seen.zero_slabs()),
+    });
+    told.collect()
+}
+
+fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
+    let name = &output.name;
+    if may_be_zero(name, output.shape.len()) || !(has_sister || is_table_head_or_projection(name)) {
+        return None;
+    }
+    let others = if has_sister { ", and that of other layers is not" } else { "" };
+    let finding = Finding::new(codes::ZERO_SLAB, format!("all of this tensor is zero{others}"))
+        .tensor(name)
+        .expected(format!("values in {:?}", output.shape), "zeros")
+        .help("a tensor that was never loaded or gathered looks like that: compare with the files of the ranks, or with `fastshard diff`");
+    let stored = output.parts.iter().find_map(|part| part.sources.first());
+    Some(match stored {
+        Some(stored) => place(plan, *stored, finding),
+        None => finding,
+    })
+}
+
+fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {
+    let slabs: Vec<&ZeroSlab> = slabs.iter().filter(|slab| !is_padding(plan, output, slab)).collect();
+    let first = slabs.first()?;
+    let texts: Vec<String> = slabs.iter().map(|slab| slab.text(output.shape.len())).collect();
+    let finding = Finding::new(codes::ZERO_SLAB, "part of this tensor is zero throughout")
+        .tensor(&output.name)
+        .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
+        .help("a shard that was lost, or never gathered, looks like that: compare with the files of the ranks, or with `fastshard diff`; pruned weights and tokens never trained are zero too");
+    Some(match holder(output, first) {
+        Some(stored) => place(plan, stored, finding),
+        None => finding,
+    })
+}
+
+/// Rows that a vocabulary is padded to a multiple of, for each tensor-parallel rank (Megatron-LM, GPT-NeoX).
+const PADDING: u64 = 128;
+
+/// True for the last rows of a vocabulary, where they are its padding: those beyond the true size (`V`) of
+/// a padded one (`P`), or if only one size is known, so few that no rank's shard can be lost in them.
+fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
+    let extent = output.shape[slab.dim];
+    let axis = |name: &str| plan.axes.get(name).copied();
+    let (real, padded) = (axis("V"), axis("P"));
+    let [[start, end]] = slab.ranges[..] else { return false };
+    if end != extent || !(padded == Some(extent) || real == Some(extent)) {
+        return false;
+    }
+    match real {
+        Some(real) if real < extent => start >= real,
+        _ => {
+            let tp = plan.topology.get("tp").copied().unwrap_or(1).max(1);
+            end - start < (PADDING * tp).min(extent / tp).min(extent / 8)
+        }
+    }
+}
+
+/// The stored tensor that the first element of a slab comes from.
+fn holder(output: &Output, slab: &ZeroSlab) -> Option<u32> {
+    let first = slab.ranges.first()?[0] * c_strides(&output.shape)[slab.dim];
+    let part = output.parts.iter().filter(|part| part.volume() > 0).find(|part| {
+        let mut held = false;
+        part.dst().cut(&SubBox::whole(&part.extents()), first, first + 1, &mut |_| held = true);
+        held
+    })?;
+    part.sources.first().copied()
+}
