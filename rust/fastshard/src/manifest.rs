@@ -171,41 +171,61 @@ pub fn file_identity<'a>(header: &[u8; 32], hashes: impl Iterator<Item = &'a [u8
     hasher.finalize().to_hex().to_string()
 }
 
-/// What kind of manifest one is, and the files it lists.
+/// What kind of manifest one is, of which plan, and the files it lists.
 #[derive(Deserialize)]
 struct Outline {
     format: String,
     version: u32,
     kind: String,
+    #[serde(default)]
+    plan: String,
     files: Vec<ManifestFile>,
 }
 
 /// The kind of a manifest of files that were found.
 pub const INVENTORY: &str = "inventory";
 
-impl Manifest {
-    /// The files that were published with the result whose manifest `file` is, by name.
-    ///
-    /// # Errors
-    /// In words, why it is not the manifest of a result.
-    pub fn published_files(
-        file: std::fs::File,
-    ) -> std::result::Result<BTreeMap<String, ManifestFile>, String> {
-        let size = file.metadata().map_err(|e| e.to_string())?.len();
+impl Outline {
+    fn read(file: std::fs::File) -> std::io::Result<std::result::Result<Outline, String>> {
+        let size = file.metadata()?.len();
         if size > MAX_MANIFEST {
-            return Err(format!("its manifest has more than {MAX_MANIFEST} bytes"));
+            return Ok(Err(format!("its manifest has more than {MAX_MANIFEST} bytes")));
         }
         // Streamed: what it says of tensors is not looked at.
-        let reader = std::io::BufReader::new(file.take(size));
-        let outline: Outline =
-            serde_json::from_reader(reader).map_err(|e| format!("its manifest cannot be read: {e}"))?;
+        let outline: Outline = match serde_json::from_reader(std::io::BufReader::new(file.take(size))) {
+            Ok(outline) => outline,
+            Err(e) if e.is_io() => return Err(e.into()),
+            Err(e) => return Ok(Err(format!("its manifest cannot be read: {e}"))),
+        };
         if outline.format != FORMAT || outline.version != MANIFEST_VERSION {
-            return Err("its manifest is not of a version that this program reads".into());
+            return Ok(Err("its manifest is not of a version that this program reads".into()));
         }
         if outline.kind == INVENTORY {
-            return Err("its manifest is an inventory of files that fastshard did not write".into());
+            return Ok(Err("its manifest is an inventory of files that fastshard did not write".into()));
         }
-        Ok(outline.files.into_iter().map(|file| (file.name.clone(), file)).collect())
+        Ok(Ok(outline))
+    }
+}
+
+impl Manifest {
+    /// The files that were published with the result whose manifest `file` is, by name; or in words, why it is not the
+    /// manifest of a result.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn published_files(
+        file: std::fs::File,
+    ) -> std::io::Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
+        let by_name = |file: ManifestFile| (file.name.clone(), file);
+        Ok(Outline::read(file)?.map(|outline| outline.files.into_iter().map(by_name).collect()))
+    }
+
+    /// Digest of the plan whose result the manifest `file` tells of; empty if it is not that of a plan's result.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn published_plan(file: std::fs::File) -> std::io::Result<String> {
+        Ok(Outline::read(file)?.map(|outline| outline.plan).unwrap_or_default())
     }
 
     /// An empty manifest of a kind.

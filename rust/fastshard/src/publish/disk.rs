@@ -20,12 +20,19 @@ use rustix::io::Errno;
 use crate::error::{Error, Result};
 
 #[cfg(test)]
-use super::fault::gate;
+use super::fault::{gate, look};
 
 /// The point at which tests interfere; `partial` is what a call does that dies half way.
 #[cfg(not(test))]
 #[inline]
 fn gate(_call: &'static str, _path: &Path, _partial: impl FnOnce()) -> io::Result<()> {
+    Ok(())
+}
+
+/// The point at which tests let looking at something fail.
+#[cfg(not(test))]
+#[inline]
+fn look(_path: &Path) -> io::Result<()> {
     Ok(())
 }
 
@@ -115,6 +122,7 @@ impl Dir {
 
     /// What `name` is; `None` if it is not there.
     pub(super) fn stat(&self, name: &OsStr) -> io::Result<Option<Stat>> {
+        look(&self.join(name))?;
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => Ok(None),
             stat => Ok(Some(stat?)),
@@ -127,9 +135,12 @@ impl Dir {
         if statat(&self.fd, name, flags)?.st_dev != fstat(&self.fd)?.st_dev {
             return Ok(true);
         }
-        // A bind mount of the same filesystem has the same device number. Old kernels do not say.
-        let attributes = statx(&self.fd, name, flags, StatxFlags::empty());
-        Ok(attributes.is_ok_and(|s| s.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
+        // A bind mount of the same filesystem has the same device number. Old kernels do not say, and containers may
+        // not let anybody ask.
+        match statx(&self.fd, name, flags, StatxFlags::empty()) {
+            Err(Errno::NOSYS | Errno::PERM) => Ok(false),
+            attributes => Ok(attributes?.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)),
+        }
     }
 
     /// True for a directory that overlayfs will neither move nor exchange, because a lower layer has it; `fresh` is
@@ -199,6 +210,7 @@ impl Dir {
 
     /// Opens a regular file for reading.
     pub(super) fn read_only(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
+        look(&self.join(name.as_ref()))?;
         self.file(name.as_ref(), OFlags::RDONLY, 0)
     }
 

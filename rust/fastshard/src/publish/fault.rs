@@ -20,7 +20,11 @@ struct State {
     fault: Option<(usize, Fault)>,
     calls: Vec<(&'static str, PathBuf)>,
     lacking: Vec<&'static str>,
+    unseen: Option<(Unseen, i32)>,
 }
+
+/// Chooses a path that cannot be looked at.
+type Unseen = Box<dyn Fn(&Path) -> bool>;
 
 thread_local!(static STATE: RefCell<State> = RefCell::default());
 
@@ -43,6 +47,24 @@ pub(crate) fn disarm() -> Vec<(&'static str, PathBuf)> {
 /// Names what the filesystem shall not know: `noreplace`, `exchange`, `replacing` OUT at all, or `moving` it.
 pub(super) fn lack(what: &[&'static str]) {
     STATE.with_borrow_mut(|s| s.lacking = what.to_vec());
+}
+
+/// Lets looking at each path that `chosen` takes fail with an error number.
+pub(super) fn hide(code: i32, chosen: impl Fn(&Path) -> bool + 'static) {
+    STATE.with_borrow_mut(|s| s.unseen = Some((Box::new(chosen), code)));
+}
+
+/// Lets all be seen again.
+pub(super) fn show() {
+    STATE.with_borrow_mut(|s| s.unseen = None);
+}
+
+/// An error if the path shall not be seen.
+pub(super) fn look(path: &Path) -> io::Result<()> {
+    STATE.with_borrow(|s| match &s.unseen {
+        Some((chosen, code)) if chosen(path) => Err(io::Error::from_raw_os_error(*code)),
+        _ => Ok(()),
+    })
 }
 
 /// An error if the filesystem shall not know it.

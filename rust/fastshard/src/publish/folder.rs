@@ -22,11 +22,16 @@ pub(super) const MAX_OWN: u64 = 64 << 20;
 /// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
 /// links lead where somebody else wants.
 pub(super) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
+    refused_owner(place, folder)?.map_or(Ok(()), |finding| Err(finding.into()))
+}
+
+/// Why a folder is not used, if anybody but this user may write to it.
+pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Finding>> {
     let path = folder.path();
     let loose = |mode: u32| mode & 0o022;
     let meta = folder.meta().at(path, "cannot stat")?;
     if meta.st_uid == rustix::process::geteuid().as_raw() && loose(meta.st_mode) == 0 {
-        return Ok(());
+        return Ok(None);
     }
     // Some file servers give files to a user of their own, or know no modes: what do they make of a
     // directory that is made now?
@@ -37,16 +42,15 @@ pub(super) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
     place.base.remove_dir(name).at(&place.base.join(name), "cannot remove")?;
     let made = made.at(path, "cannot stat")?;
     if meta.st_uid == made.st_uid && loose(meta.st_mode) & !loose(made.st_mode) == 0 {
-        return Ok(());
+        return Ok(None);
     }
-    Err(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
+    Ok(Some(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
         .file(path)
         .expected(
             format!("owner {}, writable by nobody else", made.st_uid),
             format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
         )
-        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")
-        .into())
+        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")))
 }
 
 /// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of

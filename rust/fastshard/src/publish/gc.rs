@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::clock::Patience;
 use super::disk::At;
-use super::folder::{check_owner, entries, is_data, remove_folder};
+use super::folder::{entries, is_data, refused_owner, remove_folder};
 use super::lock;
 use super::meeting;
 use super::others;
@@ -55,7 +55,7 @@ pub fn collect(
     let place = Place::find(out, &"0".repeat(16))?;
     let mut leavings = Vec::new();
     let mut found = false;
-    for name in others::folders(&place) {
+    for name in others::folders(&place)? {
         let path = place.base.join(&name);
         let folder = match place.base.sub(&name) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
@@ -63,7 +63,7 @@ pub fn collect(
         };
         let digits = name.to_string_lossy();
         let digits = digits[digits.len() - 16..].to_string();
-        if check_owner(&place, &folder).is_err() {
+        if refused_owner(&place, &folder)?.is_some() {
             leavings.push(Leaving { path, run: Some(digits), fate: Fate::Foreign });
             continue;
         }
@@ -84,10 +84,10 @@ pub fn collect(
         // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
         // whoever gives the run up must know.
         let is_held =
-            held.iter().any(|name| name == "lock") && lock::is_held(&folder).unwrap_or(!is_abandoned);
+            held.iter().any(|name| name == "lock") && lock::is_held(&folder)?.unwrap_or(!is_abandoned);
         let fate = if alive || is_held {
             Fate::AtWork
-        } else if Seal::is_on(&folder) {
+        } else if Seal::is_on(&folder)? {
             // It may hold what was at the destination before.
             Fate::Complete
         } else if held.iter().any(|name| name == "old" || name == "kept") {

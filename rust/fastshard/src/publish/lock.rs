@@ -43,43 +43,59 @@ fn try_lock(file: &File, operation: FlockOperation) -> bool {
 
 /// The error for a folder of our own that is there: is its owner alive?
 pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
-    let has = |name: &str| folder.has(name).unwrap_or(false);
+    told(folder).unwrap_or_else(|error| error)
+}
+
+fn told(folder: &Dir) -> Result<Error> {
+    let has = |name: &str| folder.has(name).at(&folder.join(name), "cannot stat");
     for _ in 0..5 {
         // The owner writes the plan under the lock, so with a plan a free lock means that it is gone;
         // without one it may just not have come that far. Hence first the plan, then the lock.
-        let planned = has("plan");
-        let lock = folder.read_only(LOCK);
-        if lock.is_ok_and(|file| !try_lock(&file, FlockOperation::NonBlockingLockShared)) {
-            return locked(folder.path());
+        let planned = has("plan")?;
+        let held = match folder.read_only(LOCK) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => false,
+            file => {
+                let file = file.at(&folder.join(LOCK), "cannot open")?;
+                !try_lock(&file, FlockOperation::NonBlockingLockShared)
+            }
+        };
+        if held {
+            return Ok(locked(folder.path()));
         }
         if planned {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let help = match has("sealed") {
+    let help = match has("sealed")? {
         // It may hold what was at the destination before.
         true => "its result was complete: --resume finishes publishing it",
         false => "--resume continues it; removing the folder starts afresh",
     };
-    Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted")
-        .file(folder.path())
-        .help(help)
-        .into()
+    let finding = Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted");
+    Ok(finding.file(folder.path()).help(help).into())
+}
+
+/// True if the folder's owner has come so far as to lock it.
+pub(super) fn is_there(folder: &Dir) -> Result<bool> {
+    folder.has(LOCK).at(&folder.join(LOCK), "cannot stat")
 }
 
 /// Whether a live process holds the folder, or has just made it; `None` where the filesystem knows no locks.
-pub(super) fn is_held(folder: &Dir) -> Option<bool> {
-    // Its owner makes the lock before all else.
-    let Ok(file) = folder.read_only(LOCK) else { return Some(true) };
+pub(super) fn is_held(folder: &Dir) -> Result<Option<bool>> {
+    let file = match folder.read_only(LOCK) {
+        // Its owner makes the lock before all else.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(true)),
+        file => file.at(&folder.join(LOCK), "cannot open")?,
+    };
     for _ in 0..5 {
         match flock(&file, FlockOperation::NonBlockingLockShared) {
-            Ok(()) => return Some(false),
+            Ok(()) => return Ok(Some(false)),
             Err(Errno::WOULDBLOCK) => std::thread::sleep(Duration::from_millis(20)),
-            Err(_) => return None,
+            Err(_) => return Ok(None),
         }
     }
-    Some(true)
+    Ok(Some(true))
 }
 
 /// The error for a folder that a live process holds.

@@ -68,11 +68,13 @@ fn is_leaving(path: &str, kind: FileType) -> bool {
 /// The files of the result that a directory holds, by path; in words why there is none.
 fn recorded(directory: &Dir) -> Result<std::result::Result<BTreeMap<String, ManifestFile>, String>> {
     let path = directory.join(MANIFEST_NAME);
-    if !directory.has(MANIFEST_NAME).at(&path, "cannot stat")? {
+    let Some(stat) = directory.stat(OsStr::new(MANIFEST_NAME)).at(&path, "cannot stat")? else {
         return Ok(Err(format!("it has no {MANIFEST_NAME}")));
+    };
+    if !FileType::from_raw_mode(stat.st_mode).is_file() {
+        return Ok(Err("its manifest is not a regular file".into()));
     }
-    let opened = directory.read_only(MANIFEST_NAME).map_err(|e| e.to_string());
-    Ok(opened.and_then(Manifest::published_files))
+    directory.read_only(MANIFEST_NAME).and_then(Manifest::published_files).at(&path, "cannot read")
 }
 
 /// Looks at all that lies in `directory` but the entry `except` (a staging folder).

@@ -4,11 +4,12 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
-use super::disk::Dir;
+use super::disk::{At, Dir};
 use super::lock;
 use super::place::Place;
+use super::seal::Seal;
 use crate::codes;
-use crate::error::{Finding, Severity};
+use crate::error::{Finding, Result, Severity};
 
 /// Digits of a run in the name of its folder.
 const DIGITS: usize = 16;
@@ -24,32 +25,31 @@ pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
         // Another destination's folders may begin alike.
         return Vec::new();
     }
-    let names = folders(place);
+    let names = folders(place).unwrap_or_default();
     let folders =
         names.iter().filter(|name| **name != place.folder).filter_map(|name| place.base.sub(name).ok());
     folders
-        .filter(|folder| lock::is_held(folder) == Some(false))
+        .filter(|folder| matches!(lock::is_held(folder), Ok(Some(false))))
         .take(NAMED)
-        .map(|folder| warning(&folder, version))
+        .filter_map(|folder| warning(&folder, version))
         .collect()
 }
 
 /// Names of the staging folders of a destination, those of all runs.
-pub(super) fn folders(place: &Place) -> Vec<OsString> {
+pub(super) fn folders(place: &Place) -> Result<Vec<OsString>> {
     let own = place.folder.as_bytes();
     let (prefix, _) = own.split_at(own.len() - DIGITS);
     let is_run = |name: &OsStr| {
         let digits = name.as_bytes().strip_prefix(prefix);
         digits.is_some_and(|run| run.len() == DIGITS && run.iter().all(u8::is_ascii_hexdigit))
     };
-    let mut names = place.base.entries().unwrap_or_default();
+    let mut names = place.base.entries().at(place.base.path(), "cannot list")?;
     names.retain(|name| is_run(name));
-    names.sort();
-    names
+    Ok(names)
 }
 
-fn warning(folder: &Dir, version: Option<u32>) -> Finding {
-    let plan = folder.read_small("plan", MAX_PLAN).ok().flatten();
+fn warning(folder: &Dir, version: Option<u32>) -> Option<Finding> {
+    let plan = folder.read_small("plan", MAX_PLAN).ok()?;
     let plan: Option<serde_json::Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Plans of the first version did not say so.
     let made = plan.as_ref().map(|plan| plan.get("version").and_then(serde_json::Value::as_u64).unwrap_or(1));
@@ -60,7 +60,7 @@ fn warning(folder: &Dir, version: Option<u32>) -> Finding {
         _ => String::new(),
     };
     // Of a warning, people are told the message alone.
-    let (what, help) = match folder.has("sealed").unwrap_or(false) {
+    let (what, help) = match Seal::is_on(folder).ok()? {
         true => (
             "; its `data` is the complete result, or what was at the destination before: look before you remove it",
             "the command that it was, with --resume, finishes it",
@@ -70,11 +70,7 @@ fn warning(folder: &Dir, version: Option<u32>) -> Finding {
             "remove it if it is not needed; the command that it was, with --resume, continues it",
         ),
     };
-    Finding::new(
-        codes::LEFTOVER_RUN,
-        format!("an interrupted run of another plan is not continued{why}{what}"),
-    )
-    .severity(Severity::Warning)
-    .file(folder.path())
-    .help(help)
+    let told = format!("an interrupted run of another plan is not continued{why}{what}");
+    let finding = Finding::new(codes::LEFTOVER_RUN, told).severity(Severity::Warning);
+    Some(finding.file(folder.path()).help(help))
 }

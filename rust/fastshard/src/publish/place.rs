@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Access, FileType};
 
 use super::disk::{At, Dir};
+use super::seal::Seal;
 use super::{lock, older, others};
 use crate::codes;
 use crate::error::{Finding, Result};
@@ -64,7 +65,7 @@ impl Place {
                 .file_name()
                 .ok_or_else(|| Finding::new(codes::NO_SUCH_PATH, "the destination has no name").file(out))?;
             let parent = parent.canonicalize().at(parent, "the destination's parent directory")?;
-            if !parent.is_dir() {
+            if !is_directory(&parent)? {
                 return Err(not_a_directory(&parent));
             }
             return Self::beside(parent.join(name), &parent, name, run);
@@ -76,7 +77,7 @@ impl Place {
         // A working directory that is replaced is gone for whoever works there.
         let inside = parent == target
             || is_mount_root(&target, &parent, &name)?
-            || writable(&parent).is_err()
+            || !may_be_written(&parent)?
             || older::holds_working_directory(&target);
         if !inside {
             return Self::beside(target, &parent, &name, run);
@@ -92,6 +93,12 @@ impl Place {
         let folder = [b".", shown, b".fastshard-", run.as_bytes()].concat();
         let folder = OsStr::from_bytes(&folder).to_os_string();
         Ok(Place { out, name: name.to_os_string(), base, folder, inside: false })
+    }
+
+    /// True if the staging folder is that of the run with this digest.
+    pub(super) fn is_of(&self, digest: &str) -> bool {
+        let run = digest.as_bytes().get(..16);
+        run.is_some_and(|run| self.folder.as_bytes().ends_with(&[b".fastshard-", run].concat()))
     }
 
     /// Path of the staging folder.
@@ -160,11 +167,16 @@ impl Place {
     /// Runs that wait for the destination, in words: this one, and others where they stand in the way.
     fn waiting(&self) -> Vec<String> {
         let folder = self.base.sub(&self.folder).ok().filter(|_| !self.inside);
-        let own = folder.map(|folder| match lock::is_held(&folder) {
-            Some(true) => format!("another process is writing this in {}", folder.path().display()),
-            _ => {
-                format!("an interrupted run of this is kept in {}, for --resume", folder.path().display())
+        let own = folder.and_then(|folder| {
+            // Of what cannot be looked at nothing is said, nor where nothing but the folder itself is left of a run.
+            if !lock::is_there(&folder).ok()? && !Seal::is_on(&folder).ok()? {
+                return None;
             }
+            let path = folder.path().display();
+            Some(match lock::is_held(&folder).ok()? {
+                Some(true) => format!("another process is writing this in {path}"),
+                _ => format!("an interrupted run of this is kept in {path}, for --resume"),
+            })
         });
         let others = if self.inside { others::left(self, None) } else { Vec::new() };
         let others = others.into_iter().filter_map(|f| Some(format!("{} holds {}", f.file?, IN_THE_WAY)));
@@ -222,17 +234,24 @@ impl Place {
 /// `out` with links resolved if something is there; it has to be a directory.
 fn existing(out: &Path) -> Result<Option<PathBuf>> {
     match out.canonicalize() {
-        Ok(target) if target.is_dir() => Ok(Some(target)),
-        Ok(_) => Err(not_a_directory(out)),
+        Ok(target) => match is_directory(&target)? {
+            true => Ok(Some(target)),
+            false => Err(not_a_directory(out)),
+        },
         Err(e) if e.kind() == io::ErrorKind::NotFound => match std::fs::symlink_metadata(out) {
             Ok(_) => Err(Finding::new(codes::NO_SUCH_PATH, "a symbolic link to a path that does not exist")
                 .file(out)
                 .help("create the directory it names, or choose another destination")
                 .into()),
-            Err(_) => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e).at(out, "cannot stat"),
         },
         Err(e) => Err(e).at(out, "cannot resolve the destination"),
     }
+}
+
+fn is_directory(path: &Path) -> Result<bool> {
+    std::fs::metadata(path).at(path, "cannot stat").map(|meta| meta.is_dir())
 }
 
 fn not_a_directory(path: &Path) -> crate::error::Error {
@@ -249,6 +268,17 @@ fn is_mount_root(path: &Path, parent: &Path, name: &OsStr) -> Result<bool> {
         return Ok(true);
     }
     Dir::open(parent).and_then(|parent| parent.is_mount(name)).at(path, "cannot stat")
+}
+
+fn may_be_written(directory: &Path) -> Result<bool> {
+    match writable(directory) {
+        Err(e)
+            if [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem].contains(&e.kind()) =>
+        {
+            Ok(false)
+        }
+        done => done.at(directory, "cannot look at").map(|()| true),
+    }
 }
 
 /// Checks that entries of a directory may be created and removed.

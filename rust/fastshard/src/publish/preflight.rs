@@ -51,7 +51,7 @@ pub fn preflight(
             // A source is no older result: that it is a source says it all.
             let elsewhere = together.is_empty();
             together.into_iter().for_each(|error| gather(Err(error)));
-            if !(options.resume && staging::is_sealed(&place)) {
+            if !(options.resume && staging::is_sealed(&place)?) {
                 if elsewhere || !options.overwrite {
                     gather(place.occupied().and_then(|o| match place.refused(&o, options.overwrite)? {
                         Some(finding) => Err(finding.into()),
@@ -93,7 +93,7 @@ pub(super) fn in_steps(place: &Place) -> Finding {
 fn permission(place: &Place) -> Result<()> {
     let base = place.base.path();
     place::writable(base).at(base, "the directory may not be written")?;
-    if place.out.exists() {
+    if place.out.try_exists().at(&place.out, "cannot stat")? {
         // Moving a directory to another parent rewrites its `..` entry.
         place::writable(&place.out).at(&place.out, "the destination may not be written")?;
     }

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
+use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
@@ -191,11 +192,10 @@ fn replace_piecewise(place: &Place, folder: &Dir, seal: &Seal) -> Result<()> {
         let manifest = out.read_small(MANIFEST_NAME, MAX_OWN).at(&out.join(MANIFEST_NAME), "cannot read")?;
         folder.write_whole(OLDER, &manifest.unwrap_or_default(), seal.durable)?;
     }
-    let files = folder.read_only(OLDER).at(&path, "cannot read").map(Manifest::published_files)?;
+    let files = folder.read_only(OLDER).and_then(Manifest::published_files).at(&path, "cannot read")?;
     if let Ok(files) = files {
-        let begun = seal.names.iter().any(|name| !data.has(name).unwrap_or(true));
         // What is in already was moved by a run that was cut short: the older result is out then.
-        if !begun {
+        if seal.all_wait(&data)? {
             out.remove_file(MANIFEST_NAME).at(&out.join(MANIFEST_NAME), "cannot remove")?;
             older::clear(&out, &files, &|| true)?;
         }
@@ -260,19 +260,20 @@ fn clean_up(
     durable: bool,
     go_on: &dyn Fn() -> bool,
 ) -> Vec<Finding> {
-    let left = |what: String, at: &dyn AsRef<std::path::Path>, help: &str| {
+    let left = |what: String, at: &dyn AsRef<Path>, help: &str| {
         Finding::new(codes::LEFTOVER_RUN, what).severity(Severity::Warning).file(at.as_ref()).help(help)
     };
     let mut warnings = Vec::new();
     let failed = |error: Error| {
         let cause = error.into_findings().swap_remove(0);
-        left(
-            format!("published, but not cleaned up: {}", cause.message),
-            &folder.path(),
-            "the same command with --resume tries again; or look into the folder and remove it",
-        )
+        let at = cause.file.map_or_else(|| folder.path().to_path_buf(), PathBuf::from);
+        let help = format!(
+            "the same command with --resume tries again; or look into {} and remove it",
+            folder.path().display()
+        );
+        left(format!("published, but not cleaned up: {}", cause.message), &at, &help)
     };
-    let aside = |kept: &std::path::PathBuf| {
+    let aside = |kept: &PathBuf| {
         left(
             "published; something that was not there before came into the older result, which is kept".into(),
             kept,

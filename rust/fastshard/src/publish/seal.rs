@@ -7,11 +7,12 @@ use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
 use super::disk::{At, Dir};
-use super::folder::{DATA, MAX_OWN};
+use super::folder::{entries, is_data, DATA, MAX_OWN};
 use super::journal::{boot_id, same_boot};
 use super::place::Place;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::manifest::{Manifest, MANIFEST_NAME};
 
 const SEALED: &str = "sealed";
 
@@ -42,8 +43,32 @@ fn usual_data() -> String {
 
 impl Seal {
     /// True if a folder has one.
-    pub(super) fn is_on(folder: &Dir) -> bool {
-        folder.has(SEALED).unwrap_or(false)
+    pub(super) fn is_on(folder: &Dir) -> Result<bool> {
+        folder.has(SEALED).at(&folder.join(SEALED), "cannot stat")
+    }
+
+    /// The seal of a folder that has lost it, as all else, to a clean-up that was cut short at the end: the manifest at
+    /// the destination says that the result is there.
+    pub(super) fn of_cleaned(place: &Place, folder: &Dir, durable: bool) -> Result<Option<Seal>> {
+        let held = entries(folder)?;
+        // A run makes its plan before all else but its lock, and removes it before the seal.
+        if held.iter().any(|name| is_data(name) || name == SEALED || name.starts_with("plan")) {
+            return Ok(None);
+        }
+        let Some(out) = place.open_out()? else { return Ok(None) };
+        let path = out.join(MANIFEST_NAME);
+        let stat = out.stat(OsStr::new(MANIFEST_NAME)).at(&path, "cannot stat")?;
+        if !stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file()) {
+            return Ok(None);
+        }
+        let plan =
+            out.read_only(MANIFEST_NAME).and_then(Manifest::published_plan).at(&path, "cannot read")?;
+        if plan.is_empty() || !place.is_of(&plan) {
+            return Ok(None);
+        }
+        let inode = out.meta().at(out.path(), "cannot stat")?.st_ino;
+        let (data, boot) = (usual_data(), boot_id());
+        Ok(Some(Seal { data, inode, names: Vec::new(), pointers: 0, durable, boot, piecewise: false }))
     }
 
     /// The seal of a folder, if it has one.
@@ -110,13 +135,23 @@ impl Seal {
             return Ok(false);
         }
         let data = folder.sub(OsStr::new(&self.data)).at(&folder.join(&self.data), "cannot open")?;
+        Ok(!place.inside || self.all_wait(&data)?)
+    }
+
+    /// True if all of the result's entries are in `data` still.
+    pub(super) fn all_wait(&self, data: &Dir) -> Result<bool> {
         let waits = |name: &String| data.has(name).at(&data.join(name), "cannot stat");
-        Ok(!place.inside || self.names.iter().map(waits).collect::<Result<Vec<_>>>()?.into_iter().all(|w| w))
+        Ok(self.names.iter().map(waits).collect::<Result<Vec<_>>>()?.into_iter().all(|waits| waits))
     }
 
     /// True if the result is at its destination already; an error if it is nowhere.
     pub(super) fn is_published(&self, place: &Place, folder: &Dir) -> Result<bool> {
         let lost = || unclear(folder, "neither it nor the destination holds what was sealed");
+        self.has_appeared(place, folder)?.ok_or_else(lost)
+    }
+
+    /// Whether the result is at its destination already; `None` if it is nowhere.
+    pub(super) fn has_appeared(&self, place: &Place, folder: &Dir) -> Result<Option<bool>> {
         if place.inside || self.piecewise {
             let data = subdirectory(folder, &self.data)?;
             let out = place.open_out()?;
@@ -128,19 +163,16 @@ impl Seal {
             for name in &self.names {
                 let waits = is_in(&data, name)?;
                 if !waits && !is_in(&out, name)? {
-                    return Err(lost());
+                    return Ok(None);
                 }
                 all &= !waits;
             }
-            return Ok(all);
+            return Ok(Some(all));
         }
         if inode(folder, OsStr::new(&self.data))? == Some(self.inode) {
-            Ok(false)
-        } else if inode(&place.base, &place.name)? == Some(self.inode) {
-            Ok(true)
-        } else {
-            Err(lost())
+            return Ok(Some(false));
         }
+        Ok((inode(&place.base, &place.name)? == Some(self.inode)).then_some(true))
     }
 
     /// Takes the seal off.

@@ -218,8 +218,14 @@ impl Shared {
                 .expected("as it was printed", nonce)
                 .into());
         }
-        for name in others::folders(&place) {
-            let Ok(folder) = place.base.sub(&name) else { continue };
+        for name in others::folders(&place)? {
+            let folder = match place.base.sub(&name) {
+                // Gone meanwhile, or another user's.
+                Err(e) if [io::ErrorKind::NotFound, io::ErrorKind::PermissionDenied].contains(&e.kind()) => {
+                    continue
+                }
+                folder => folder.at(&place.base.join(&name), "cannot open")?,
+            };
             check_owner(&place, &folder)?;
             match Shared::find(&folder)? {
                 Some(shared) if shared.run.nonce.starts_with(nonce) => return Ok(shared),
@@ -404,7 +410,7 @@ impl Shared {
 
     /// Refuses to take files from a process that is about to publish them.
     fn refuse_sealed(&self) -> Result<()> {
-        if !Seal::is_on(&self.folder) {
+        if !Seal::is_on(&self.folder)? {
             return Ok(());
         }
         Err(Finding::new(codes::LOCKED, "another process is publishing this run")

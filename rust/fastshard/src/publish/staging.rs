@@ -46,16 +46,22 @@ struct Found {
     resumed: bool,
 }
 
-/// True if the run's staging folder holds a complete result.
-pub(super) fn is_sealed(place: &Place) -> bool {
-    place.base.sub(&place.folder).is_ok_and(|folder| Seal::is_on(&folder))
+/// True if the run's staging folder holds a complete result, or what is left of its clean-up.
+pub(super) fn is_sealed(place: &Place) -> Result<bool> {
+    match place.base.sub(&place.folder) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        folder => {
+            let folder = folder.at(&place.folder_path(), "cannot open the staging folder")?;
+            Ok(Seal::is_on(&folder)? || Seal::of_cleaned(place, &folder, false)?.is_some())
+        }
+    }
 }
 
 /// True if the staging folder of run `run_id` towards `out` holds a complete result, or what is left of its clean-up.
 ///
 /// Errors: what the system says of `out`.
 pub fn waits_sealed(out: &Path, run_id: &str) -> Result<bool> {
-    Ok(is_sealed(&Place::find(out, run_id)?))
+    is_sealed(&Place::find(out, run_id)?)
 }
 
 impl Staging {
@@ -71,7 +77,7 @@ impl Staging {
     pub fn begin(out: &Path, run_id: &str, plan: &[u8], options: &Options) -> Result<Staging> {
         let place = Place::find(out, run_id)?;
         let before = place.occupied()?;
-        if !(options.resume && is_sealed(&place)) {
+        if !(options.resume && is_sealed(&place)?) {
             if let Some(finding) = place.refused(&before, options.overwrite)? {
                 return Err(finding.into());
             }
@@ -98,12 +104,13 @@ impl Staging {
                 return Err(lock::leftover_or_locked(&folder));
             }
             let Some(lock) = lock::acquire(&folder)? else { continue };
-            if fresh && place.occupied().ok().as_ref() != Some(&before) {
+            let now = if fresh { place.occupied() } else { Ok(before.clone()) };
+            if now.as_ref().ok() != Some(&before) {
                 // Another process has published since, and its folder is gone: this would be a run of its own.
                 let _ = remove_folder(&place, &folder, &[], lock);
-                return Err(lock::locked(&path));
+                return Err(now.err().unwrap_or_else(|| lock::locked(&path)));
             }
-            return match Self::prepare(&place, &folder, plan, options) {
+            return match Self::prepare(&place, &folder, plan, options, fresh) {
                 Ok(Found { data, journal, seal, resumed }) => Ok(Staging {
                     run: Run { place, folder, data, options: *options, lock, before, seal },
                     path,
@@ -125,17 +132,20 @@ impl Staging {
     }
 
     /// Under the lock: plan, data directory and journal, found or made.
-    fn prepare(place: &Place, folder: &Dir, plan: &[u8], options: &Options) -> Result<Found> {
+    fn prepare(place: &Place, folder: &Dir, plan: &[u8], options: &Options, fresh: bool) -> Result<Found> {
         let mut seal = Seal::read(folder)?;
+        if seal.is_none() && !fresh {
+            seal = Seal::of_cleaned(place, folder, options.fsync)?;
+        }
         let held = entries(folder)?.into_iter().find(|name| is_data(name));
         if let (Some(stale), Some(held)) = (&seal, &held) {
             // Of a process that was taken over by another one before it could publish: what it sealed is in `held`.
-            let gone = stale.data != *held && !stale.is_published(place, folder).unwrap_or(false);
+            let gone = stale.data != *held && stale.has_appeared(place, folder)? != Some(true);
             // Sealed, and overtaken before any of it appeared: files may have been moved away since.
             let overtaken = || -> Result<bool> {
                 let shared = Shared::find(folder)?;
                 Ok(shared.map_or(Ok(false), |shared| shared.is_overtaken(&stale.data))?
-                    && stale.is_untouched(place, folder).unwrap_or(false))
+                    && stale.is_untouched(place, folder)?)
             };
             if gone || overtaken()? {
                 Seal::remove(folder)?;

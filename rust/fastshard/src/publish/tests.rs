@@ -15,6 +15,7 @@ mod owners;
 mod paths;
 
 const RUN: &str = "0123456789abcdef0123456789abcdef";
+const OTHER_RUN: &str = "fedcba9876543210fedcba9876543210";
 const PLAN: &[u8] = b"{\"plan\": 1}";
 const LAST: [&str; 2] = ["fastshard.manifest.json", "model.safetensors.index.json"];
 
@@ -26,15 +27,16 @@ fn painted(seed: usize, len: usize) -> Vec<u8> {
 }
 
 /// The tree with a manifest that accounts for its files.
-fn with_manifest(mut tree: Tree) -> Tree {
+fn with_manifest(plan: &str, mut tree: Tree) -> Tree {
     let files: Vec<_> = tree
         .iter()
         .map(|(name, bytes)| {
             serde_json::json!({"name": name, "size": bytes.len(), "blake3": blake3::hash(bytes).to_hex().to_string()})
         })
         .collect();
-    let manifest =
-        serde_json::json!({"format": "fastshard.manifest", "version": 1, "kind": "merge", "files": files});
+    let manifest = serde_json::json!({
+        "format": "fastshard.manifest", "version": 1, "kind": "merge", "plan": plan, "files": files,
+    });
     tree.insert(LAST[0].into(), serde_json::to_vec(&manifest).unwrap());
     tree
 }
@@ -48,13 +50,13 @@ fn result() -> Tree {
         ("tokenizer.json", painted(4, 300)),
         (LAST[1], painted(6, 50)),
     ];
-    with_manifest(files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
+    with_manifest(RUN, files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
 }
 
 /// What was at the destination before: an older result.
 fn old() -> Tree {
     let files = [("model.safetensors", painted(7, 700)), ("tokenizer.json", b"older".to_vec())];
-    with_manifest(files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
+    with_manifest(OTHER_RUN, files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
 }
 
 fn put(directory: &Path, tree: &Tree) {

@@ -95,20 +95,17 @@ impl Kind {
 
     /// A later run with `resume` finishes, whatever happened before.
     fn recover(self, setting: &Setting, when: &str) {
-        let published = tree(&setting.out()) == Some(result());
+        let over = tree(&setting.out()) == Some(result()) && setting.folders().is_empty();
         match self.run(setting, true, true) {
             Ok(warnings) => {
                 let steps =
                     |f: &Finding| matches!(self, Kind::OverwritePiecewise) && f.code == codes::IN_STEPS;
                 assert!(warnings.iter().all(steps), "{self:?}, {when}: {warnings:?}");
             }
-            // Death after the clean-up: at most the empty folder is left to tell of the run.
+            // Nothing is left that tells of the run.
             Err(error) => {
-                assert!(published, "{self:?}, {when}: cannot resume: {error}");
+                assert!(over, "{self:?}, {when}: cannot resume: {error}");
                 assert_eq!(error.findings()[0].code, codes::OUT_EXISTS, "{self:?}, {when}");
-                for folder in setting.folders() {
-                    fs::remove_dir(folder).unwrap();
-                }
             }
         }
         assert_eq!(tree(&setting.out()), Some(result()), "{self:?}, {when}: result after resume");
@@ -135,8 +132,10 @@ fn any_call_may_fail() {
         let calls = kind.calls();
         assert!(calls.len() > 50, "{kind:?}: only {} calls", calls.len());
         for (at, call) in calls.iter().enumerate() {
-            for fault in
-                [Fault::Once(Errno::IO.raw_os_error()), Fault::Once(Errno::NOSPC.raw_os_error()), Fault::Gone]
+            for fault in [Errno::IO, Errno::ACCESS, Errno::NOSPC]
+                .map(|errno| Fault::Once(errno.raw_os_error()))
+                .into_iter()
+                .chain([Fault::Gone])
             {
                 let when = format!("{fault:?} at call {at}, {call:?}");
                 let setting = Setting::in_memory();
@@ -165,6 +164,54 @@ fn any_call_may_fail() {
         }
     }
     eprintln!("{cases} failures, each recovered from");
+}
+
+/// The last thing that a run removes is its folder, which is empty then.
+#[test]
+fn a_clean_up_that_failed_is_finished_with_resume() {
+    for kind in KINDS {
+        let calls = kind.calls();
+        let appeared = calls.iter().rposition(|(call, _)| call.starts_with("rename")).unwrap();
+        let removals = (appeared..calls.len()).filter(|at| calls[*at].0.starts_with("remove_"));
+        for at in removals {
+            for errno in [Errno::IO, Errno::ACCESS] {
+                let when = format!("{kind:?}: {errno} at {:?}", calls[at]);
+                let setting = Setting::in_memory();
+                kind.set_up(&setting);
+                fault::arm(at, Fault::Once(errno.raw_os_error()));
+                let warnings = kind.run(&setting, false, true).unwrap();
+                fault::disarm();
+                let told: Vec<&str> = warnings.iter().map(|f| f.message.as_str()).collect();
+                assert!(
+                    matches!(told[..], [one] if one.contains("published, but not cleaned up")),
+                    "{when}: {told:?}"
+                );
+                assert_eq!(setting.folders().len(), 1, "{when}");
+                assert_eq!(kind.run(&setting, true, true).expect(&when), [], "{when}");
+                assert_eq!(setting.folders(), [] as [PathBuf; 0], "{when}");
+                assert_eq!(tree(&setting.out()), Some(result()), "{when}");
+            }
+        }
+    }
+}
+
+/// A folder without anything in it says nothing by itself.
+#[test]
+fn an_empty_folder_beside_another_result_is_not_a_finished_run() {
+    for (there, code) in
+        [(old(), codes::OUT_EXISTS), (Tree::from([("mine".into(), vec![1])]), codes::OUT_EXISTS)]
+    {
+        let setting = Setting::in_memory();
+        put(&setting.out(), &there);
+        let folder = setting.root.join(format!(".out.fastshard-{}", &RUN[..16]));
+        fs::create_dir(&folder).unwrap();
+        fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let error = Kind::Fresh.run(&setting, true, true).unwrap_err();
+        assert_eq!(error.findings()[0].code, code);
+        let help = error.findings()[0].help.clone().unwrap();
+        assert!(!help.contains("another process") && !help.contains("interrupted"), "{help}");
+        assert_eq!(tree(&setting.out()), Some(there));
+    }
 }
 
 /// Two deaths in one run: the second during the recovery from the first.

@@ -13,7 +13,7 @@ const NEEDS: Needs = Needs { bytes: 1, files: 1, open_files: 1 };
 /// A tree as deep as the destination of a store.
 fn nested() -> Tree {
     let files = [("global_step4/layer_00.pt", painted(8, 90)), ("latest", b"global_step4".to_vec())];
-    with_manifest(files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
+    with_manifest(OTHER_RUN, files.into_iter().map(|(name, bytes)| (name.to_string(), bytes)).collect())
 }
 
 fn put_deep(directory: &Path, tree: &Tree) {
@@ -196,6 +196,57 @@ fn what_came_into_the_older_result_is_kept_and_named() {
     assert_eq!(left["latest"], b"edited");
     assert_eq!(tree(&out), Some(result()));
     assert_eq!(s.folders(), [] as [PathBuf; 0]);
+}
+
+/// What cannot be looked at is neither older result nor foreign.
+#[test]
+fn an_error_of_looking_is_told_as_that() {
+    for errno in [rustix::io::Errno::IO, rustix::io::Errno::ACCESS] {
+        for hidden in ["fastshard.manifest.json", "global_step4/layer_00.pt", "latest"] {
+            for kept_from in ["begin", "exchange", "removal"] {
+                let when = format!("{errno}: {hidden} before the {kept_from}");
+                let s = Setting::new();
+                put_deep(&s.out(), &nested());
+                let (out, aside) =
+                    (s.out().canonicalize().unwrap().join(hidden), Path::new("data").join(hidden));
+                let hide =
+                    |below: PathBuf| fault::hide(errno.raw_os_error(), move |path| path.ends_with(&below));
+                if kept_from == "begin" {
+                    hide(out.clone());
+                }
+                let begun = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE);
+                let told = begun.and_then(|staging| {
+                    fill(&staging, &s.source())?;
+                    if kept_from == "exchange" {
+                        hide(out.clone());
+                    }
+                    let exchanged = s.out().join(LAST[1]);
+                    if kept_from == "removal" {
+                        fault::hide(errno.raw_os_error(), move |path| {
+                            exchanged.exists() && path.ends_with(&aside)
+                        });
+                    }
+                    staging.publish(&LAST, &|| true)
+                });
+                fault::show();
+                let published = all(&s.out()) == result();
+                assert_eq!(published, kept_from == "removal", "{when}");
+                assert_eq!(told.is_ok(), published, "{when}");
+                let findings = told.unwrap_or_else(Error::into_findings);
+                let words = format!("{findings:?}");
+                assert_eq!(findings.len(), 1, "{when}: {words}");
+                assert!(words.contains(&std::io::Error::from(errno).to_string()), "{when}: {words}");
+                assert!(words.contains(hidden), "{when}: {words}");
+                for claim in ["no older result", "not there before", "destination changed", "would be lost"] {
+                    assert!(!words.contains(claim), "{when}: {words}");
+                }
+                assert!(!s.root.join("out.kept-1").exists(), "{when}");
+                assert_eq!(run(&s.out(), &s.source(), &RESUME).expect(&when), [], "{when}");
+                assert_eq!(s.folders(), [] as [PathBuf; 0], "{when}");
+                assert_eq!(tree(&s.out()), Some(result()), "{when}");
+            }
+        }
+    }
 }
 
 /// Whoever dies while it is moved aside or after: the run that goes on names it.
