@@ -388,3 +388,48 @@ def test_what_pictures_need_is_asked_for_before_data_is_read(monkeypatch: pytest
     monkeypatch.setattr(data, "gathered", lambda *a, **k: pytest.fail("all was read for nothing"))
     with pytest.raises(fastshard.FastshardError, match="vl-convert"):
         fastshard.report(NEOX, stats=True)
+
+
+#: The command line, with as many bytes of addresses as its first argument says.
+_LIMITED = """
+import resource, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from fastshard.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("gib", [6, 60])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, tmp_path: Path) -> None:
+    """What draws them ends the whole process there."""
+    source, out = NEOX, tmp_path / "r.html"
+    if recorded:
+        source = tmp_path / "merged"
+        fastshard.merge(NEOX, source, stats=True, fsync=False)
+    options = [] if recorded else ["--stats"]
+    ran = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(gib << 30), "report", str(source), "-o", str(out), *options, "--threads", "1", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (told,) = [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]
+    assert (told["severity"], "no pictures" in told["message"]) == ("warning", True)
+    page = out.read_text()
+    assert "the page has no pictures" in page and '<h2 id="h-numbers">' in page
+    assert "<figure" in page and 'class="lin"' not in page
+    # With numbers alone the command says so to people too.
+    ran = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(gib << 30), "report", str(source), "-o", str(out), *options, "--threads", "1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "warning FS514: the page has no pictures" in ran.stderr
+
+
+def test_without_distributions_nothing_is_said_of_pictures(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(6 << 30), "report", str(NEOX), "-o", str(tmp_path / "r.html"), "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and not [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]

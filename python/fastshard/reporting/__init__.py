@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,8 @@ def about(
 
     # Before all is read for nothing.
     page.needed()
-    if stats:
+    undrawn = charts.undrawn()
+    if stats and undrawn is None:
         charts.needed()
     try:
         checkpoint = _opened(source, threads=threads, **opening)
@@ -99,7 +101,8 @@ def about(
     with Progress(progress) as bar:
         run = run_options(memory, threads, *catalogs)
         name = ", ".join(map(str, _paths(against))) if against is not None else ""
-        return data.gathered(checkpoint, other, name, stats=stats, run=run, bar=bar)
+        told = data.gathered(checkpoint, other, name, stats=stats, run=run, bar=bar)
+    return replace(told, undrawn=undrawn) if told.has_distributions else told
 
 
 def _about_checkpoint(error: FastshardError) -> FastshardError:

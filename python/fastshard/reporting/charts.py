@@ -6,16 +6,18 @@ Specs name colours by their part in the picture; in the page these are classes, 
 from __future__ import annotations
 
 import re
+import resource
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import Finding
 from ..external.optional import imported
-from ..shown import printable
+from ..shown import human, printable
 from ..statistics import HISTOGRAM_EDGES
 from .densities import Steps
 
-__all__ = ["SERIES", "Chart", "by_layer", "densities", "logarithmic", "svg"]
+__all__ = ["SERIES", "Chart", "by_layer", "densities", "logarithmic", "svg", "undrawn"]
 
 #: Series that a picture tells apart, each by a colour and a symbol.
 SERIES = 8
@@ -201,6 +203,24 @@ def by_layer(
     ]
     return _chart(
         width=width, height=height, data={"values": values}, encoding={"x": x, "y": y}, layer=layers
+    )
+
+
+def undrawn() -> Finding | None:
+    """Says why no picture can be drawn in this process, if none can.
+
+    vl-convert runs V8, which reserves tens of GiB of addresses and ends the process where it gets none. How many differs
+    from version to version, so that none is drawn under a limit.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return Finding.of(
+        "FS514",
+        f"the page has no pictures: this process may use {human(limit)} of addresses, and what draws them needs to be without a "
+        "limit",
+        severity="warning",
+        help="run it where `ulimit -v` says unlimited",
     )
 
 

@@ -131,6 +131,8 @@ class Report:
     provenance: tuple[tuple[str, str], ...] = ()
     #: Files that lie there, of a checkpoint that cannot be opened.
     files: tuple[tuple[str, int], ...] = ()
+    #: Why the distributions have no pictures: it says nothing of the checkpoint.
+    undrawn: Finding | None = None
 
     @property
     def errors(self) -> int:
@@ -144,8 +146,14 @@ class Report:
 
     @property
     def all_findings(self) -> list[Finding]:
-        """The findings, the worst first."""
-        return [finding for group in self.findings for finding in group.findings]
+        """The findings, the worst first, and what the page lacks."""
+        found = [finding for group in self.findings for finding in group.findings]
+        return found if self.undrawn is None else [*found, self.undrawn]
+
+    @property
+    def has_distributions(self) -> bool:
+        """True if numbers of tensors are told."""
+        return bool(self.numbers or (self.comparison and self.comparison.before))
 
 
 def gathered(

@@ -400,6 +400,7 @@ def _figures(report: Report) -> dict[str, Any]:
         before, after = report.comparison.before, report.comparison.after
     if not after:
         return none
+    drawn = report.undrawn is None
     roles: dict[str, list[str]] = {}
     for name in after:
         roles.setdefault(role_of(name), []).append(name)
@@ -410,12 +411,12 @@ def _figures(report: Report) -> dict[str, Any]:
         if old := [before[n] for n in roles[role] if n in before]:
             sides.insert(0, ("before", joined(old)))
         by_role.append(
-            _distribution(role, sides, f"{len(roles[role]):,} tensor{'s' * (len(roles[role]) != 1)}")
+            _distribution(role, sides, f"{len(roles[role]):,} tensor{'s' * (len(roles[role]) != 1)}", drawn)
         )
     notable = []
     for name, why in _notable(after, before, roles)[:_NOTABLE]:
         sides = [("before", before[name])] if name in before else []
-        notable.append(_distribution(name, [*sides, ("after", after[name])], why))
+        notable.append(_distribution(name, [*sides, ("after", after[name])], why, drawn))
     odd = sorted(
         ((name, s) for name, s in after.items() if s.zeros or s.nan or s.inf),
         key=lambda item: (-(item[1].nan + item[1].inf), -item[1].zero_share),
@@ -423,7 +424,7 @@ def _figures(report: Report) -> dict[str, Any]:
     return {
         "by_role": by_role, "roles_left": max(0, len(heavy) - _ROLES), "notable": notable,
         "odd": [(n, s, before.get(n)) for n, s in odd[:20]], "odd_left": max(0, len(odd) - 20),
-        **_over_layers(after, before, heavy),
+        **(_over_layers(after, before, heavy) if drawn else {"layers": [], "layers_left": 0}),
     }  # fmt: skip
 
 
@@ -460,7 +461,9 @@ def _over_layers(
     return {"layers": pictures, "layers_left": max(0, len(of_role) - len(chosen))}
 
 
-def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str) -> dict[str, Any]:
+def _distribution(
+    title: str, sides: Sequence[tuple[str, TensorStats]], why: str, pictures: bool
+) -> dict[str, Any]:
     """A distribution in both views, and what the picture leaves out."""
     own = sides[-1][1]
     steps = [(name, density(s.histogram, s.min, s.max)) for name, s in sides]
@@ -487,6 +490,8 @@ def _distribution(title: str, sides: Sequence[tuple[str, TensorStats]], why: str
         "cut": "",
         "two": len(drawn) == 2,
     }
+    if not pictures:
+        return figure
     if not drawn or drawn[-1][0] != sides[-1][0]:
         figure["cut"] = "no density: all that is not zero is of one value, or nothing is finite"
         return figure
