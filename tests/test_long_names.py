@@ -98,6 +98,41 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
     assert beyond < memory * 1.25
 
 
+@pytest.fixture(scope="module", params=[20, 100])
+def many_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long names in 300 files: 30 MB, and more than the budget holds while they are read."""
+    folder = tmp_path_factory.mktemp("files")
+    for f in range(300):
+        names = [f"{f:03d}.{i:03d}." + "x" * (LENGTH - 8) for i in range(request.param)]
+        entries = {
+            n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)
+        }
+        header = json.dumps(entries).encode()
+        file = folder / f"model-{f + 1:05d}-of-00300.safetensors"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * len(names)))
+    return folder
+
+
+# What is no model is not converted.
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "convert"])
+def test_names_of_many_files_are_refused_within_the_budget(
+    command: str, many_files: Path, tmp_path: Path
+) -> None:
+    """Each step of planning is refused before it takes more than there is."""
+    out = tmp_path / "out"
+    argv = [{"CKPT": str(many_files), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, *argv, "--memory", "256MiB"],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    assert code == 2 and "FS512" in run.stdout + run.stderr
+    assert beyond < 256
+    assert not out.exists()
+
+
 def test_an_open_checkpoint_is_planned_within_the_budget_of_the_call(source: Path, tmp_path: Path) -> None:
     opened = fastshard.open(source)
     with pytest.raises(fastshard.FastshardError, match="FS512") as raised:

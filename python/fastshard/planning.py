@@ -181,6 +181,14 @@ class Plan:
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
+    try:
+        return _made(opened, request)
+    except _core.CoreError as error:
+        # The memory that was stated is too small for the names.
+        raise from_core(error) from None
+
+
+def _made(opened: Opened, request: Request) -> Plan:
     check(request)
     if request.to is not None and TARGETS[request.to].needs_optimizer:
         # Its weights are the masters, or what they would be.

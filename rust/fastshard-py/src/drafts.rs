@@ -11,7 +11,12 @@ use pyo3::types::PyDict;
 
 use crate::plans::{with_files, Plan};
 use crate::rosters::{compared, Roster};
-use crate::{to_json, unusable};
+use crate::{raise, to_json, unusable};
+
+/// Half as many bytes per byte of a name as placing a draft takes, as measured.
+const PLACED: u64 = 5;
+/// Half as many that what is told of a draft is held in until it is placed.
+const TOLD: u64 = 2;
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
 type Cut = (usize, String, Vec<u64>);
@@ -28,6 +33,12 @@ pub(crate) struct Draft {
 impl Draft {
     pub(crate) fn new(draft: CoreDraft, catalog: Arc<Catalog>) -> Draft {
         Draft { inner: Mutex::new(Some(draft)), catalog }
+    }
+
+    /// Refuses to go on where the names of its tensors, so many times, are more than the memory that was stated. In halves.
+    fn room(&self, draft: &CoreDraft, halves: u64) -> PyResult<()> {
+        let names: u64 = draft.outputs.iter().map(|one| one.output.name.len() as u64).sum();
+        self.catalog.look(names.saturating_mul(halves) / 2).map_err(raise)
     }
 
     fn with<T>(&self, look: impl FnOnce(&CoreDraft) -> T) -> PyResult<T> {
@@ -64,18 +75,19 @@ impl Draft {
     /// Each tensor once, whatever the ranks that hold it.
     fn tensors(&self) -> PyResult<Vec<Drafted>> {
         self.with(|draft| {
+            self.room(draft, TOLD + PLACED)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
-            once.map(|one| {
+            let once = once.map(|one| {
                 let o = &one.output;
                 let cuts = one.cuts.as_ref().map(|cuts| {
                     cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
                 });
                 let whole = one.whole.as_ref().unwrap_or(&o.shape).clone();
                 (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
-            })
-            .collect()
-        })
+            });
+            Ok(once.collect())
+        })?
     }
 
     /// Stored tensors that each output is made of, by its name.
@@ -106,6 +118,7 @@ impl Draft {
         let placement: Placement = serde_json::from_str(placement).map_err(unusable)?;
         let draft = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let draft = draft.ok_or_else(|| PyValueError::new_err("the draft was placed"))?;
+        self.room(&draft, PLACED)?;
         Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement))))
     }
 }

@@ -137,7 +137,11 @@ impl Catalog {
                 None => None,
             });
         }
-        Ok(Catalog { roots, files: opened, findings, room: Mutex::new(None) })
+        let catalog = Catalog { roots, files: opened, findings, room: Mutex::new(None) };
+        // A plan is to be made within the same limit: what it takes is refused before more is made of the names.
+        catalog.within(memory)?;
+        catalog.within(None)?;
+        Ok(catalog)
     }
 }
 
@@ -170,9 +174,13 @@ impl Catalog {
         (tensors().count() as u64, names)
     }
 
-    /// Refuses to go on planning where more memory is in use than was stated.
-    pub(crate) fn look(&self) -> Result<()> {
-        self.room.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(Ok(()), Room::look)
+    /// Refuses to go on planning where more memory is in use than was stated, or would be with `more` bytes.
+    ///
+    /// # Errors
+    /// `FS512` then.
+    pub fn look(&self, more: u64) -> Result<()> {
+        let stated = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        stated.as_ref().map_or(Ok(()), |room| room.look(more))
     }
 
     /// Bytes of a small tensor (a step counter, a buffer), in C order.

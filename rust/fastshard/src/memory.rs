@@ -94,19 +94,18 @@ impl Room {
         self.holds(need, "the names of the tensors", None)
     }
 
-    /// Refuses to go on where more is in use already.
+    /// Refuses to go on where what is in use already, and `more` bytes, are too much.
     ///
     /// # Errors
-    /// `FS512` if the process holds more than the limit.
-    pub fn look(&self) -> Result<()> {
-        let used = anonymous_memory();
-        if used <= self.limit {
+    /// `FS512` if the process would hold more than the limit.
+    pub fn look(&self, more: u64) -> Result<()> {
+        if anonymous_memory().saturating_add(more) <= self.limit {
             return Ok(());
         }
         // What was freed meanwhile does not count.
         kernel::trim();
         let used = anonymous_memory().saturating_sub(self.baseline);
-        self.holds(used, "planning", None)
+        self.holds(used.saturating_add(more), "planning", None)
     }
 
     fn holds(&self, need: u64, what: &str, file: Option<&Path>) -> Result<()> {

@@ -288,7 +288,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
 
     let Gathered { sources, blobs, mut stored, units, passes, mut findings, beside, .. } =
         Gathered::new(catalog, &request.source);
-    catalog.look()?;
+    catalog.look(0)?;
     let known_names: std::collections::HashMap<&str, &[u64]> =
         passes[0].seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
     for (name, divided, parts) in &request.source.generic {
@@ -364,7 +364,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             target: &target,
         };
         made.pass(with, pass, &mut stored, catalog)?;
-        catalog.look()?;
+        catalog.look(0)?;
     }
     findings.extend(made.findings);
     let (rules, axes) = (made.rules, made.axes);
@@ -450,7 +450,7 @@ impl Made {
         }
         let mut registry = Registry::default();
         let resolved = resolve::resolve(table, &mut registry, &pass.seen, units, outside, unknown);
-        catalog.look()?;
+        catalog.look(0)?;
         let first_rule = self.rules.len() as u32;
         for instance in &resolved.instances {
             let tensor = &mut stored[pass.tensors[instance.tensor as usize] as usize];
