@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ TRIALS = Path(__file__).parent / "trials"
 sys.path.append(str(TRIALS))
 
 import trees  # noqa: E402
+from intercept import Call, Fail, unavailable  # noqa: E402
 from judge import Before, Trial, judge  # noqa: E402
-from runner import Ended, default_program  # noqa: E402
+from runner import Ended, Run, Zygote, default_program  # noqa: E402
 from trees import Foreign  # noqa: E402
 
 OLD = {
@@ -41,6 +44,78 @@ def run_series(name: str, *options: object) -> str:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def zygote(tmp_path: Path) -> Iterator[Zygote]:
+    if not default_program().is_file() or unavailable():
+        pytest.skip("calls of the program cannot be intercepted here")
+    (tmp_path / "streams").mkdir()
+    started = Zygote(default_program(), tmp_path / "streams")
+    yield started
+    started.close()
+
+
+SOURCE = Path(__file__).parent / "fixtures/sharded/hf_sharded"
+
+
+def failing(code: int, chosen: Callable[[Call], bool], met: list[Call]) -> Callable[[Run, Call], Fail | None]:
+    """Lets the first call that ``chosen`` takes fail, and notes it."""
+
+    def hook(run: Run, call: Call) -> Fail | None:
+        if met or not chosen(call):
+            return None
+        met.append(call)
+        return Fail(code)
+
+    return hook
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("removed", ["lock", "sealed", ""])
+def test_a_clean_up_that_failed_is_finished_with_resume(
+    removed: str, code: int, zygote: Zygote, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    met: list[Call] = []
+    last = re.compile(rf"/\.out\.fastshard-[0-9a-f]{{16}}{removed and '/' + removed}$")
+    hook = failing(code, lambda call: call.kind == "unlinkat" and bool(last.search(call.path)), met)
+    ended = zygote.run("merge", SOURCE, place / "out", watch=[place], hook=hook)
+    assert met and ended.code == 0 and "published, but not cleaned up" in ended.err, ended.said
+    made = trees.raw(place / "out")
+    assert len(list(place.iterdir())) == 2
+    ended = zygote.run("merge", SOURCE, place / "out", "--resume")
+    assert ended.code == 0, ended.said
+    assert [path.name for path in place.iterdir()] == ["out"]
+    assert trees.raw(place / "out") == made
+
+
+def test_a_status_that_cannot_be_had_of_an_older_result_is_told_as_that(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    assert zygote.run("merge", SOURCE, place / "out").code == 0
+    met: list[Call] = []
+    aside = re.compile(r"/\.out\.fastshard-[0-9a-f]{16}/data/fastshard\.manifest\.json$")
+
+    older = (place / "out").stat().st_ino
+
+    def chosen(call: Call) -> bool:
+        # The older result lies there once it was exchanged.
+        exchanged = (place / "out").stat().st_ino != older
+        return exchanged and call.kind == "statx" and bool(aside.search(call.path))
+
+    options = ("--overwrite", "--max-shard-size", "600KB")
+    hook = failing(errno.EIO, chosen, met)
+    ended = zygote.run("merge", SOURCE, place / "out", *options, watch=[place], hook=hook)
+    assert met and ended.code == 0, ended.said
+    assert "published, but not cleaned up" in ended.err and "Input/output error" in ended.err, ended.said
+    assert "fastshard.manifest.json" in ended.err and "not there before" not in ended.said
+    ended = zygote.run("merge", SOURCE, place / "out", *options, "--resume")
+    assert ended.code == 0, ended.said
+    assert [path.name for path in place.iterdir()] == ["out"]
 
 
 def test_kills() -> None:
@@ -163,7 +238,7 @@ def test_judge_sees_a_folder_replaced_that_held_foreign_files(trial: Trial) -> N
 @pytest.mark.parametrize(
     ("published", "run", "kind"),
     [
-        (True, ended(2, err="error FS510: stopped by the user\nnothing was published"), "c-nothing"),
+        (True, ended(2, err="error FS510: stopped by the user\nthis run published nothing"), "c-nothing"),
         (True, ended(2, err="error FS507: /t/out: cannot sync"), "c-silent"),
         (False, ended(1, err="error FS519: /t/out: the result is published"), "c-published"),
         (False, ended(0, "out: done"), "c-exit0"),
@@ -185,7 +260,7 @@ def test_judge_hears_words_and_codes_that_do_not_fit(
 
 def test_judge_knows_the_codes_of_signals(trial: Trial) -> None:
     before = Before(trial.look(), 0, sent=signal.SIGTERM, begun=True)
-    words = "error FS510: stopped; nothing was published\n  help: --resume continues\n"
+    words = "error FS510: stopped; this run published nothing\n  help: --resume continues\n"
     assert kinds(trial, ended(143, err=words), before) == set()
     assert kinds(trial, ended(-15), before) == {"old-code"}
     trial.found.clear()

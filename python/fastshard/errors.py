@@ -66,6 +66,9 @@ class Finding:
         return _core.format_finding(json.dumps(self.to_dict()))
 
 
+#: What is said of a run that ended before its result appeared. Another run may have published meanwhile.
+UNPUBLISHED = "this run published nothing"
+
 #: What nothing inside the files proves, and a manifest that was made where they were written does.
 UNPROVEN = ("FS114", "FS314")
 #: Row of every code: ``name``, ``severity``, ``exit``, ``explanation``.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, arguments
 from .dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
-from .errors import FastshardError, Finding, carry, error_for, from_core, raise_errors
+from .errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
 from .manifests import Manifest
 from .options import StrPath
 from .sizes import parse_size
@@ -128,7 +128,7 @@ class Writer:
             missing = sorted(set(self._expected or ()) - self._written)
             raise_errors([
                 Finding.of("FS102", "expected, and never written", tensor=name,
-                           help="write it before the block ends; nothing was published")
+                           help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip
             texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}

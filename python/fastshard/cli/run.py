@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import budget
-from ..errors import FastshardError, Finding, error_for, exit_code, published
+from ..errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from . import formats, paging, render
 from .parser import UsageError
 from .stopping import Stopping
@@ -97,7 +97,7 @@ class Run:
     def _nothing_begun(self) -> str | None:
         if self._destination is None:
             return None
-        return "nothing was published, and nothing is left of it: run it again"
+        return f"{UNPUBLISHED}, and nothing is left of it: run it again"
 
     @property
     def _verb(self) -> Verb | None:
@@ -185,7 +185,7 @@ class Run:
         # After a defect nobody knows; its finding says where to look.
         if self._destination is None or any(f.code == "FS520" for f in findings):
             return ""
-        return "; nothing was published"
+        return f"; {UNPUBLISHED}"
 
 
 def _text(name: object) -> str | None:

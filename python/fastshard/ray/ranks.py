@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..conversion import convert
-from ..errors import FastshardError, Finding, carry, error_for
+from ..errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ..manifests import Manifest
 from ..progress import Callback
 from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
@@ -149,7 +149,7 @@ def _once(
                     told(*ray.get(board.seen.remote()))
     except BaseException as error:
         end(ray, list(pending))
-        way = "nothing was published; the same command with --resume continues"
+        way = f"{UNPUBLISHED}; the same command with --resume continues"
         carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
         raise
     end(ray, list(pending))
@@ -167,6 +167,6 @@ def _dead(rank: int, node: Node, why: str) -> Finding:
         f"a rank has died: {why}",
         rank=f"rank {rank}",
         host=str(node),
-        help="nothing was published; its part of the checkpoint is on its disk: run again with --resume once this node is "
+        help=f"{UNPUBLISHED}; its part of the checkpoint is on its disk: run again with --resume once this node is "
         "there, or bring the files elsewhere (`fastshard verify` of the other parts names them)",
     )

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import FastshardError, Finding, carry, error_for
+from ..errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ..parts import Run, run_part
 from ..progress import Callback, Report
 from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
@@ -134,7 +134,7 @@ class Tasks:
             FastshardError: with all that kept parts from being made.
             BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
         """
-        way = f"nothing was published; the same command with --resume continues, or remove {run.folder}"
+        way = f"{UNPUBLISHED}; the same command with --resume continues, or remove {run.folder}"
         if told is not None:
             here = self._ray.get_runtime_context().get_node_id()
             board = self._ray.remote(Board).options(

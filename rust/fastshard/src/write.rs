@@ -234,6 +234,9 @@ fn keeps(error: &Error, options: &Options) -> bool {
     errors.into_iter().all(|f| of_system.contains(&f.code) || of_companion(f))
 }
 
+/// What is said of a run that ended before its result appeared. Another run may have published meanwhile.
+const UNPUBLISHED: &str = "this run published nothing";
+
 /// Says how a run that stopped can be continued.
 fn resumable(error: Error, folder: &Path) -> Error {
     let mut findings = error.into_findings();
@@ -242,11 +245,10 @@ fn resumable(error: Error, folder: &Path) -> Error {
     }
     let way = |f: &Finding| match f.code {
         // Of the sources as they are now it is another run.
-        codes::SOURCE_CHANGED => format!("nothing was published; remove {}", folder.display()),
-        _ => format!(
-            "nothing was published; the same command with --resume continues, or remove {}",
-            folder.display()
-        ),
+        codes::SOURCE_CHANGED => format!("{UNPUBLISHED}; remove {}", folder.display()),
+        _ => {
+            format!("{UNPUBLISHED}; the same command with --resume continues, or remove {}", folder.display())
+        }
     };
     // Where another process is at work it may have published, and its folder is not to be removed. What another rank
     // stopped for says it already.
