@@ -472,6 +472,32 @@ class Source:
             findings=[*self.findings, *self._unwrapped(), *([note] if self.weights_prefix else [])],
         )
 
+    def as_called(self, names: Mapping[str, str], note: Finding) -> Source:
+        """The source with other names for some of the model's tensors, in what is made of it too.
+
+        Args:
+            names: the new name by the model's own.
+            note: what is said of them.
+        """
+
+        def new(own: str) -> str:
+            return names.get(own, own)
+
+        own = {name: new(own) for name, own in self.names.items()}
+        state = replace(
+            self.optimizer, untrained={new(self.names.get(n, n)) for n in self.optimizer.untrained}
+        )
+        return replace(
+            self,
+            names=own | {name: to for name, to in names.items() if name not in self.names},
+            renames=True,
+            generic=[(new(name), divided, parts) for name, divided, parts in self.generic],
+            adapted=[replace(one, name=new(one.name)) for one in self.adapted],
+            lost={new(self.names.get(name, name)) for name in self.lost},
+            optimizer=state,
+            findings=[*self.findings, note],
+        )
+
     def _without_config(
         self,
         names: list[str],

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from . import _core, budget, evidence, layouts
+from ._core import Rule
 from .causes import Causes, causes_of
 from .declared import Source, is_state
 from .discover import File
@@ -23,13 +24,21 @@ from .optimizer_state import carried
 from .options import meant, nearest
 from .references import Reference
 from .request import DTYPES, MERGE, Request
-from .rosters import Side, judged
+from .rosters import Side, gain, judged, moves
 from .targets.base import Bound, Completed, Drafted, Target
 from .targets.registry import TARGETS, check, keeps_all, target_of
 from .words import padding, words
 
 #: Threads at most; no machine has as many cores.
 _MAX_THREADS = 1 << 14
+#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
+_CHUNK, _BEGIN = 1 << 24, 1 << 12
+#: Bytes of the widest element.
+_WIDEST = 16
+#: Where the outputs of a plan lie that is only read.
+_UNPLACED: dict[str, Any] = {
+    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
+}  # fmt: skip
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
 _NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
 
@@ -195,6 +204,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
     source = _taken(opened, request)
     request = _with_masters(source, request)
+    source, form, how = _as_referenced(opened, source, request)
     tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]
     findings = _weights(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
@@ -211,6 +221,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         side["dequantise"] = config_json.weight_block(source.model.config)
         unquantised = config_json.unquantised(source.model.config or {}) or None
         source = replace(source, model=replace(source.model, config=unquantised))
+    if form is not None:
+        asked["target"] = form
     target = None
     if request.to is not None:
         target = target_of(source, request)
@@ -242,7 +254,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         told.append(_unproven(source, seen))
     if opened.reference is not None:
         named = [f.tensor for f in (*findings, *drafted) if f.severity == "error"]
-        sides = _sides(opened, request, Side(draft, source, target is None), asked)
+        whole = Side(draft, source, target is None, _Values(opened.catalog, asked).same, how)
+        sides = _sides(opened, request, whole, asked)
         told += causes.left(judged(sides, opened.reference, request.wants, dtype, named))
     told += words(source, axes, tokenizer)
     masters = source.optimizer.masters and (request.weights or source.optimizer.weights) == "masters"
@@ -302,21 +315,138 @@ def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any
     every.pop("target", None)
     weights_of = {key: asked["source"][key] for key in ("dequantise",) if key in asked["source"]}
     if request.to is not None or not keeps:
-        stored = _taken(opened, replace(MERGE, vocab_size=request.vocab_size))
+        as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
+        stored, form, how = _as_referenced(opened, _taken(opened, as_stored), as_stored)
         side = stored.to_request(request.weights) | weights_of
-        yield Side(_draft(opened.catalog, {**every, "source": side}), stored, below=True)
+        every |= {"source": side} | ({} if form is None else {"target": form})
+        yield Side(_draft(opened.catalog, every), stored, True, _Values(opened.catalog, every).same, how)
     if request.to != "hf" or not keeps:
         as_hf = Request("hf", vocab_size=request.vocab_size)
         try:
             source = _taken(opened, as_hf)
             target = target_of(source, as_hf).side()
             side = source.to_request(request.weights) | weights_of
-            draft = _draft(opened.catalog, {**every, "source": side, "target": target})
+            every |= {"source": side, "target": target}
+            draft = _draft(opened.catalog, every)
         except FastshardError:
             # It has no such form.
             return
         if not any(found["severity"] == "error" for found in json.loads(draft.findings())):
-            yield Side(draft, source, below=False)
+            yield Side(draft, source, False, _Values(opened.catalog, every).same)
+
+
+def _as_referenced(
+    opened: Opened, source: Source, request: Request
+) -> tuple[Source, dict[str, Any] | None, str]:
+    """A source whose result has the names of the reference, the form that a merge has for that, and how in words.
+
+    A model that a table describes takes the table's form, others move prefixes of their names.
+    """
+    roster = None if opened.reference is None else opened.reference.roster
+    if opened.reference is None or roster is None or source.weights_prefix:
+        return source, None, ""
+    if request.to is not None:
+        target = target_of(source, request)
+        if not target.keeps_names or target.takes_slots:
+            # By a table's names, or for a trainer, which has those of memory.
+            return source, None, ""
+    if source.layout is not None and not source.model.hf_names:
+        return source, None, ""
+    asked: dict[str, Any] = {
+        "source": source.to_request(request.weights),
+        "dtype": None,
+        "mean_replicas": request.replicas == "mean",
+        "include": (),
+        "exclude": (),
+    }
+    side = Side(_draft(opened.catalog, asked), source, below=True)
+    if source.layout is not None:
+        shaped, form = _by_table(source, side, request)
+        if form is None:
+            return source, None, ""
+        asked |= {"source": shaped.to_request(request.weights), "target": form}
+        other = Side(_draft(opened.catalog, asked), shaped, below=True)
+        return (shaped, form, "") if gain(other, side, roster) > 0 else (source, None, "")
+    way = moves(side, roster, opened.reference.path)
+    if way is None:
+        return source, None, ""
+    note = Finding.of(
+        "FS212",
+        f"names are written as the reference {opened.reference.path} has them: {way}",
+        severity="note",
+    )
+    return source.as_called(way.names, note), None, str(way)
+
+
+def _by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict[str, Any] | None]:
+    """A source and the form in which transformers stores its model, for a merge; no form where no table tells.
+
+    Both tables have what lies beside the model, so that it stays.
+    """
+    try:
+        target = target_of(source, Request("hf", vocab_size=request.vocab_size))
+    except FastshardError:
+        return source, None
+    form, usual = target.side(), source.usual_table
+    if "layout" not in form or usual is None:
+        return source, None
+    beside: list[Rule] = []
+    for name, (_, shape) in side.tensors.items():
+        own = source.names.get(name, name)
+        if usual.rule_of(own) is None:
+            axes = ", ".join(f"beside{len(beside)}d{d}" for d in range(len(shape)))
+            beside.append(Rule.literal(own, f"[{axes}]", own))
+    form |= {"name": "merge", "layout": form["layout"].with_rules([*form["layout"].rules, *beside])}
+    return replace(source, table=usual.with_rules([*usual.rules, *beside])), form
+
+
+class _Values:
+    """The values that a draft's tensors have, as they are stored."""
+
+    def __init__(self, catalog: _core.Catalog, asked: dict[str, Any]) -> None:
+        self._catalog, self._asked = catalog, {**asked, "dtype": None, "include": (), "exclude": ()}
+        self._begins: dict[str, bytes] = {}
+
+    @cached_property
+    def _plan(self) -> _core.Plan:
+        draft = _draft(self._catalog, self._asked)
+        return draft.place(json.dumps(_UNPLACED))
+
+    @cached_property
+    def _index(self) -> dict[str, tuple[int, int]]:
+        return {name: (i, size) for i, (name, _, _, size, _) in enumerate(self._plan.outputs())}
+
+    def same(self, one: str, other: str, constant: bool) -> bool:
+        """Whether two tensors of one shape and dtype hold the same bytes; of one value all over only if ``constant``."""
+        if one not in self._index or other not in self._index:
+            return False
+        first = self._begin(one)
+        if first != self._begin(other):
+            return False
+        size, is_varied = self._index[one][1], constant
+        for start in range(0, size, _CHUNK):
+            length = min(_CHUNK, size - start)
+            bytes_of = self._read(one, start, length)
+            if bytes_of != self._read(other, start, length):
+                return False
+            # Zeros and ones are the same in tensors that have nothing to do with each other.
+            is_varied = is_varied or bytes_of[_WIDEST:] != bytes_of[:-_WIDEST]
+        return is_varied
+
+    def _begin(self, name: str) -> bytes:
+        if name not in self._begins:
+            self._begins[name] = self._read(name, 0, min(_BEGIN, self._index[name][1]))
+        return self._begins[name]
+
+    def _read(self, name: str, start: int, length: int) -> bytes:
+        import numpy as np
+
+        buffer = np.empty(length, dtype=np.uint8)
+        try:
+            self._plan.read(self._index[name][0], start, buffer, default_threads())
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return buffer.tobytes()
 
 
 def _evidence(

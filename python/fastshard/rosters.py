@@ -14,9 +14,10 @@ from . import _core
 from .declared import Source, is_state
 from .dtypes import TORCH_FLOATS, item_size
 from .errors import FastshardError, Finding
+from .naming.moved import Moved, moved
 from .references import Reference
 
-__all__ = ["Side", "judged"]
+__all__ = ["Side", "gain", "judged", "moves"]
 
 #: Findings of one kind that are told one by one.
 _TOLD = 100
@@ -40,6 +41,8 @@ _BUFFERS = (
     (re.compile(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
     (re.compile(r"(^|\.)embeddings\.position_ids$"), 2),
 )  # fmt: skip
+#: Numbers of layers and the like.
+_UNNUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")
 #: Keys by which configs state the layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 #: Bytes of the dtypes that a checkpoint may have instead of the reference's.
@@ -54,6 +57,10 @@ class Side:
     source: Source
     #: True for names that lie below the source's prefix, as a merge has them.
     below: bool
+    #: Whether two tensors hold the same bytes, by the names stored; and whether one value all over will do.
+    same: Callable[[str, str, bool], bool] = lambda one, other, constant: False
+    #: How names became those of the reference, in words.
+    how: str = ""
 
     @property
     def outer(self) -> str:
@@ -157,6 +164,54 @@ def judged(
     if met is None:
         return []
     return [_strangers(met, reference)]
+
+
+def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
+    """The names of a reference for tensors that have others in memory; None where there are none.
+
+    Args:
+        side: the tensors under the names that they are to have otherwise.
+        roster: that of the reference.
+        path: of the reference, for messages.
+
+    Raises:
+        FastshardError: ``FS106`` if the names can be read in several ways.
+    """
+    found = side.draft.compared(roster, side.source.names, side.outer)
+    if not found["missing"] or not found["further"] or side.outer:
+        return None
+    shapes = {own: shape for name, (_, shape) in side.tensors.items() if (own := side.own(name)) is not None}
+    listed = {name: shape for name, shape, _, _ in roster.entries()}
+
+    def fits(name: str, other: str) -> bool:
+        expected = listed[other]
+        return expected is None or not _unequal(shapes[name], expected)
+
+    way = moved(shapes.keys(), listed.keys(), fits)
+    known = len(shapes.keys() & listed.keys()) + len(way.names) + way.undecided
+    if 2 * known <= min(len(shapes), len(listed)):
+        # It is another model.
+        return None
+    if "" in way.prefixes:
+        # The reference lies below a name, which may be a trainer's: the model's own names stay.
+        return None
+    if way.uncertain:
+        raise FastshardError.of(
+            "FS106",
+            f"the names can be read in several ways to fit the reference {path}",
+            expected="one",
+            got=way.readings,
+            help="give a reference with the names of the checkpoint; --under says where one of several models begins",
+        )
+    return way if way.names else None
+
+
+def gain(side: Side, other: Side, roster: _core.Roster) -> int:
+    """How many more tensors of a roster one side has than another, by names."""
+    counts = [
+        len(one.draft.compared(roster, one.source.names, one.outer)["missing"]) for one in (other, side)
+    ]
+    return counts[0] - counts[1]
 
 
 def _strangers(met: _Met, reference: Reference) -> Finding:
@@ -298,11 +353,21 @@ class _Judge:
     def _without_ties(
         self, missing: _Missing, further: list[str], notes: list[Finding]
     ) -> tuple[_Missing, list[str]]:
-        """Without tensors that a config ties to one that is there."""
-        odd = [n for n, _ in missing if _WORDS.search(n)] + [
-            s for s in further if _WORDS.search(self._met.name(s))
-        ]
-        if not odd:
+        """Without tensors that a config ties to one that is there, and without copies of such a one."""
+        copies = {stored: of for stored in further if (of := self._copied(stored)) is not None}
+        if copies:
+            first = next(iter(copies))
+            notes.append(
+                Finding.of(
+                    "FS212",
+                    f"{len(copies)} tensors that the reference {self._path} has not have the bytes of tensors that it ties them to",
+                    severity="note",
+                    tensor=first,
+                    got=f"the bytes of {copies[first]}",
+                )
+            )
+        further = [stored for stored in further if stored not in copies]
+        if not any(_WORDS.search(n) for n, _ in missing):
             return missing, further
         stated = _stated(self._own, "tie_word_embeddings")
         stated = _stated(self._theirs, "tie_word_embeddings") if stated is None else stated
@@ -318,23 +383,7 @@ class _Judge:
                 alone.append(name)
             return not partners
 
-        def is_further(stored: str) -> bool:
-            # What the reference does without is lost by nobody, unless it is said not to be the same.
-            name, shape = self._met.name(stored), self._shape(stored)
-            return stated is False or not _WORDS.search(name) or all(extents != shape for _, extents in words)
-
         missing = [one for one in missing if is_missing(*one)]
-        copies = [stored for stored in further if not is_further(stored)]
-        if copies:
-            notes.append(
-                Finding.of(
-                    "FS212",
-                    f"{len(copies)} tensors that the reference {self._path} has not have the rows of tensors that it ties them to; "
-                    "whether they hold the same is not looked at",
-                    severity="note",
-                    tensor=copies[0],
-                )
-            )
         if alone:
             notes.append(
                 Finding.of(
@@ -346,7 +395,33 @@ class _Judge:
                     help="versions of transformers before 5 look for it by this name, and make it up where it is not there",
                 )
             )
-        return missing, [stored for stored in further if is_further(stored)]
+        return missing, further
+
+    def _copied(self, stored: str) -> str | None:
+        """The tensor that one which the reference lacks is a copy of; None if it is none.
+
+        The same tensor of another layer is a layer that is there twice, and no tie. One value all over, as new biases and norms
+        have it, tells of a tie between tensors with a row for each word alone.
+        """
+        like = _UNNUMBERED.sub("#", self._met.name(stored))
+        own = self._met.side.tensors[stored]
+        alike = (
+            other
+            for other, told in self._met.side.tensors.items()
+            if told == own
+            and (name := self._met.name(other)) in self._there
+            and self._met.side.own(other) is not None
+            and _UNNUMBERED.sub("#", name) != like
+        )
+        words = _WORDS.search(self._met.name(stored))
+        return next(
+            (
+                other
+                for other in alike
+                if self._met.side.same(stored, other, bool(words and _WORDS.search(self._met.name(other))))
+            ),
+            None,
+        )
 
     def _without_layers(
         self, missing: _Missing, further: list[str], notes: list[Finding]
@@ -662,7 +737,8 @@ class _Judge:
         odd = any(got != expected for got, expected in self._met.found["kinds"])
         proven = "names, shapes and dtypes" if not odd else "names and shapes"
         proven = proven if self._reference.has_shapes else "names"
-        how = f", {self._met.reading}" if self._met.reading.prefix else ""
+        how = str(self._met.reading) if self._met.reading.prefix else self._met.side.how
+        how = f", {how}" if how else ""
         return Finding.of(
             "FS109",
             f"the {self._met.matched} tensors that the reference has are there by their {proven}{how}; what it does not prove: "
