@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import zero_maker
 from helpers import Ran, assert_refused, cli, edit_safetensors, read_result
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
@@ -284,3 +285,94 @@ def test_what_lies_beside_the_model_stays_in_a_merge(tmp_path: Path) -> None:
         assert ran.code == 0, ran.out
         assert read_result(out).keys() == {*read_result(like), "dataloader.seen"}
         assert json.loads((out / "config.json").read_text())["model_type"] == family
+
+
+#: Adapters whose modules lie elsewhere in the files of their base.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "llava": {"target_modules": ["q_proj", "fc1", "linear_1"], "modules_to_save": ["lm_head"]},
+    "qwen2_5_vl": {"target_modules": ["q_proj", "qkv"], "rank_pattern": {"language_model.layers.1.self_attn.q_proj": 3}},
+    "gemma3": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "whisper": {"target_modules": ["q_proj"]},
+    "mixtral": {
+        "target_modules": ["q_proj"], "modules_to_save": ["gate"], "target_parameters": ["mlp.experts.gate_up_proj"],
+    },
+    "qwen3_moe": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_an_adapter_finds_its_modules_in_the_files_of_its_base(family: str, tmp_path: Path) -> None:
+    model = made(family, 1)
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **ADAPTERS[family]))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "want")
+    ran = cli("merge", tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "adapter")
+    assert ran.code == 0, ran.out
+    have, want = read_result(tmp_path / "out"), read_result(tmp_path / "want")
+    assert have.keys() == want.keys()
+    for name, tensor in want.items():
+        # DoRA sums norms in another order.
+        close = ADAPTERS[family].get("use_dora")
+        torch.testing.assert_close(have[name], tensor, rtol=5e-7 if close else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("held", "code"),
+    [
+        (("language_model.model", "vision_tower.model"), None),
+        (("left.language_model", "right.language_model"), "FS106"),
+        (("text.layers", "vision.layers"), "FS102"),
+    ],
+)
+def test_towers_of_equal_shapes_are_told_by_what_is_kept(
+    held: tuple[str, str], code: str | None, tmp_path: Path
+) -> None:
+    """An adapter of `language_model`, on a base of two towers that look alike."""
+    inner = "layers.0.self_attn.q_proj"
+    base = {f"{tower}.{inner}.weight": torch.zeros(6, 4) for tower in held}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/model.safetensors")
+    (tmp_path / "base/config.json").write_text(json.dumps({"model_type": "of two towers"}))
+    at = f"base_model.model.model.language_model.{inner}"
+    factors = {f"{at}.lora_A.weight": torch.ones(2, 4), f"{at}.lora_B.weight": torch.ones(6, 2)}
+    if code == "FS106":
+        factors = {
+            n.replace("model.model.language_model", "model.language_model"): t for n, t in factors.items()
+        }
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    ran = cli("merge", tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "adapter")
+    if code is not None:
+        assert [f["code"] for f in ran.errors] == [code], ran.findings
+        assert not (tmp_path / "out").exists()
+        return
+    assert ran.code == 0, ran.out
+    have = read_result(tmp_path / "out")
+    assert torch.equal(have[f"{held[0]}.{inner}.weight"], torch.full((6, 4), 4.0))
+    assert not have[f"{held[1]}.{inner}.weight"].any()
+
+
+def test_a_run_that_holds_its_adapter_takes_the_names_of_the_reference(tmp_path: Path) -> None:
+    """Factors and what they change move alike."""
+    like, model = reference("llava", tmp_path / "like"), made("llava", 2)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ckpt = of_dcp(dict(adapted.state_dict()), tmp_path / "in")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "want")
+    config = tmp_path / "adapter/adapter_config.json"
+    ran = cli("merge", ckpt, tmp_path / "out", "--adapter", config, "--like", like)
+    assert ran.code == 0, ran.out
+    have, want = read_result(tmp_path / "out"), read_result(tmp_path / "want")
+    assert have.keys() == want.keys() and all(torch.equal(have[n], t) for n, t in want.items())

@@ -32,6 +32,11 @@ class Moved:
         more = [f"{len(told) - _TOLD} more"] if len(told) > _TOLD else []
         return ", ".join(told[:_TOLD] + more)
 
+    def of(self, name: str) -> str:
+        """The other name of what lies below a prefix; the name itself where it lies below none."""
+        own = max((own for own in self.prefixes if name.startswith(own)), key=len, default="")
+        return self.prefixes.get(own, own) + name.removeprefix(own)
+
     @property
     def readings(self) -> str:
         """What is uncertain, in words."""

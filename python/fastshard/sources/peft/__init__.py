@@ -7,7 +7,7 @@ from ...discover import Listing
 from ...errors import FastshardError
 from .. import hf_names
 from ..base import Contents, Found
-from . import attach, config, names
+from . import attach, bases, config, names
 from .files import Files, find
 
 __all__ = ["find", "merge"]
@@ -58,8 +58,11 @@ def merge(source: Source, files: Files, found: Found, listing: Listing, contents
         last = len(found.files) - 1
         if contents.readable(last):
             told = names.told(contents.listed(last), saved=True)
+            base = {source.names.get(name, name): shape for name, shape in held.items()}
             source.units.append(Unit(file=last))
-            held |= _shapes_of(source.units[-1], contents)
+            added = _shapes_of(source.units[-1], contents)
+            bases.place(told, said, base, added, source.table or source.usual_table)
+            held |= added
         else:
             return
     if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:

@@ -73,7 +73,7 @@ def _changes(
 ) -> list[tuple[str, dict[str, Any]]]:
     """The changes that a module's factors stand for, each with the tensor that it is of."""
     found: list[tuple[str, dict[str, Any]]] = []
-    factors, weight = module.factors, f"{module.name}.weight"
+    factors, weight = module.factors, f"{module.at}.weight"
     if "tokens" in factors:
         rows = config.rows(module.name)
         if rows is None:
@@ -114,9 +114,7 @@ def _changes(
                 (part, {"low_rank": change | {"form": "rows", "window": w}}) for part, w in stacked.windows()
             ]
         if (bias := factors.get(f"{b}.bias")) is not None:
-            found.append(
-                (f"{module.name}.bias", {"vector": {"of": bias, "scale": config.scale(module.name)}})
-            )
+            found.append((f"{module.at}.bias", {"vector": {"of": bias, "scale": config.scale(module.name)}}))
     return found
 
 
@@ -164,7 +162,7 @@ def _stacked(parameter: str, shapes: Mapping[str, list[int]]) -> _Stacked | None
 
 def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str, list[int]]) -> str:
     """The tensor that a product is added to: the module's weight, or one of its parameters."""
-    weight = f"{module.name}.weight"
+    weight = f"{module.at}.weight"
     if weight in shapes:
         return weight
 
@@ -172,9 +170,7 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
         stacked = None if name in shapes else _stacked(name, shapes)
         return shapes.get(name, []) if stacked is None else stacked.shape
 
-    own = [
-        f"{module.name}.{p.rpartition('.')[2]}" for p in config.parameters if _names_module(p, module.name)
-    ]
+    own = [f"{module.at}.{parameter}" for parameter in config.parameters_of(module.name)]
     fitting = [name for name in own if _forms(shape(name), shapes[a], shapes[b])]
     if len(fitting) == 1:
         return fitting[0]
@@ -186,12 +182,6 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
         expected=f"one of {', '.join(own)}", got="factors that fit " + (", ".join(fitting) or "none"),
         help="give the base that it was trained on; else merge it with peft's merge_and_unload",
     )  # fmt: skip
-
-
-def _names_module(parameter: str, module: str) -> bool:
-    """True if a parameter of target_parameters is one of the module."""
-    outer = parameter.rpartition(".")[0]
-    return module == outer or module.endswith(f".{outer}") or not outer
 
 
 def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]]:

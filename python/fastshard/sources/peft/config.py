@@ -59,6 +59,13 @@ class Config:
         r, alpha = self.rank(module), float(_of(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(r) if self.rslora else r)
 
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of a module that are adapted by themselves, by their own names."""
+        split = (parameter.rpartition(".") for parameter in self.parameters)
+        return [
+            own for outer, _, own in split if not outer or module == outer or module.endswith(f".{outer}")
+        ]
+
     def rows(self, module: str) -> list[int] | None:
         """The rows of a module's weight that are trained."""
         if isinstance(self.token_indices, dict):

@@ -32,6 +32,11 @@ class Module:
     #: How many further wrappers are around its factors: one for each parameter of it that is adapted besides.
     depth: int = 0
     factors: dict[str, str] = field(default_factory=dict)
+    #: What the base calls it.
+    at: str = ""
+
+    def __post_init__(self) -> None:
+        self.at = self.at or self.name
 
 
 @dataclass
