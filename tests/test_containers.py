@@ -115,7 +115,9 @@ def test_transformers_finds_every_tensor_of_a_merge(family: str, container: str,
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[name]), (spelling, name)
         # Where tensors lie in memory decides how a processor adds.
-        loaded.load_state_dict({name: tensor.clone() for name, tensor in loaded.state_dict().items()}, assign=True)
+        loaded.load_state_dict(
+            {name: tensor.clone() for name, tensor in loaded.state_dict().items()}, assign=True
+        )
         assert all(map(torch.equal, results(loaded.eval()), want)), spelling
 
 

@@ -29,10 +29,16 @@ def model(layers: int = 2, seed: int = 3) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    tensors = {"model.embed_tokens.weight": normal(64, H), "lm_head.weight": normal(64, H), "model.norm.weight": torch.ones(H)}
+    tensors = {
+        "model.embed_tokens.weight": normal(64, H),
+        "lm_head.weight": normal(64, H),
+        "model.norm.weight": torch.ones(H),
+    }
     for layer in range(layers):
         for name in SPLIT:
-            shape = {"mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}.get(name, (H, H))
+            shape = {"mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}.get(
+                name, (H, H)
+            )
             tensors[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
         tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(H)
     return tensors
@@ -57,7 +63,9 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], form: str = "safetenso
     return folder
 
 
-@pytest.mark.parametrize(("tp", "source", "over"), [(2, 0, 1), (2, 1, 0), (3, 0, 2), (4, 2, 3), (8, 1, 6), (6, 0, 5)])
+@pytest.mark.parametrize(
+    ("tp", "source", "over"), [(2, 0, 1), (2, 1, 0), (3, 0, 2), (4, 2, 3), (8, 1, 6), (6, 0, 5)]
+)
 def test_a_rank_that_was_merged_twice_is_refused(tmp_path: Path, tp: int, source: int, over: int) -> None:
     tensors = model()
     copied(tensors, tp, source, over, range(2))
