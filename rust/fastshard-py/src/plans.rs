@@ -267,7 +267,7 @@ impl Plan {
             Arc::make_mut(&mut plan).outputs.retain(|_| held.next().unwrap_or(false));
         }
         let (checked, report) = run(py, progress, move |control| {
-            verify::content(&plan, &files, options.subset(), &options.engine(), control)
+            verify::content(plan, &files, options.subset(), &options.engine(), control)
         })
         .settle(None)?;
         self.hashed().extend(verify::hashed(&checked, &report));

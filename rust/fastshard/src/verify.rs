@@ -41,15 +41,14 @@ impl Subset {
 /// # Errors
 /// What keeps the run from finishing.
 pub fn content(
-    plan: &Plan,
+    mut plan: Arc<Plan>,
     files: &[Arc<SourceFile>],
     subset: Option<Subset>,
     options: &Options,
     control: &Control,
-) -> Result<(Plan, Report)> {
-    let mut plan = plan.clone();
+) -> Result<(Arc<Plan>, Report)> {
     if let Some(subset) = subset {
-        plan.outputs.retain(|o| subset.holds(&o.name));
+        Arc::make_mut(&mut plan).outputs.retain(|o| subset.holds(&o.name));
     }
     let mut report = engine::execute(&plan, files, &Discard, options, control)?;
     if options.stats == Level::ZeroSlabs {
