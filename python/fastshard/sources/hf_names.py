@@ -155,7 +155,10 @@ def describe(
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     by_names = layouts.table(layout).describe(None, list(stored))[1].get("head", False)
-    if (kind is None and not prefix.endswith(base)) or (kind is not None and not kind.is_causal):
+    # What lies around the model may end as its own base does.
+    if (kind is None and not prefix.removeprefix(outer).endswith(base)) or (
+        kind is not None and not kind.is_causal
+    ):
         headless = kind.name if kind else "a model without a head, by the names of its tensors"
         source.facts["head"] = by_names
         source.findings += _own_head(kind, stored)
