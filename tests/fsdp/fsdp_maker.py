@@ -1,7 +1,8 @@
 """Rank files as FSDP's users write them, made by real torch: processes that meet by a file and talk by gloo.
 
-``python fsdp_maker.py OUT WORLD CASE...`` makes each case in ``OUT/CASE``: what each rank saves, and what the model holds as
-wholes (``expected.safetensors``), its moments too. A run of several cases pays for starting torch once.
+``python fsdp_maker.py OUT WORLD CASE,...`` makes each case in ``OUT/CASE``: what each rank saves, and what the model holds as
+wholes (``expected.safetensors``), its moments too; of a family of ``families_maker``, what is saved in each spelling. A run of
+several cases pays for starting torch once.
 """
 
 from __future__ import annotations
@@ -286,13 +287,47 @@ CASES: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: What trainers save: the state dict itself, or dicts of theirs around it.
+SPELLINGS: dict[str, Any] = {
+    "flat": lambda s: s, "model": lambda s: {"model": s}, "state_dict": lambda s: {"state_dict": s},
+    "app.model": lambda s: {"app": {"model": s}},
+}  # fmt: skip
+
+
+def family(case: Case, name: str) -> None:
+    """A family of transformers in all spellings: collectively by DCP, and a file of each rank's."""
+    import torch.distributed.checkpoint as dcp
+    from families_maker import made as of_family
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    made = of_family(name)
+    made.config.architectures = [type(made).__name__]
+    # FSDP2 divides no scalars: trainers leave them as they are.
+    scalars = {parameter for parameter in made.parameters() if parameter.dim() == 0}
+    mesh = init_device_mesh("cpu", (case.world,), mesh_dim_names=("fsdp",))
+    # What is inside comes first.
+    for module in reversed([*made.modules()]):
+        for block in module if isinstance(module, torch.nn.ModuleList) else ():
+            fully_shard(block, mesh=mesh, ignored_params=scalars)
+    fully_shard(made, mesh=mesh, ignored_params=scalars)
+    for spelling, of in SPELLINGS.items():
+        by_dcp, by_ranks = case.folder / f"dcp {spelling}", case.folder / f"ranks {spelling}"
+        by_ranks.mkdir(exist_ok=True)
+        dcp.save(of(get_model_state_dict(made)), checkpoint_id=by_dcp)
+        torch.save(of(made.state_dict()), by_ranks / case.path("model").name)
+        if case.rank == 0:
+            made.config.save_pretrained(by_dcp)
+            made.config.save_pretrained(by_ranks / "huggingface")
+
+
 def run(out: Path, world: int, cases: list[str], rank: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=world)
     for case in cases:
         (out / case).mkdir(exist_ok=True)
-        CASES[case](Case(out / case, rank, world))
+        at = Case(out / case, rank, world)
+        CASES[case](at) if case in CASES else family(at, case)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -322,4 +357,5 @@ def main(out: Path, world: int, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent.parent))
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))
