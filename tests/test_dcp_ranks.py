@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forks import Forks
 from helpers import assert_refused, cli, copy, read_result
-from holding import HANG
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,28 +103,30 @@ def rank_of(folder: Path, rank: int, world: int) -> None:
     dist.destroy_process_group()
 
 
-def run(folder: Path, world: int) -> Path:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    told = [rank.communicate(timeout=HANG)[1] for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), "\n".join(told)
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Forks]:
+    """A process that has imported torch, whose forks are the ranks."""
+    forks = Forks(
+        "torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "pytest", OMP_NUM_THREADS="1"
+    )
+    yield forks
+    forks.kill()
+
+
+def run(ranks: Forks, folder: Path, world: int) -> Path:
+    logs = [folder / f"log{rank}" for rank in range(world)]
+    ranks.launch(Path(__file__), [folder, world], logs, [{"RANK": str(rank)} for rank in range(world)])
     return folder
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("three"), 3)
+def three(ranks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(ranks, tmp_path_factory.mktemp("three"), 3)
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("hybrid"), 4)
+def hybrid(ranks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(ranks, tmp_path_factory.mktemp("hybrid"), 4)
 
 
 def same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
@@ -259,4 +261,4 @@ def test_metadata_of_all_and_of_single_ranks_must_agree(three: Path, tmp_path: P
 
 
 if __name__ == "__main__":
-    rank_of(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    rank_of(Path(sys.argv[1]), int(os.environ["RANK"]), int(sys.argv[2]))

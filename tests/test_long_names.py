@@ -98,9 +98,9 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
     assert beyond < memory * 1.25
 
 
-@pytest.fixture(scope="module", params=[20, 100])
+@pytest.fixture(scope="module", params=[20, pytest.param(100, marks=pytest.mark.slow)])
 def many_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long names in 300 files: 30 MB, and more than the budget holds while they are read."""
+    """Long names in 300 files: 30 MB, which a plan would take more of than there is, and more than can be read."""
     folder = tmp_path_factory.mktemp("files")
     for f in range(300):
         names = [f"{f:03d}.{i:03d}." + "x" * (LENGTH - 8) for i in range(request.param)]

@@ -119,18 +119,18 @@ def test_a_status_that_cannot_be_had_of_an_older_result_is_told_as_that(
 
 
 def test_kills() -> None:
-    run_series("kills", "--count", 8, "--at-calls")
+    run_series("kills", "--count", 5, "--at-calls")
 
 
 def test_faults() -> None:
-    run_series("faults", "--count", 30, "--cases", "overwrite", "inside", "writer")
+    run_series("faults", "--count", 18, "--cases", "overwrite", "inside", "writer")
 
 
 def test_changes() -> None:
-    said = run_series("changes", "--count", 16, "--size", 24, "--at-calls").splitlines()
+    said = run_series("changes", "--count", 10, "--size", 24, "--at-calls").splitlines()
     names = next(re.split(r"  +", line.strip()) for line in said if "violations" in line)
     # Each change came while the run was at work.
-    assert dict(zip(["", *names], re.split(r"  +", said[-3].strip()), strict=True))["hit"] == "16", said
+    assert dict(zip(["", *names], re.split(r"  +", said[-3].strip()), strict=True))["hit"] == "10", said
 
 
 @pytest.mark.slow

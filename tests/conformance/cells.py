@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ KEEPING = ("merge", "orbax")
 SAID = 96
 
 
+@cache
 def sheet() -> dict[str, dict[str, Any]]:
     """What was reviewed: by source its title, the targets that are proven, and those that each sentence refuses."""
     document: dict[str, dict[str, Any]] = tomlkit.parse(TABLE.read_text()).unwrap()
@@ -67,6 +69,7 @@ def renew(name: str, to: str, outcome: str) -> None:
                 f"{json.dumps(said)} = {json.dumps(targets)}\n" for said, targets in row["refused"].items()
             ]
     TABLE.write_text("".join(lines))
+    sheet.cache_clear()
 
 
 def options(origin: Origin, to: str) -> tuple[object, ...]:

@@ -56,8 +56,8 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-#: One each way; the others are slow.
-QUICK = ("zero2_to_fsdp2", "fsdp2_to_zero2")
+#: One; the others are slow.
+QUICK = ("zero2_to_fsdp2",)
 
 
 @pytest.fixture(scope="module")

@@ -387,7 +387,7 @@ def test_a_damaged_source(
     shutil.rmtree(damaged)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stopped_by_the_user(
     cluster: Any, source: Path, alone: Path, out: Path, number: signal.Signals
 ) -> None:
@@ -623,6 +623,7 @@ def wait_for_jobs(seconds: float) -> None:
         assert time.monotonic() < until, tried.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]")
     port = free_port()
