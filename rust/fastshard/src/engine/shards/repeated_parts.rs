@@ -11,7 +11,7 @@ use crate::error::{Finding, Result};
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{digest_of, each_blob, Standing};
 use crate::tensor::element_count;
-use crate::words::{is_of_experts, layer, moments};
+use crate::words::{is_buffer, is_of_experts, layer, moments};
 
 /// Most tensor-parallel ranks whose parts are told apart.
 const MOST_RANKS: u64 = 32;
@@ -68,6 +68,7 @@ pub(in crate::engine) fn repeated_parts(plan: &Plan, sources: &Sources) -> Resul
 fn is_matrix(stored: &StoredTensor) -> bool {
     stored.shape.iter().filter(|n| **n > 1).count() == 2
         && !is_of_experts(&stored.name)
+        && !is_buffer(&stored.name, stored.shape.len())
         && moments(&stored.name).next().is_none()
 }
 
