@@ -21,7 +21,7 @@ from typing import Any
 
 import sparse_gpt3
 import synthetic
-from fastshard.sizes import parse_size
+from fastshard.common.byte_sizes import parse_size
 
 MIB = 1 << 20
 

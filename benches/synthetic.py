@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from fastshard import layouts
+from fastshard.layouts import tables
 
 BLOCK = 32 << 20
 ITEM = {"F32": 4, "BF16": 2, "F16": 2}
@@ -211,7 +211,7 @@ def llama(folder: Path, size: int, *, single: bool = False, tp: int = 4) -> list
         "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    table = Path(layouts.__file__).with_name("hf.llama.toml").read_text()
+    table = Path(tables.__file__).with_name("hf.llama.toml").read_text()
     table = table.replace('layout = "hf.llama"', 'layout = "transposed"')
     (folder / "transposed.toml").write_text(re.sub(r'shape = "\[(.+), (.+)\]"', r'shape = "[\2, \1]"', table))
     return specs

@@ -33,7 +33,7 @@ def shape(size: int) -> dict[str, int]:
 
 
 def main() -> None:
-    from fastshard.sizes import parse_size
+    from fastshard.common.byte_sizes import parse_size
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

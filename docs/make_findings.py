@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastshard.errors import CODES
+from fastshard.common.errors import CODES
 
 GROUPS = {
     "1": "Completeness",

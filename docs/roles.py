@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastshard
 import griffe
-from fastshard.placing import OPTIONS
+from fastshard.common.target_options import OPTIONS
 
 if TYPE_CHECKING:
     from griffe import Attribute, GriffeLoader, Object
@@ -53,7 +53,7 @@ class Roles(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
         """Called when it is read, before the options are handed to the functions that take them."""
-        if attr.docstring is None and attr.path.startswith("fastshard.options."):
+        if attr.docstring is None and attr.path.startswith("fastshard.common.options."):
             attr.docstring = griffe.Docstring(_MEANINGS.get(attr.name, ""), parent=attr)
 
     def on_object(self, *, obj: Object, loader: GriffeLoader, **_: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import fastshard
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
-from fastshard.errors import CODES
+from fastshard.common.errors import CODES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -12,8 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from fastshard.arguments import taken
-from fastshard.sizes import parse_size
+from fastshard.common.byte_sizes import parse_size
+from fastshard.common.option_checks import taken
 from fastshard.targets.registry import TARGETS
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given

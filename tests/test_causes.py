@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from damage import COLOSSAL, DCP, HF, LEGACY, NEOX, TP4, Damage, cut, lost, over
-from fastshard.causes import Causes, LostFile, causes_of, ranks_of
-from fastshard.declared import Source, Unit
+from fastshard.checkpoint.causes import Causes, LostFile, causes_of, ranks_of
 from fastshard.errors import Finding
+from fastshard.layouts.declaration import Source, Unit
 from helpers import FIXTURES, cli, edit_safetensors, layer_file
 
 NEOX_SEQ = "gpt_neox/neox_seq_tp2"

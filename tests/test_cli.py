@@ -12,7 +12,7 @@ from pathlib import Path
 import fastshard
 import jsonschema
 import pytest
-from fastshard.errors import CODES
+from fastshard.common.errors import CODES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
 from holding import HANG
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastshard.cli import main, parser
-from fastshard.cli.arguments import add_common, add_source, opened
+from fastshard.cli.shared_arguments import add_common, add_source, opened
 from fastshard.cli.verb import Outcome, Result, Verb
 from fastshard.cli.verbs import VERBS
 from fastshard.errors import FastshardError, Finding

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import zero_maker as maker
-from fastshard.evidence import Held, judge
+from fastshard.expected.heuristics import Held, judge
 from helpers import assert_refused, cli, edit_safetensors
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion

@@ -13,7 +13,7 @@ import fastshard
 import pytest
 import torch
 import transformers
-from fastshard import layouts
+from fastshard.layouts import tables
 from helpers import assert_refused
 from safetensors.torch import load_file, save_file
 
@@ -92,7 +92,7 @@ def further(name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_table_names_what_transformers_saves(name: str) -> None:
     layout, config = MODELS[name]
-    table, have = layouts.table(layout), tensors(name)
+    table, have = tables.table(layout), tensors(name)
     axes, facts, _ = table.describe(config.to_json_string(use_diff=False), list(have))
     assert all(facts[fact] in (True, False) for fact in ("tied", "head"))
     for tensor, values in have.items():
@@ -102,27 +102,27 @@ def test_a_table_names_what_transformers_saves(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted({t for name in layouts.names() for t in layouts.table(name).model_types})
+    "model_type", sorted({t for name in tables.names() for t in tables.table(name).model_types})
 )
 def test_what_a_config_leaves_out_is_what_transformers_has_for_it(model_type: str) -> None:
     """Or is left to the tensors. Heads of a size that is none of the defaults tell these apart."""
     whole = json.loads(
         transformers.AutoConfig.for_model(model_type, num_attention_heads=64).to_json_string(False)
     )
-    layout = layouts.of_config(json.dumps(whole))
+    layout = tables.of_config(json.dumps(whole))
     assert layout is not None
-    axes, facts, sets = layouts.table(layout).describe(json.dumps(whole), [])
+    axes, facts, sets = tables.table(layout).describe(json.dumps(whole), [])
     for key in sorted(whole.keys() - {"model_type"}):
         part = json.dumps({k: value for k, value in whole.items() if k != key})
-        assert layouts.of_config(part) == layout, key
-        told = layouts.table(layout).describe(part, [])
+        assert tables.of_config(part) == layout, key
+        told = tables.table(layout).describe(part, [])
         assert (axes | told[0], facts | told[1], sets | told[2]) == (axes, facts, sets), key
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3"])
 def test_key_value_heads_that_are_null_are_as_many_as_heads(model_type: str) -> None:
     config = {"model_type": model_type, "num_attention_heads": 12, "num_key_value_heads": None}
-    axes = layouts.table(layouts.of_config(json.dumps(config)) or "").describe(json.dumps(config), [])[0]
+    axes = tables.table(tables.of_config(json.dumps(config)) or "").describe(json.dumps(config), [])[0]
     assert (axes["g"], axes["r"]) == (12, 1)
 
 
@@ -141,7 +141,7 @@ def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["deepseek", "gemma2", "phi3", "qwen2_moe", "qwen3_moe"])
 def test_every_lost_tensor_is_named(name: str, tmp_path: Path) -> None:
     """One of each rule, so one of each set."""
-    table, have = layouts.table(MODELS[name][0]), tensors(name)
+    table, have = tables.table(MODELS[name][0]), tensors(name)
     of_rule = {rule.name: tensor for tensor in have if (rule := table.rule_of(tensor)) is not None}
     assert len(of_rule) >= (9 if name == "phi3" else 10)
     for i, lost in enumerate(of_rule.values()):
@@ -256,8 +256,8 @@ head = "not tied"
 @pytest.mark.parametrize("how", ["registered", "given"])
 def test_a_family_of_ones_own_is_one_file(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by its model type once it is registered, or named for one run."""
-    monkeypatch.setattr(layouts, "_registered", {})
-    monkeypatch.setattr(layouts, "_parsed", {})
+    monkeypatch.setattr(tables, "_registered", {})
+    monkeypatch.setattr(tables, "_parsed", {})
     file = tmp_path / "granite.toml"
     file.write_text(OWN)
     options: dict[str, Any] = {"layout": str(file)} if how == "given" else {}
@@ -266,7 +266,7 @@ def test_a_family_of_ones_own_is_one_file(how: str, tmp_path: Path, monkeypatch:
     # Without a table the names stay, and nothing is proven.
     assert [f.code for f in fastshard.plan(fastshard.open(tmp_path / "in")).findings] == ["FS109"]
     if how == "registered":
-        layouts.register(file)
+        tables.register(file)
     planned = fastshard.plan(fastshard.open(tmp_path / "in", **options))
     assert planned.findings == [] and planned.source.layout == "mine.granite"
     have = load_file(tmp_path / "in/model.safetensors")

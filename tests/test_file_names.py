@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fastshard
 import pytest
-from fastshard.external import array_writer
+from fastshard.zarr import array_writer
 from helpers import assert_refused, cli
 
 #: How arrays are written, and whether their names become those of folders.

@@ -10,8 +10,8 @@ from typing import Any
 
 import fastshard
 import pytest
+from fastshard.common.gate import Gate
 from fastshard.errors import Finding
-from fastshard.gate import Gate
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, Ran, cli, copy, layer_file
 from safetensors.torch import load_file, save_file
 

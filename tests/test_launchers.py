@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastshard import FastshardError
-from fastshard.launchers import detect, node_names
+from fastshard.conversion.distributed.launcher_env import detect, node_names
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7"}
 SRUN = {

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from fastshard import _core, layouts
+from fastshard import _core
 from fastshard.errors import FastshardError
+from fastshard.layouts import tables
 from fastshard.models import config_json
 
 TABLE = """
@@ -98,39 +99,39 @@ model_type = ["{of}"]
 
 @pytest.fixture
 def own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "_registered", {})
-    monkeypatch.setattr(layouts, "_parsed", {})
+    monkeypatch.setattr(tables, "_registered", {})
+    monkeypatch.setattr(tables, "_parsed", {})
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
 def test_layers_without_experts_have_a_table_of_their_own(model_type: str) -> None:
     of = {"model_type": model_type, "num_experts": 4}
     for more in ({}, {"mlp_only_layers": []}, {"mlp_only_layers": None}, {"decoder_sparse_step": 1}):
-        assert layouts.of_config(json.dumps(of | more)) == "hf.qwen_moe"
+        assert tables.of_config(json.dumps(of | more)) == "hf.qwen_moe"
     for more in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"num_experts": 0}):
-        assert layouts.of_config(json.dumps(of | more)) == "hf.qwen2_moe"
+        assert tables.of_config(json.dumps(of | more)) == "hf.qwen2_moe"
     with pytest.raises(FastshardError, match=r"c\.json: config: .*decoder_sparse_step") as caught:
-        layouts.of_config(json.dumps(of | {"decoder_sparse_step": "x"}), "c.json")
+        tables.of_config(json.dumps(of | {"decoder_sparse_step": "x"}), "c.json")
     assert caught.value.code == "FS211"
 
 
 @pytest.mark.usefixtures("own_tables")
 def test_a_users_own_table_goes_first_and_two_are_refused() -> None:
     llama = json.dumps({"model_type": "llama", "odd": True})
-    assert layouts.of_config(llama) == "hf.llama" and layouts.of_config(json.dumps({})) is None
-    layouts.register(MORE.format(name="odd", of="llama", when='when = "odd"'))
-    assert layouts.of_config(llama) == "mine.odd"
-    assert layouts.of_config(json.dumps({"model_type": "llama"})) == "hf.llama"
-    layouts.register(MORE.format(name="even", of="llama", when='when = "not odd"'))
-    assert layouts.of_config(llama) == "mine.odd"
-    assert layouts.of_config(json.dumps({"model_type": "llama", "odd": False})) == "mine.even"
-    layouts.register(MORE.format(name="all", of="llama", when=""))
+    assert tables.of_config(llama) == "hf.llama" and tables.of_config(json.dumps({})) is None
+    tables.register(MORE.format(name="odd", of="llama", when='when = "odd"'))
+    assert tables.of_config(llama) == "mine.odd"
+    assert tables.of_config(json.dumps({"model_type": "llama"})) == "hf.llama"
+    tables.register(MORE.format(name="even", of="llama", when='when = "not odd"'))
+    assert tables.of_config(llama) == "mine.odd"
+    assert tables.of_config(json.dumps({"model_type": "llama", "odd": False})) == "mine.even"
+    tables.register(MORE.format(name="all", of="llama", when=""))
     with pytest.raises(
         FastshardError, match=r"layouts mine\.all and mine\.odd are for the same model"
     ) as caught:
-        layouts.of_config(llama, "c.json")
+        tables.of_config(llama, "c.json")
     assert (caught.value.code, caught.value.findings[0].file) == ("FS210", "c.json")
-    assert layouts.of_config(json.dumps({"model_type": "mistral"})) == "hf.llama"
+    assert tables.of_config(json.dumps({"model_type": "mistral"})) == "hf.llama"
 
 
 @pytest.mark.parametrize(

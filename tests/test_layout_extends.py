@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import fastshard
 import pytest
-from fastshard import _core, layouts
+from fastshard import _core
+from fastshard.layouts import tables
 
 PARENT = """
 layout = "mine.parent"
@@ -36,45 +37,45 @@ as = "join.{}"
 
 @pytest.fixture(autouse=True)
 def _own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layouts, "_registered", {})
-    monkeypatch.setattr(layouts, "_parsed", {})
+    monkeypatch.setattr(tables, "_registered", {})
+    monkeypatch.setattr(tables, "_parsed", {})
     yield
 
 
 def refused(text: str, wanted: str) -> None:
     with pytest.raises(fastshard.FastshardError, match=wanted) as caught:
-        layouts.register(text)
+        tables.register(text)
     assert caught.value.findings[0].code == "FS210"
 
 
 def names(layout: str) -> list[str]:
-    return [rule.name for rule in layouts.table(layout).rules]
+    return [rule.name for rule in tables.table(layout).rules]
 
 
 def test_a_registered_table_extends_another() -> None:
     refused(CHILD, "no registered layout")
-    assert layouts.names() and "mine.child" not in layouts.names()
-    layouts.register(PARENT)
-    assert layouts.register(CHILD) == "mine.child"
+    assert tables.names() and "mine.child" not in tables.names()
+    tables.register(PARENT)
+    assert tables.register(CHILD) == "mine.child"
     assert names("mine.child") == ["layers.{L}.q", "layers.{L}.join"]
-    table = layouts.table("mine.child")
+    table = tables.table("mine.child")
     assert table.shape("layers.0.join", {"H": 4}) == [4, 8]
     # The parent registered anew: its children are made of what it is now.
-    layouts.register(PARENT.replace("layers.{L}.q", "h.{L}.q"))
+    tables.register(PARENT.replace("layers.{L}.q", "h.{L}.q"))
     assert names("mine.child") == ["h.{L}.q", "layers.{L}.join"]
 
 
 def test_a_built_in_table_is_extended() -> None:
-    layouts.register(
+    tables.register(
         'layout = "mine.llama"\nfamily = "llama"\nextends = "hf.llama"\ndrop = ["attention.*.bias"]\n'
     )
     dropped = set(names("hf.llama")) - set(names("mine.llama"))
     assert len(dropped) == 4 and all(name.endswith("_proj.bias") for name in dropped)
-    assert layouts.table("mine.llama").vocab == "V"
+    assert tables.table("mine.llama").vocab == "V"
 
 
 def test_nothing_is_replaced_silently() -> None:
-    layouts.register(PARENT)
+    tables.register(PARENT)
     refused(CHILD.replace('drop = ["mlp.*"]', 'drop = ["mlp.*", "moe.*"]'), "moe")
     again = '[[tensor]]\nname = "layers.{L}.query"\nshape = "[h*d, H]"\nas = "attention.q"\n'
     refused(CHILD + again, "attention.q is inherited .*drop it first")
@@ -86,8 +87,8 @@ def test_nothing_is_replaced_silently() -> None:
 
 
 def test_no_table_extends_itself() -> None:
-    layouts.register(PARENT)
-    layouts.register(CHILD)
+    tables.register(PARENT)
+    tables.register(CHILD)
     refused('layout = "mine.parent"\nfamily = "mine"\nextends = "mine.child"\n', "extends itself")
     # What was refused is not registered, and what was is as it was.
     assert names("mine.child") == ["layers.{L}.q", "layers.{L}.join"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import fastshard
 import pytest
-from fastshard.external import lent
+from fastshard.zarr import remote_ranges
 
 
 class Core:
     """Takes note of what is brought and let go."""
 
-    CoreError = lent._core.CoreError
+    CoreError = remote_ranges._core.CoreError
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
@@ -33,14 +33,14 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Core]:
     core = Core()
-    monkeypatch.setattr(lent, "_core", core)
+    monkeypatch.setattr(remote_ranges, "_core", core)
     yield core
-    lent.forget(tmp_path.resolve())
+    remote_ranges.forget(tmp_path.resolve())
 
 
-def database(folder: Path) -> lent.Lent:
+def database(folder: Path) -> remote_ranges.Lent:
     (folder / "manifest.ocdbt").write_bytes(b"123")
-    return lent.Lent(folder, ocdbt=True)
+    return remote_ranges.Lent(folder, ocdbt=True)
 
 
 def test_a_value_is_brought_once_for_all_who_read_it(core: Core, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_value_is_brought_once_for_all_who_read_it(core: Core, tmp_path: Path)
     # What the index itself holds lies nowhere else.
     with store.held("inline"):
         assert core.said == []
-    lent.send([(store, "a"), (store, "inline"), (other, "c")])
+    remote_ranges.send([(store, "a"), (store, "inline"), (other, "c")])
     assert core.said == [("will read", "x", 100, 120)] * 2
 
 
@@ -83,7 +83,7 @@ def test_no_more_is_kept_than_was_read_last(core: Core, tmp_path: Path) -> None:
 
 def test_what_fails_is_brought_again(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0.0").write_bytes(bytes(7))
-    store = lent.Lent(tmp_path, ocdbt=False)
+    store = remote_ranges.Lent(tmp_path, ocdbt=False)
 
     def fails(path: Path, lo: int, hi: int) -> None:
         raise Core.CoreError("[]")

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import zero_maker
 from fastshard import _core
-from fastshard.parts import begin, commit, run_part
+from fastshard.conversion.distributed.split_runs import begin, commit, run_part
 from helpers import NEOX, Ran, assert_refused, cli, copy, edit_safetensors, read_result
 from safetensors.torch import load_file, save_file
 

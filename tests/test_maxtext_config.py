@@ -12,7 +12,7 @@ import torch
 import yaml
 from fastshard import FastshardError, plan
 from fastshard import open as fastshard_open
-from fastshard.checkpoint import Checkpoint
+from fastshard.checkpoint.checkpoint import Checkpoint
 from fastshard.models import maxtext, maxtext_sizes
 from jax_maker import (
     STEP,

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from fastshard import FastshardError, _core, convert, layouts, plan
+from fastshard import FastshardError, _core, convert, plan
 from fastshard import open as fastshard_open
-from fastshard.layouts import train_states
-from fastshard.naming.maxtext import default_names
-from fastshard.request import Request
+from fastshard.layouts import jax_train_states, tables
+from fastshard.layouts.maxtext_names import default_names
 from fastshard.targets.maxtext import MaxTextTarget
+from fastshard.targets.request import Request
 from helpers import read_result
 from jax_maker import (
     LLAMA31,
@@ -308,8 +308,8 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
             if name.startswith("params.params.")
         }  # fmt: skip
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
-    bare = _core.Table(layouts.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
-    table = train_states.table(bare, default_names())
+    bare = _core.Table(tables.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
+    table = jax_train_states.table(bare, default_names())
     assert source.opened.source.optimizer.rules is not None
     request = {
         "source": source.opened.source.to_request(None, True) | {"layout": None},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastshard import FastshardError
-from fastshard.declared import Evidence
+from fastshard.layouts.declaration import Evidence
 from fastshard.models import gpt_neox, huggingface, maxtext, megatron
 from fastshard.models.model import Experts, Model, Rope
 

@@ -15,7 +15,7 @@ import fastshard
 import pytest
 import torch
 import yaml
-from fastshard.trees import TensorOf, tree
+from fastshard.targets.pickle_tree import TensorOf, tree
 from helpers import (
     FIXTURES,
     HF,

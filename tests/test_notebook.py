@@ -11,7 +11,7 @@ from typing import Any
 
 import fastshard
 import pytest
-from fastshard import notebook
+from fastshard.common import notebook_html
 from fastshard.errors import Finding
 from helpers import HF, NEOX, TP4, copy
 from hostile import NAMES, Parsed, checkpoint
@@ -79,7 +79,9 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_hostile_findings_are_text() -> None:
     finding = Finding.of("FS101", NAMES[0], file=NAMES[1], tensor=NAMES[2], help=NAMES[0])
 
-    parsed = Parsed(notebook.table(NAMES[0], NAMES[:2], [NAMES[2:4]], 1, findings=[finding], below=NAMES[1]))
+    parsed = Parsed(
+        notebook_html.table(NAMES[0], NAMES[:2], [NAMES[2:4]], 1, findings=[finding], below=NAMES[1])
+    )
     assert {tag for tag, _ in parsed.elements} <= ELEMENTS
 
 
@@ -99,6 +101,6 @@ def test_they_are_still_plain_data() -> None:
 
 
 def test_nothing_is_imported_for_it_beforehand() -> None:
-    script = "import sys, fastshard; print(*(m for m in ('jinja2', 'vl_convert', 'fastshard.notebook', 'fastshard.reporting.page') if m in sys.modules))"
+    script = "import sys, fastshard; print(*(m for m in ('jinja2', 'vl_convert', 'fastshard.common.notebook_html', 'fastshard.reporting.page') if m in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zero_maker
-from fastshard.sources.groups import by_decay
+from fastshard.sources.param_groups import by_decay
 from helpers import Ran, assert_refused, cli, read_result
 from tiny_models import model
 from torch.distributed.checkpoint.api import CheckpointException

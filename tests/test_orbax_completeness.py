@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 
 import pytest
-from fastshard.discover import list_roots
+from fastshard.common.listing import list_roots
 from fastshard.errors import FastshardError
 from fastshard.sources.base import Options
 from fastshard.sources.orbax.completeness import AMBIGUOUS, COMPLETE, INCOMPLETE, Evidence, judge
-from fastshard.sources.orbax.places import choose, find
-from fastshard.sources.orbax.tree import Sharding, processes_of
-from fastshard.sources.orbax.zarr import Array
+from fastshard.sources.orbax.find_items import choose, find
+from fastshard.sources.orbax.metadata import Sharding, processes_of
+from fastshard.sources.orbax.zarr_metadata import Array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

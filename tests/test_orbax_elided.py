@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastshard.sources.orbax.completeness import AMBIGUOUS, COMPLETE, INCOMPLETE, Evidence, Verdict, judge
-from fastshard.sources.orbax.tree import Sharding, parse_shardings
-from fastshard.sources.orbax.zarr import Array
+from fastshard.sources.orbax.metadata import Sharding, parse_shardings
+from fastshard.sources.orbax.zarr_metadata import Array
 from helpers import FIXTURES, assert_refused, cli, copy
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -81,7 +81,7 @@ def test_an_array_is_what_was_written(form: str, ocdbt: bool, tmp_path: Path) ->
 
 
 def test_parts_of_large_shards_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastshard.sources.orbax.zarr._SHARD_BYTES", 16)
+    monkeypatch.setattr("fastshard.sources.orbax.zarr_metadata._SHARD_BYTES", 16)
     root = tmp_path / "items"
     values = painted(10, 7)
     values[:4, :3] = 0

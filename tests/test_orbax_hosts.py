@@ -213,7 +213,7 @@ def test_a_chunk_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     source = tmp_path / "in"
     shutil.copytree(FIXTURES / "orbax/paxml_gpt3_micro_weights", source)
     chunk = max((p for p in source.rglob("*") if p.name[0].isdigit()), key=lambda p: p.stat().st_size)
-    from fastshard import conversion as module
+    from fastshard.conversion import convert as module
 
     def changed(*arguments: Any, prepared: Any = module.prepared) -> Any:
         job = prepared(*arguments)

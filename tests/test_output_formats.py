@@ -13,9 +13,9 @@ from urllib.parse import unquote
 
 import junitparser
 import pytest
-from fastshard.cli import formats
-from fastshard.cli.formats import Told
-from fastshard.errors import CODES, Finding
+from fastshard.cli import output_formats
+from fastshard.cli.output_formats import Told
+from fastshard.common.errors import CODES, Finding
 from helpers import NEOX, STEP, TP4, cli, copy, layer_file
 from sarif_pydantic import Sarif
 
@@ -73,7 +73,7 @@ def decoded(text: str) -> str:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_sarif_says_what_the_findings_say(name: str) -> None:
     given = told(name)
-    text = formats.as_sarif(given)
+    text = output_formats.as_sarif(given)
     assert text.isascii()
     document = json.loads(text)
     Sarif.model_validate(document)
@@ -90,13 +90,13 @@ def test_sarif_says_what_the_findings_say(name: str) -> None:
     marks = [r["partialFingerprints"]["fastshardFinding/v1"] for r in run["results"]]
     assert len(set(marks)) == 2
     reworded = dataclasses.replace(given.findings[0], message="in other words", got=None)
-    again = json.loads(formats.as_sarif(dataclasses.replace(given, findings=[reworded])))
+    again = json.loads(output_formats.as_sarif(dataclasses.replace(given, findings=[reworded])))
     assert again["runs"][0]["results"][0]["partialFingerprints"]["fastshardFinding/v1"] == marks[0]
 
 
 @pytest.mark.parametrize("code, ran", [(0, True), (1, True), (3, True), (2, False), (130, False)])
 def test_sarif_tells_a_verdict_from_a_run_that_failed(code: int, ran: bool) -> None:
-    document = json.loads(formats.as_sarif(told("x", code=code)))
+    document = json.loads(output_formats.as_sarif(told("x", code=code)))
     (invocation,) = document["runs"][0]["invocations"]
     assert (invocation["executionSuccessful"], invocation["exitCode"]) == (ran, code)
 
@@ -104,7 +104,7 @@ def test_sarif_tells_a_verdict_from_a_run_that_failed(code: int, ran: bool) -> N
 @pytest.mark.parametrize("name", HOSTILE)
 def test_junit_says_what_the_findings_say(name: str, tmp_path: Path) -> None:
     file = tmp_path / "junit.xml"
-    file.write_text(formats.as_junit(told(name)), encoding="utf-8")
+    file.write_text(output_formats.as_junit(told(name)), encoding="utf-8")
     suites = junitparser.JUnitXml.fromfile(str(file))
     (suite,) = suites
     assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (3, 2, 0, 0)
@@ -127,7 +127,7 @@ def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
         (dataclasses.replace(warned, findings=[], code=0), (1, 0, 0)),
     ):
         file = tmp_path / "junit.xml"
-        file.write_text(formats.as_junit(given), encoding="utf-8")
+        file.write_text(output_formats.as_junit(given), encoding="utf-8")
         suites = junitparser.JUnitXml.fromfile(str(file))
         said = (suites.tests, suites.failures, suites.errors)
         suites.update_statistics()
@@ -136,20 +136,20 @@ def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_annotations_hold_what_the_findings_say_and_no_other_command(name: str) -> None:
-    found = commands(formats.as_annotations(told(name)))
+    found = commands(output_formats.as_annotations(told(name)))
     assert [(kind, properties) for kind, properties, _ in found] == [
         ("error", {"title": "fastshard FS303"})
     ] * 2
     for _, _, message in found:
         assert "help: help" in message
-    assert commands(formats.without_commands(f"{name}\n  {name}")) == []
+    assert commands(output_formats.without_commands(f"{name}\n  {name}")) == []
 
 
 def test_annotations_are_few_where_findings_are_many() -> None:
     many = dataclasses.replace(told("x"), findings=told("x").findings * 30)
-    found = commands(formats.as_annotations(many))
+    found = commands(output_formats.as_annotations(many))
     assert len(found) == 21 and found[-1][2] == "and 40 more of FS303 (-v shows all)"
-    assert len(commands(formats.as_annotations(dataclasses.replace(many, verbose=1)))) == 60
+    assert len(commands(output_formats.as_annotations(dataclasses.replace(many, verbose=1)))) == 60
 
 
 @pytest.fixture
@@ -161,9 +161,10 @@ def broken(tmp_path: Path) -> Path:
 
 def test_each_format_of_a_real_run(broken: Path, tmp_path: Path) -> None:
     ran = {
-        name: cli("verify", broken, "--output-format", name, json_output=False) for name in formats.FORMATS
+        name: cli("verify", broken, "--output-format", name, json_output=False)
+        for name in output_formats.FORMATS
     }
-    assert {name: r.code for name, r in ran.items()} == dict.fromkeys(formats.FORMATS, 3)
+    assert {name: r.code for name, r in ran.items()} == dict.fromkeys(output_formats.FORMATS, 3)
     missing = f"{STEP}/{layer_file(3, 1)}"
     assert "FS101" in ran["text"].err and "FS101" not in ran["text"].out
     assert ran["json"].doc == cli("verify", broken).doc and ran["json"].err == ""
@@ -214,7 +215,7 @@ def test_json_is_short_for_its_format() -> None:
 
 def test_every_code_makes_a_rule() -> None:
     findings = [Finding.of(code, "x") for code in CODES]
-    document = json.loads(formats.as_sarif(Told("verify", [], 1, findings)))
+    document = json.loads(output_formats.as_sarif(Told("verify", [], 1, findings)))
     Sarif.model_validate(document)
     assert len(document["runs"][0]["tool"]["driver"]["rules"]) == len(CODES)
 

@@ -10,7 +10,8 @@ from typing import Any
 import fastshard
 import pytest
 import torch
-from fastshard import layouts, planning
+from fastshard import layouts
+from fastshard.checkpoint import planning
 from fastshard.targets.registry import TARGETS
 from helpers import HF, NEOX, cli
 from safetensors.torch import load_file, save_file

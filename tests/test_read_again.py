@@ -13,7 +13,7 @@ import fastshard
 import numpy as np
 import pytest
 import torch
-from fastshard import regular
+from fastshard.common import safe_files
 from helpers import cli
 from holding import HANG
 from safetensors import SafetensorError, safe_open
@@ -93,7 +93,7 @@ def test_index_beyond_the_limit_of_other_texts_is_read(big_headers: Path) -> Non
     index = big_headers / "model.safetensors.index.json"
     write_header(big_headers / "model-00001-of-00001.safetensors", ["a"])
     document = {
-        "metadata": {"note": "x" * regular.MAX_TEXT},
+        "metadata": {"note": "x" * safe_files.MAX_TEXT},
         "weight_map": {"a": "model-00001-of-00001.safetensors"},
     }
     index.write_text(json.dumps(document))
@@ -105,11 +105,11 @@ def test_text_of_a_target_beyond_what_is_read_is_refused(big_headers: Path) -> N
     write_header(big_headers / "in/model.safetensors", ["model.norm.weight"])
     source = fastshard.open(big_headers / "in")
     request = source.opened.source.to_request()
-    texts = {"layout.json": "x" * (regular.MAX_TEXT + 1)}
+    texts = {"layout.json": "x" * (safe_files.MAX_TEXT + 1)}
     draft = source.opened.catalog.draft(json.dumps({"source": request}))
     core = draft.place(json.dumps({"max_shard_size": 10, "texts": texts}))
     (finding,) = [f for f in json.loads(core.findings()) if f["code"] == "FS514"]
-    assert finding["file"] == "layout.json" and finding["expected"] == f"{regular.MAX_TEXT} at most"
+    assert finding["file"] == "layout.json" and finding["expected"] == f"{safe_files.MAX_TEXT} at most"
 
 
 # --- the writer

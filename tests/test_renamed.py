@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastshard.sources.renamed import places, renamed
+from fastshard.sources.renamed_files import places, renamed
 from helpers import FIXTURES, assert_refused, cli, copy
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ import re
 
 import fastshard
 import pytest
-from fastshard.roles import layer_of, role_of
+from fastshard.models.tensor_roles import layer_of, role_of
 from helpers import HF, NEOX, TP4
 from hypothesis import given
 from hypothesis import strategies as st

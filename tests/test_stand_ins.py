@@ -11,7 +11,8 @@ from pathlib import Path
 
 import fastshard
 import pytest
-from fastshard import companions, stand_ins, tokenizer
+from fastshard.common import placeholder_files
+from fastshard.models import sidecar_files, tokenizer
 from helpers import HF, NEOX, TP4, assert_refused, cli, copy, rank_file
 
 SHARD = "model-00002-of-00004.safetensors"
@@ -164,8 +165,8 @@ def test_metadata_of_dcp(tmp_path: Path) -> None:
 
 
 def test_every_name_that_readers_take_is_looked_at() -> None:
-    names = [*tokenizer.NAMES, *companions.OTHERS, "config.json", "qwen.tiktoken", INDEX]
-    assert [name for name in names if not stand_ins.is_known(name)] == []
+    names = [*tokenizer.NAMES, *sidecar_files.OTHERS, "config.json", "qwen.tiktoken", INDEX]
+    assert [name for name in names if not placeholder_files.is_known(name)] == []
 
 
 def beside(folder: Path, name: str) -> Path:

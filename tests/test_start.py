@@ -35,7 +35,12 @@ def test_the_command_line_loads_what_it_was_asked_for(argv: list[str]) -> None:
     assert verbs == ({"fastshard.cli.verbs.explain"} if argv[0] == "explain" else set())
     assert not more & {"numpy", "yaml", "rich"}
     if argv == ["--version"]:
-        assert not more & {"dataclasses", "typing", "fastshard.errors", "fastshard.checkpoint"}
+        assert not more & {
+            "dataclasses",
+            "typing",
+            "fastshard.common.errors",
+            "fastshard.checkpoint.checkpoint",
+        }
 
 
 def test_a_description_by_headers_needs_no_arrays() -> None:

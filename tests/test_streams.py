@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fastshard
 import pytest
-from fastshard.errors import Finding, error_for
+from fastshard.common.errors import Finding, error_for
 from helpers import FIXTURES, HF, TP4, at_once, cli, spawn
 from holding import HANG, Steps, needs_steps
 
@@ -151,7 +151,7 @@ def test_progress_to_a_closed_stderr_does_not_stop_a_run(as_json: bool, tmp_path
 #: Runs the command line and sends signals to itself from the progress callback.
 HARNESS = """
 import os, signal, subprocess, sys, time
-import fastshard.progress as progress
+import fastshard.common.progress as progress
 from fastshard.cli import main
 
 def phase(self, title):
@@ -241,7 +241,7 @@ def test_second_signal_while_the_first_is_told_of(method: str, tmp_path: Path) -
 #: says on stderr how many calls there were, and whether all was done by then.
 AT_CALL = """
 import importlib, os, sys
-from fastshard.cli.stopping import Stopping
+from fastshard.cli.signals import Stopping
 
 number, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 calls = after = 0
@@ -310,7 +310,7 @@ def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signal
 def test_third_signal_ends_the_process(tmp_path: Path) -> None:
     script = """
 import os, signal
-from fastshard.cli.stopping import Stopped, Stopping
+from fastshard.cli.signals import Stopped, Stopping
 with Stopping():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -332,7 +332,7 @@ def test_signal_within_an_import_stops_the_run_after_it(tmp_path: Path) -> None:
     )
     script = """
 import sys
-from fastshard.cli.stopping import Stopped, Stopping
+from fastshard.cli.signals import Stopped, Stopping
 sys.path.insert(0, sys.argv[1])
 def run():
     import imported
@@ -353,7 +353,7 @@ def test_ignored_signals_stay_ignored() -> None:
     script = """
 import shutil
 import signal
-from fastshard.cli.stopping import Stopping
+from fastshard.cli.signals import Stopping
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 before = signal.getsignal(signal.SIGTERM)
 with Stopping():

@@ -11,7 +11,8 @@ import fastshard
 import pytest
 import tomlkit
 import torch
-from fastshard import _core, layouts
+from fastshard import _core
+from fastshard.layouts import tables
 from helpers import FIXTURES, assert_refused
 from safetensors.torch import save_file
 from tomlkit.items import Item
@@ -105,11 +106,11 @@ def tidy(fixtures: Path) -> dict[str, str]:
 def test_how_a_table_is_written_makes_no_difference(
     how: str, fixtures: Path, tidy: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layouts, "_registered", {})
-    monkeypatch.setattr(layouts, "_parsed", {})
-    for name in layouts.names():
-        before = layouts.get(name)
-        assert layouts.register(rewritten(before, how)) == name and layouts.get(name) != before
+    monkeypatch.setattr(tables, "_registered", {})
+    monkeypatch.setattr(tables, "_parsed", {})
+    for name in tables.names():
+        before = tables.get(name)
+        assert tables.register(rewritten(before, how)) == name and tables.get(name) != before
     got = dict(outcomes(fixtures))
     assert [key for key in tidy if got[key] != tidy[key]] == [] and len(got) == len(tidy)
 
@@ -119,7 +120,9 @@ def test_no_text_of_a_table_is_built_or_searched() -> None:
     package = Path(fastshard.__file__).parent
     for file in package.rglob("*.py"):
         text = file.read_text()
-        assert "[[tensor]]" not in text and "layouts.get(" not in text, file.relative_to(package)
+        assert "[[tensor]]" not in text and "layouts.get(" not in text and "tables.get(" not in text, (
+            file.relative_to(package)
+        )
 
 
 TABLE = """

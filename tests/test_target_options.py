@@ -7,9 +7,9 @@ from typing import Any
 
 import fastshard
 import pytest
-from fastshard import options
 from fastshard.cli import parser
-from fastshard.placing import OPTIONS, Option
+from fastshard.common import options
+from fastshard.common.target_options import OPTIONS, Option
 from fastshard.targets.registry import TARGETS
 from helpers import HF, cli
 

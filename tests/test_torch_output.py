@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fastshard import _core
-from fastshard.trees import TensorOf, tree
+from fastshard.targets.pickle_tree import TensorOf, tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

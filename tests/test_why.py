@@ -10,8 +10,8 @@ from typing import Any
 import fastshard
 import numpy as np
 import pytest
-from fastshard.dtypes import numpy_dtype
-from fastshard.regions import meets, of_flat, slices, strides
+from fastshard.checkpoint.box_text import meets, of_flat, slices, strides
+from fastshard.common.dtypes import numpy_dtype
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, edit_safetensors, layer_file
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,23 +15,23 @@ from . import _core
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import layouts, ray
-    from .attestation import attest
-    from .checkpoint import Checkpoint
-    from .conversion import convert, merge, plan
-    from .errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
-    from .hf_loading import load_model
-    from .manifests import Manifest
-    from .master_weights import MastersReport, masters, repair_masters
-    from .opening import open
-    from .pieces import piece
-    from .planning import Plan
-    from .reader import safe_open
-    from .reporting import report
-    from .statistics import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
-    from .tensor import Tensor
-    from .verification import Difference, diff, manifest, verify
-    from .views import View
-    from .writer import Writer
+    from .checkpoint.checkpoint import Checkpoint
+    from .checkpoint.manifests import Manifest
+    from .checkpoint.planning import Plan
+    from .checkpoint.tensor import Tensor
+    from .common.errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
+    from .conversion.convert import convert, merge, plan
+    from .conversion.distributed.host_parts import piece
+    from .conversion.in_memory import View
+    from .conversion.load_model import load_model
+    from .conversion.master_weights import MastersReport, masters, repair_masters
+    from .conversion.open import open
+    from .conversion.safe_open import safe_open
+    from .conversion.writer import Writer
+    from .reporting.report import report
+    from .verification.attest import attest
+    from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
+    from .verification.verify import Difference, diff, manifest, verify
 
 __version__: str = _core.__version__
 
@@ -73,25 +73,25 @@ __all__ = [
 
 #: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
 _HOMES = {
-    "attestation": ("attest",),
-    "checkpoint": ("Checkpoint",),
-    "conversion": ("convert", "merge", "plan"),
-    "errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
+    "verification.attest": ("attest",),
+    "checkpoint.checkpoint": ("Checkpoint",),
+    "conversion.convert": ("convert", "merge", "plan"),
+    "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
     "layouts": (),
-    "hf_loading": ("load_model",),
-    "manifests": ("Manifest",),
-    "master_weights": ("MastersReport", "masters", "repair_masters"),
-    "pieces": ("piece",),
-    "opening": ("open",),
-    "planning": ("Plan",),
+    "conversion.load_model": ("load_model",),
+    "checkpoint.manifests": ("Manifest",),
+    "conversion.master_weights": ("MastersReport", "masters", "repair_masters"),
+    "conversion.distributed.host_parts": ("piece",),
+    "conversion.open": ("open",),
+    "checkpoint.planning": ("Plan",),
     "ray": (),
-    "reader": ("safe_open",),
-    "reporting": ("report",),
-    "statistics": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
-    "tensor": ("Tensor",),
-    "views": ("View",),
-    "verification": ("Difference", "diff", "manifest", "verify"),
-    "writer": ("Writer",),
+    "conversion.safe_open": ("safe_open",),
+    "reporting.report": ("report",),
+    "verification.stats": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
+    "checkpoint.tensor": ("Tensor",),
+    "conversion.in_memory": ("View",),
+    "verification.verify": ("Difference", "diff", "manifest", "verify"),
+    "conversion.writer": ("Writer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
 

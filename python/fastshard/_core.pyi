@@ -7,7 +7,7 @@ from typing import TypedDict, final, type_check_only
 import numpy as np
 from numpy.typing import NDArray
 
-from .external.array_writer import StoreWriter
+from .zarr.array_writer import StoreWriter
 
 __all__ = [
     "DEBUG_BUILD",

@@ -16,10 +16,10 @@ from typing import Any
 import fastshard
 import pytest
 from blocks import PAGES, ROOT
-from fastshard import options
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
-from fastshard.errors import CODES
+from fastshard.common import options
+from fastshard.common.errors import CODES
 
 
 def loaded(name: str) -> ModuleType:

@@ -381,7 +381,7 @@ def test_what_says_how_a_checkpoint_is_read_must_be_the_same_everywhere(place: P
 #: Links the file named first elsewhere, once the checkpoint is planned and before any of it is made.
 LINKED = """
 import os, sys
-from fastshard import conversion as convert
+from fastshard.conversion import convert as convert
 from fastshard.cli import main
 def linked(*arguments, prepared=convert.prepared):
     job = prepared(*arguments)

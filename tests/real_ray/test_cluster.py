@@ -21,7 +21,7 @@ import fastshard
 import fastshard.ray
 import numpy as np
 import pytest
-from fastshard.ray.sharing import look
+from fastshard.conversion.distributed.ray.storage_check import look
 from holding import HANG, Held, Steps, needs_steps
 
 ray = pytest.importorskip("ray")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fastshard.reporting.densities import density, joined
-from fastshard.statistics import HISTOGRAM_EDGES, TensorStats
+from fastshard.verification.stats import HISTOGRAM_EDGES, TensorStats
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file

@@ -17,8 +17,9 @@ import pytest
 import torch
 from fastshard.cli import main
 from fastshard.errors import FastshardError, Finding
-from fastshard.reporting import about, charts, page
-from fastshard.reporting.data import Report, _groups
+from fastshard.reporting import charts, page
+from fastshard.reporting.report import about
+from fastshard.reporting.report_data import Report, _groups
 from helpers import FIXTURES, HF, NEOX, TP4, cli, copy
 from hostile import NAMES, Parsed, checkpoint
 from safetensors.torch import save_file
@@ -309,7 +310,7 @@ def test_many_tensors_are_cut_and_counted(tmp_path: Path) -> None:
 def test_no_page_is_too_large() -> None:
     """Names and findings as long and as many as a stranger likes."""
     long = "<&\u202e" * 3000
-    findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in fastshard.errors.CODES for i in range(60)]  # fmt: skip
+    findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in fastshard.common.errors.CODES for i in range(60)]  # fmt: skip
     report = Report(
         paths=(long,) * 50, version="1", verdict="broken", facts=(("a", long),) * 20, findings=_groups(findings),
         not_proven=long, read=long, elsewhere="\n".join([long] * 500), files=tuple((f"{i}{long}", 1) for i in range(500)),
@@ -382,10 +383,10 @@ def test_headers_alone_need_no_pictures(tmp_path: Path) -> None:
 
 def test_what_pictures_need_is_asked_for_before_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the function as by the command."""
-    from fastshard.reporting import data
+    from fastshard.reporting import report_data
 
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    monkeypatch.setattr(data, "gathered", lambda *a, **k: pytest.fail("all was read for nothing"))
+    monkeypatch.setattr(report_data, "gathered", lambda *a, **k: pytest.fail("all was read for nothing"))
     with pytest.raises(fastshard.FastshardError, match="vl-convert"):
         fastshard.report(NEOX, stats=True)
 

@@ -12,13 +12,13 @@ import sys
 
 import fastshard
 import intercept
-from fastshard import parts
+from fastshard.conversion.distributed import split_runs
 
 CALLS = {
     "convert": fastshard.convert,
-    "begin": parts.begin,
-    "part": parts.run_part,
-    "commit": parts.commit,
+    "begin": split_runs.begin,
+    "part": split_runs.run_part,
+    "commit": split_runs.commit,
 }
 
 

@@ -24,8 +24,8 @@ def load() -> None:
     """Imports what runs need; a module that is absent is the run's business."""
     for name in (
         "fastshard.cli",
-        "fastshard.external.array_writer",
-        "fastshard.external.tensorstore",
+        "fastshard.zarr.array_writer",
+        "fastshard.zarr.array_reader",
         "tensorstore",
     ):
         try:

@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from .parser import UsageError, parse
-from .stopping import Stopping
-from .streams import Streams, prepare
+from .signals import Stopping
+from .std_streams import Streams, prepare
 from .verbs import VERBS, Verbs
 
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..gate import accepted, ignored
-from ..shown import human, printable
+from ..common.formatting import human, printable
+from ..common.gate import accepted, ignored
 
 if TYPE_CHECKING:
-    from ..errors import Finding
-    from ..statistics import TensorStats
+    from ..common.errors import Finding
+    from ..verification.stats import TensorStats
 
 __all__ = [
     "Tree",

@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .. import budget
-from ..errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
-from . import formats, paging, render
+from ..common import memory_budget
+from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
+from . import output_formats, pager, render
 from .parser import UsageError
-from .stopping import Stopping
-from .streams import Streams
+from .signals import Stopping
+from .std_streams import Streams
 from .verb import Result, Verb
 from .verbs import Verbs
 
@@ -37,7 +37,7 @@ class Run:
         self._stopping = stopping
         self._verbs = verbs
         self._streams = Streams()
-        unparsed = argparse.Namespace(command=None, output_format=formats.asked_for(argv))
+        unparsed = argparse.Namespace(command=None, output_format=output_formats.asked_for(argv))
         self._arguments = arguments or unparsed
 
     def carried_out(self) -> int:
@@ -45,7 +45,7 @@ class Run:
         try:
             a = self._arguments
             verb = self._verbs[a.command]
-            with budget.of(getattr(a, "memory", None)):
+            with memory_budget.of(getattr(a, "memory", None)):
                 result, findings = verb.run(a)
         except KeyboardInterrupt as stopped:
             return self.stopped(stopped)
@@ -59,7 +59,7 @@ class Run:
         """Findings and exit code of what could not be done."""
         ignore = getattr(self._arguments, "ignore", ())
         if ignore and error.published is None:
-            from ..gate import Gate
+            from ..common.gate import Gate
 
             try:
                 Gate.of(ignore=ignore).judged(error.findings)
@@ -76,7 +76,7 @@ class Run:
         code = 128 + getattr(error, "number", signal.SIGINT)
         findings: list[Finding] = getattr(error, "findings", [])
         if not findings and self._destination is not None:
-            from ..conversion import told
+            from ..conversion.convert import told
 
             # Between the end of a write and its use no exception carries what it came to.
             findings = told()
@@ -140,7 +140,7 @@ class Run:
         out = to if result and to is not None else published(findings)
         prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
-        told = formats.Told(
+        told = output_formats.Told(
             command=a.command,
             arguments=list(self._argv),
             code=code,
@@ -152,7 +152,7 @@ class Run:
             quiet=quiet,
         )
         github = a.output_format == "github"
-        document = formats.DOCUMENTS.get(a.output_format)
+        document = output_formats.DOCUMENTS.get(a.output_format)
         if document is not None:
             self._streams.write(lambda: sys.stdout.write(document(told)))
         elif result and result.text and (result.product or not (quiet and verb and verb.silent)):
@@ -164,10 +164,10 @@ class Run:
             if told.not_proven is not None:
                 lines.append(f"not proven: {told.not_proven}")
             text = "\n".join(lines)
-            say = paging.show if result.paged and not github else print
-            self._streams.write(lambda: say(formats.without_commands(text) if github else text))
+            say = pager.show if result.paged and not github else print
+            self._streams.write(lambda: say(output_formats.without_commands(text) if github else text))
         if github:
-            self._streams.write(lambda: sys.stdout.write(formats.as_annotations(told)))
+            self._streams.write(lambda: sys.stdout.write(output_formats.as_annotations(told)))
         elif a.output_format != "json":
             self._streams.write(
                 lambda: render.print_findings(findings, verbose=verbose, quiet=quiet), "stderr"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Finding
-from ..proof import not_proven
+from ..checkpoint.proof import not_proven
+from ..common.errors import Finding
 
 
 @dataclass

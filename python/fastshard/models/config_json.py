@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _core, layouts
-from ..configs import shown
-from ..errors import from_core
+from .. import _core
+from ..common.config_text import shown
+from ..common.errors import from_core
+from ..layouts import tables
 
 #: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
 _DEPTH = 32
@@ -51,14 +52,14 @@ def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
     Raises:
         FastshardError: as :func:`fastshard.layouts.of_config`.
     """
-    return layouts.of_config(_json(config), file)
+    return tables.of_config(_json(config), file)
 
 
 def is_of_transformers(layout: str | None) -> bool:
     """True for a table that comes with fastshard and is for a model type of transformers."""
-    if layout is None or layouts.is_registered(layout) or layout not in layouts.names():
+    if layout is None or tables.is_registered(layout) or layout not in tables.names():
         return False
-    return bool(layouts.table(layout).model_types)
+    return bool(tables.table(layout).model_types)
 
 
 #: Extents of axes, facts, and sets by name: the axis and the positions.
@@ -119,7 +120,7 @@ def is_for(table: _core.Table, config: dict[str, Any]) -> bool:
 
 
 def _table(layout: str | _core.Table) -> _core.Table:
-    return layouts.table(layout) if isinstance(layout, str) else layout
+    return tables.table(layout) if isinstance(layout, str) else layout
 
 
 def _json(config: dict[str, Any]) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..declared import Evidence
-from ..errors import FastshardError, Finding
-from . import lacks
-from .fields import positive_number, refused, whole_number
-from .lacks import Says
+from ..common.errors import FastshardError, Finding
+from ..layouts.declaration import Evidence
+from . import unsupported
+from .config_fields import positive_number, refused, whole_number
 from .model import Lack, Model, Rope, unstated
+from .unsupported import Says
 
 #: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
 GATED = ("swiglu", "geglu", "reglu", "bilinear", "glu")
@@ -229,7 +229,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    lacks.refuse("GPT-NeoX", [NEOX, LLAMA], model)
+    unsupported.refuse("GPT-NeoX", [NEOX, LLAMA], model)
 
 
 def activation_of(config: Mapping[str, Any]) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..configs import shown
-from ..declared import Evidence
-from ..errors import Finding
-from . import lacks
-from .fields import positive_number, refused, whole_number
-from .lacks import Says
+from ..common.config_text import shown
+from ..common.errors import Finding
+from ..layouts.declaration import Evidence
+from . import unsupported
+from .config_fields import positive_number, refused, whole_number
 from .model import Experts, Lack, Model, Rope
+from .unsupported import Says
 
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -81,17 +81,17 @@ def class_of(model: Model, help: str | None = None) -> Class:
         FastshardError: ``FS514``, one finding for each thing that no such class computes.
     """
     if model.family == "gpt3":
-        raise lacks.refused("transformers", _GPT3, list(model.others), help)
+        raise unsupported.refused("transformers", _GPT3, list(model.others), help)
     neox = model.family == "gpt_neox"
     known = [
         c for c in CLASSES if (c.layout == "hf.gpt_neox") == neox and c.experts == (model.experts is not None)
     ]
     # The class that its source names, if that will do, else the plainest.
     known.sort(key=lambda c: c.model_type != model.kin)
-    found, lacking = lacks.fitting(model, known)
+    found, lacking = unsupported.fitting(model, known)
     assert isinstance(found, Class)
     if lacking:
-        raise lacks.refused("transformers", found, lacking, help)
+        raise unsupported.refused("transformers", found, lacking, help)
     return found
 
 

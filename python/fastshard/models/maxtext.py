@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..configs import shown
-from ..declared import Evidence
-from ..errors import FastshardError, Finding
-from . import huggingface, lacks
-from .fields import flag, positive_number
-from .lacks import Says
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding
+from ..layouts.declaration import Evidence
+from . import huggingface, unsupported
+from .config_fields import flag, positive_number
 from .model import Lack, Model, Rope
+from .unsupported import Says
 
 #: Keys that tell MaxText's yml from other configs.
 _TELLING = ("decoder_block", "base_config", "logits_via_embedding", "scan_layers", "param_scan_axis",
@@ -71,7 +71,7 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
     if not is_maxtext(config):
         rope, several = huggingface.rope_of(config, 1.0)
         if several:
-            raise lacks.refused("MaxText", LLAMA, several)
+            raise unsupported.refused("MaxText", LLAMA, several)
         return Pairs(True, True) if rope.kind == "llama3" else None
     kind, model = config.get("rope_type"), str(config.get("model_name") or "")
     if str(kind).lower().startswith("llama3.1") or model.startswith("llama3.1"):
@@ -240,7 +240,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    lacks.refuse("MaxText", [LLAMA], model)
+    unsupported.refuse("MaxText", [LLAMA], model)
 
 
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import FastshardError
+from ..common.errors import FastshardError
 from . import config_json
-from .fields import integer, whole_number
+from .config_fields import integer, whole_number
 from .maxtext import is_maxtext
 
 

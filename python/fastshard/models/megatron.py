@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..declared import Evidence
-from ..errors import Finding
-from . import fields, lacks
-from .fields import refused
-from .lacks import Says
+from ..common.errors import Finding
+from ..layouts.declaration import Evidence
+from . import config_fields, unsupported
+from .config_fields import refused
 from .model import Experts, Lack, Model, Rope, unstated
+from .unsupported import Says
 
 _LABEL = "args."
 #: What `--use-rope-scaling` computes besides its factor.
@@ -81,7 +81,7 @@ class Megatron:
         def whole(field: str, key: str, default: int) -> int:
             if values.get(key) is None:
                 assumed[field] = key
-            return fields.count(values, key, _LABEL) or default
+            return config_fields.count(values, key, _LABEL) or default
 
         linear, qkv = facts["linear_bias"], facts["qkv_bias"]
         norm = str(values.get("normalization") or "LayerNorm")
@@ -166,7 +166,7 @@ class Megatron:
         if model.rope.kind == "llama3":
             # transformers has no default for it.
             scaling = {"factor": None, **model.rope.scaling}
-            out["rope_scaling_factor"] = fields.positive_number(scaling, "factor", 8.0)
+            out["rope_scaling_factor"] = config_fields.positive_number(scaling, "factor", 8.0)
         if model.window is not None:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
@@ -179,7 +179,7 @@ def size(args: Mapping[str, Any], key: str) -> int | None:
     Raises:
         FastshardError: ``FS211`` if it is no positive whole number.
     """
-    return fields.count(args, key, _LABEL)
+    return config_fields.count(args, key, _LABEL)
 
 
 def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
@@ -213,7 +213,7 @@ def refuse(model: Model) -> None:
     Raises:
         FastshardError: ``FS514``, one finding for each.
     """
-    lacks.refuse("Megatron-LM", [LLAMA], model)
+    unsupported.refuse("Megatron-LM", [LLAMA], model)
 
 
 def facts_of(model: Model) -> dict[str, bool]:

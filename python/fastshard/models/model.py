@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..declared import Evidence, Source
-from ..errors import FastshardError, Finding, error_for
+from ..common.errors import FastshardError, Finding, error_for
+from ..layouts.declaration import Evidence, Source
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import Finding
-from ..external.optional import imported
-from ..shown import human, printable
-from ..statistics import HISTOGRAM_EDGES
+from ..common.errors import Finding
+from ..common.formatting import human, printable
+from ..common.optional_imports import imported
+from ..verification.stats import HISTOGRAM_EDGES
 from .densities import Steps
 
 __all__ = ["SERIES", "Chart", "by_layer", "densities", "logarithmic", "svg", "undrawn"]

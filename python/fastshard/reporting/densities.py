@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..statistics import HISTOGRAM_EDGES, TensorStats
+from ..verification.stats import HISTOGRAM_EDGES, TensorStats
 
 __all__ = ["Steps", "density", "joined"]
 

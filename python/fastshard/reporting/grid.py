@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..checkpoint import Checkpoint
-from ..errors import Finding
-from ..roles import layer_of, place_of
+from ..checkpoint.checkpoint import Checkpoint
+from ..common.errors import Finding
+from ..models.tensor_roles import layer_of, place_of
 
 __all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid"]
 

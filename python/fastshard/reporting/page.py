@@ -17,14 +17,14 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from ..external.optional import imported
-from ..roles import role_of
-from ..shown import counted, human, printable
-from ..statistics import TensorStats
+from ..common.formatting import counted, human, printable
+from ..common.optional_imports import imported
+from ..models.tensor_roles import role_of
+from ..verification.stats import TensorStats
 from . import charts
-from .data import Report, Tensor, by_layer
 from .densities import density, joined
 from .grid import STATES, THERE, Band, Cell, Grid, Problem
+from .report_data import Report, Tensor, by_layer
 
 __all__ = ["LIMIT", "MARK", "needed", "rendered"]
 

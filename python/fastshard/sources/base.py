@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _core
-from ..declared import MAX_DEGREE, Blocks, Source
-from ..discover import File, Listing
-from ..errors import FastshardError, Finding, from_core
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.listing import File, Listing
+from ..layouts.declaration import MAX_DEGREE, Blocks, Source
 
 
 def view_of(tensor: dict[str, Any]) -> tuple[Any, ...]:

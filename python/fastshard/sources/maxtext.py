@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from .. import layouts
 from .._core import Table
-from ..declared import Description, Optimizer, Source
-from ..errors import FastshardError, Finding
-from ..layouts.train_states import Rules, place, scanned
+from ..common.errors import FastshardError, Finding
+from ..layouts import tables
+from ..layouts.declaration import Description, Optimizer, Source
+from ..layouts.jax_train_states import Rules, place, scanned
+from ..layouts.maxtext_names import DECLARED, MOMENT, Arrays, names_of
 from ..models import config_json, maxtext, maxtext_sizes
-from ..models.fields import flag, integer
-from ..naming.maxtext import DECLARED, MOMENT, Arrays, names_of
+from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
 FAMILIES = ("llama", "gpt3")
@@ -68,7 +68,7 @@ def describe(
     features = {"stated": config_json.axes_and_facts(config)[1]} if config and hf_llama else {}
     source.model = Description(family, config, dialect=maxtext.DIALECT, features=features)
     source.layout = f"maxtext.{family}"
-    table = layouts.table(source.layout)
+    table = tables.table(source.layout)
     source.axes = maxtext_sizes.axes_of(config or {}, family)
     source.provable = source.provable or bool(config)
     _facts(source, shapes, config or {}, config_path)
@@ -101,7 +101,7 @@ def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str)
     strange: dict[str, list[str]] = {}
     for family in FAMILIES:
         # Which axis they are stacked along does not matter for names.
-        table = _weights(layouts.table(f"maxtext.{family}"), 0 if stacked else None)
+        table = _weights(tables.table(f"maxtext.{family}"), 0 if stacked else None)
         strange[family] = [name for name in shapes if table.rule_of(name) is None]
     fitting = [family for family in FAMILIES if not strange[family]]
     if len(fitting) == 1:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from .. import layouts
-from ..declared import Description, Optimizer, Source
-from ..errors import Finding
-from ..layouts.train_states import Names, Rules
+from ..common.errors import Finding
+from ..layouts import tables
+from ..layouts.declaration import Description, Optimizer, Source
+from ..layouts.jax_train_states import Names, Rules
+from ..layouts.maxtext_names import Arrays
 from ..models import maxtext, maxtext_sizes
-from ..naming.maxtext import Arrays
 
 ROOT = "mdl_vars.params.lm."
 _STACKED = "transformer.repeat.sub."
@@ -47,7 +47,7 @@ def describe(
     if not is_train_state(arrays):
         return
     source.framework, source.pass_unknown, source.model = "Paxml", True, Description(config=config)
-    table = layouts.table("paxml.gpt3")
+    table = tables.table("paxml.gpt3")
     strange = [name for name in arrays if name.startswith(ROOT) and table.rule_of(name) is None]
     if strange:
         source.findings.append(

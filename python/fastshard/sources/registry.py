@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from ..discover import Listing
-from ..errors import FastshardError, raise_errors
+from ..common.errors import FastshardError, raise_errors
+from ..common.listing import Listing
 from .base import Adapter, Found, Options
+from .choose_step import no_steps, refuse_lone_trackers
 from .colossalai.adapter import ColossalAI
-from .dcp import Dcp
+from .dcp.adapter import Dcp
 from .deepspeed.adapter import DeepSpeed
 from .deepspeed.universal import Universal
 from .fsdp.adapter import FsdpRanks
-from .gpt_neox.dialect import GptNeox
-from .huggingface.ranks import HfRankShards
-from .huggingface.saved import HuggingFace
-from .huggingface.tp import TpSafetensors
+from .gpt_neox.adapter import GptNeox
+from .huggingface.adapter import HuggingFace
+from .huggingface.rank_shards import HfRankShards
+from .huggingface.tp_safetensors import TpSafetensors
 from .megatron.adapter import Megatron
 from .megatron.torch_dist import TorchDist
 from .orbax import Orbax
-from .orbax.parts import refuse_parts
+from .orbax.partial_stores import refuse_parts
 from .peft.adapter import PeftAdapter
-from .steps import no_steps, refuse_lone_trackers
-from .strangers import looks_like
+from .unsupported_formats import looks_like
 
 __all__ = ["ADAPTERS", "detect"]
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .. import layouts
-from ..configs import shown
-from ..declared import MAX_DEGREE, Source
-from ..errors import FastshardError, Finding
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import Option
+from ..layouts import tables
+from ..layouts.declaration import MAX_DEGREE, Source
 from ..models.model import Model
-from ..optimizer_state import State
-from ..placing import Option
-from ..request import Request
-from ..tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer
+from .optimizer_state import State
+from .request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,11 +131,11 @@ class Target(ABC):
     holds_optimizer: ClassVar[bool] = False
     #: It holds a model with its optimizer only, so that ``--optimizer`` goes without saying.
     needs_optimizer: ClassVar[bool] = False
-    #: It takes moments as slots of its weights (:class:`~fastshard.optimizer_state.State`), wherever they come from.
+    #: It takes moments as slots of its weights (:class:`~fastshard.targets.optimizer_state.State`), wherever they come from.
     takes_slots: ClassVar[bool] = False
     #: It has a place for the step of a train state.
     keeps_step: ClassVar[bool] = False
-    #: A result is written by :mod:`fastshard.external.array_writer`.
+    #: A result is written by :mod:`fastshard.zarr.array_writer`.
     writes_arrays: ClassVar[bool] = False
     #: The name that was asked for.
     name: str
@@ -184,7 +184,7 @@ class TrainerTarget(Target):
         """The target's side of the core's request."""
         return {
             "name": self.name,
-            "layout": layouts.table(self.layout),
+            "layout": tables.table(self.layout),
             "degrees": {"tp": self.tp},
             "facts": self.facts,
             "pad_multiple": self.multiple * self.tp,

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import layouts
-from ..configs import shown
-from ..declared import Source
-from ..errors import FastshardError
-from ..layouts import spellings
-from ..naming.dcp import METADATA, chunk_name
-from ..optimizer_state import DECOUPLED, State
-from ..placing import STACKED_EXPERTS, TP
-from ..request import Request
-from ..trees import TensorOf, tree
+from ..common.config_text import shown
+from ..common.errors import FastshardError
+from ..common.target_options import STACKED_EXPERTS, TP
+from ..layouts import naming_schemes, tables
+from ..layouts.dcp_names import METADATA, chunk_name
+from ..layouts.declaration import Source
 from .base import Bound, Completed, Target, positive
 from .huggingface import HfTarget
+from .optimizer_state import DECOUPLED, State
+from .pickle_tree import TensorOf, tree
+from .request import Request
 
 #: Forms under other names, and below which key the trainer looks for the model.
 #: source: torchtitan components/checkpoint.py (ModelWrapper, at top level), OLMo-core distributed/checkpoint (prepare_state_dict)
@@ -127,7 +126,7 @@ class DcpTarget(Target):
         if request.optimizer:
             raise FastshardError.of(
                 "FS514",
-                f"optimizer state is not written in the form of {spellings.framework(_SPELLED[to])}",
+                f"optimizer state is not written in the form of {naming_schemes.framework(_SPELLED[to])}",
                 expected="--to dcp, or --to universal",
                 got=to,
             )
@@ -139,11 +138,13 @@ class DcpTarget(Target):
         kind = (
             whole.kind.model_type if whole.kind is not None else (source.model.config or {}).get("model_type")
         )
-        if spellings.table_of(spelling, whole.layout) is None or kind not in spellings.model_types(spelling):
+        if naming_schemes.table_of(spelling, whole.layout) is None or kind not in naming_schemes.model_types(
+            spelling
+        ):
             raise FastshardError.of(
                 "FS514",
-                f"{spellings.framework(spelling)} has no model of the type {shown(kind)}",
-                expected=", ".join(spellings.model_types(spelling)),
+                f"{naming_schemes.framework(spelling)} has no model of the type {shown(kind)}",
+                expected=", ".join(naming_schemes.model_types(spelling)),
                 got=shown(kind),
                 help="--to dcp writes it under Hugging Face's names",
             )
@@ -165,7 +166,7 @@ class DcpTarget(Target):
             # Its optimizer knows the one parameter that the two are.
             side["state_facts"] = {"head": False}
         if self.spelling is not None:
-            side["layout"] = layouts.table(str(spellings.table_of(self.spelling, self.whole.layout)))
+            side["layout"] = tables.table(str(naming_schemes.table_of(self.spelling, self.whole.layout)))
         return side
 
     def complete(self, bound: Bound) -> Completed:

@@ -14,18 +14,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..configs import shown
-from ..declared import Source
-from ..errors import FastshardError, Finding
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import MULTIPLE, PP, TP
+from ..layouts.declaration import Source
 from ..models import gpt_neox
-from ..models.fields import positive_number, whole_number
+from ..models.config_fields import positive_number, whole_number
 from ..models.gpt_neox import GATED, GATES, activation_of, te_differences
 from ..models.model import read_model
-from ..placing import MULTIPLE, PP, TP
-from ..request import Request
-from ..trees import TensorOf, tree
 from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
 from .huggingface import model_of
+from .pickle_tree import TensorOf, tree
+from .request import Request
 
 #: gpt-neox neox_args.py, make_vocab_size_divisible_by
 DEFAULT_VOCAB_MULTIPLE = 128

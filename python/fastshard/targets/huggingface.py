@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import layouts
 from .._core import Table
-from ..declared import Description, Source, is_state
-from ..errors import FastshardError, Finding
+from ..common.errors import FastshardError, Finding
+from ..layouts import tables
+from ..layouts.declaration import Description, Source, is_state
+from ..layouts.wrapper_names import wrapped
 from ..models import config_json, huggingface
 from ..models.model import Model, read_model
-from ..naming.wrappers import wrapped
-from ..request import Request
-from ..tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer
 from .base import Bound, Completed, Target
+from .request import Request
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
 _HOLDERS = {
@@ -101,7 +101,7 @@ class HfTarget(Target):
         """The target's side of the core's request."""
         if not self.layout:
             return {"name": self.name}
-        return {"name": self.name, "layout": self.own or layouts.table(self.layout), "facts": self.facts}
+        return {"name": self.name, "layout": self.own or tables.table(self.layout), "facts": self.facts}
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
@@ -147,7 +147,7 @@ def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Tabl
     layout = None if source.model.no_table is not None else config_json.layout_of(config)
     own = source.own_table
     if own is not None:
-        other = layout not in (None, own.name) and layouts.family(str(layout)) == own.family
+        other = layout not in (None, own.name) and tables.family(str(layout)) == own.family
         if not other and config_json.is_for(own, config):
             return own.name, own
     return layout, None

@@ -10,18 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import layouts
-from ..declared import Source
-from ..errors import FastshardError, Finding
-from ..layouts import train_states
-from ..layouts.train_states import Names, Rules
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
+from ..layouts import jax_train_states, tables
+from ..layouts.declaration import Source
+from ..layouts.jax_train_states import Names, Rules
+from ..layouts.maxtext_names import FILE, default_names
 from ..models import maxtext
 from ..models.model import Model
-from ..naming.maxtext import FILE, default_names
-from ..placing import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
-from ..request import Request
 from .base import Bound, Completed, padded_rows, positive
 from .huggingface import model_of
+from .request import Request
 
 NAMES = ("maxtext", "maxtext:scan", "maxtext:unscan")
 #: source: MaxText configs/base.yml
@@ -92,8 +91,8 @@ class MaxTextTarget:
 
     def side(self) -> dict[str, Any]:
         """The target's side of the core's request, with the table that is derived."""
-        derived = train_states.table(
-            layouts.table(self.layout),
+        derived = jax_train_states.table(
+            tables.table(self.layout),
             self.names,
             scan=self.scan,
             optimizer="kept" if self.optimizer else "absent",

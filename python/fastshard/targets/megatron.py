@@ -13,16 +13,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from ..declared import Source
-from ..errors import FastshardError, Finding
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import MULTIPLE, PP, TP
+from ..layouts.declaration import Source
 from ..models import megatron
-from ..placing import MULTIPLE, PP, TP
-from ..request import Request
-from ..trees import Object, TensorOf, tree
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
 from .dcp import Records
 from .huggingface import model_of
+from .pickle_tree import Object, TensorOf, tree
+from .request import Request
 
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128

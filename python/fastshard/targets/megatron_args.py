@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..trees import Global
+from .pickle_tree import Global
 
 
 def plain(args: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..declared import Source
-from ..errors import FastshardError, Finding
-from ..external.dtypes import HELD
-from ..placing import ZARR2
-from ..request import Request
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import ZARR2
+from ..layouts.declaration import Source
+from ..zarr.dtypes import HELD
 from .base import Bound, Completed, Target
+from .request import Request
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
 BLOCK_BYTES = 8 << 20

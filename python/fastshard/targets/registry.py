@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from ..declared import Source
-from ..errors import FastshardError
-from ..options import meant
-from ..request import Request
+from ..common.errors import FastshardError
+from ..common.options import meant
+from ..layouts.declaration import Source
 from .base import Target
 from .dcp import DcpTarget
+from .deepspeed_universal import UniversalTarget
 from .gpt_neox import NeoxTarget
 from .huggingface import HfTarget
-from .maxtext_store import MaxTextStore
+from .maxtext_orbax import MaxTextStore
 from .megatron import MegatronTarget
 from .orbax import OrbaxTarget
-from .tp_ranks import TpTarget
-from .universal import UniversalTarget
+from .request import Request
+from .tp_safetensors import TpTarget
 
 __all__ = ["TARGETS", "check", "keeps_all", "target_of"]
 

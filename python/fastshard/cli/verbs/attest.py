@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...attestation import STATEMENT_NAME
-from ...attestation import attest as make_statement
-from ..arguments import add_common, progress
+from ...verification.attest import STATEMENT_NAME
+from ...verification.attest import attest as make_statement
+from ..shared_arguments import add_common, progress
 from ..verb import Outcome, Result, Verb
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...errors import CODES
+from ...common.errors import CODES
 from ...targets.registry import TARGETS
-from ..arguments import add_format
 from ..parser import build, subparsers
+from ..shared_arguments import add_format
 from ..verb import Outcome, Result, Verb
 
 SHELLS = ("bash", "zsh", "fish")

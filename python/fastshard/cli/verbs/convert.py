@@ -7,11 +7,12 @@ import contextlib
 import sys
 from typing import Any
 
-from ...conversion import convert as convert_checkpoint
-from ...lending import LENT
-from ...manifests import MANIFEST_NAME, Manifest
-from ...ray import convert as convert_on_ray
-from ..arguments import (
+from ...checkpoint.manifests import MANIFEST_NAME, Manifest
+from ...conversion.convert import convert as convert_checkpoint
+from ...conversion.distributed.node_local import LENT
+from ...conversion.distributed.ray.convert import convert as convert_on_ray
+from ..render import human
+from ..shared_arguments import (
     add_common,
     add_node_local,
     add_ranks,
@@ -27,7 +28,6 @@ from ..arguments import (
     shape,
     spread,
 )
-from ..render import human
 from ..verb import Outcome, Result, Verb
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ...gate import Gate
-from ...verification import diff as diff_checkpoints
-from ..arguments import add_choosing, add_common, add_exit_zero, add_opening, opening, progress
+from ...common.gate import Gate
+from ...verification.verify import diff as diff_checkpoints
+from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import glob
 
-from ...checkpoint import open as open_checkpoint
-from ...conversion import merge
-from ...errors import FastshardError, Finding
-from ..arguments import add_choosing, add_common, add_gate, add_source, gating, opened, progress
+from ...checkpoint.checkpoint import open as open_checkpoint
+from ...common.errors import FastshardError, Finding
+from ...conversion.convert import merge
+from ..shared_arguments import add_choosing, add_common, add_gate, add_source, gating, opened, progress
 from ..verb import Outcome, Verb
 from .convert import destination, published
 

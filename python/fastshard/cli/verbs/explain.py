@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...errors import CODES, FastshardError
+from ...common.errors import CODES, FastshardError
 from ...sources.registry import ADAPTERS
-from ..arguments import add_format
 from ..render import table
+from ..shared_arguments import add_format
 from ..verb import Outcome, Result, Verb
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ...leavings import gc
-from ..arguments import add_common
+from ...conversion.gc import gc
+from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
 
 _TOLD = {

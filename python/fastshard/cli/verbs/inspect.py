@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...planning import Plan, make_plan
-from ..arguments import add_common, add_exit_zero, add_source, opened
+from ...checkpoint.planning import Plan, make_plan
 from ..render import human, table
+from ..shared_arguments import add_common, add_exit_zero, add_source, opened
 from ..verb import Outcome, Result, Verb
 
 

@@ -9,16 +9,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...dtypes import TORCH_NAMES
-from ...errors import FastshardError
-from ...options import meant, nearest
-from ...planning import make_plan
-from ...roles import layer_of, role_of
-from ...shown import counted
-from ...sizes import parse_size
-from ..arguments import add_common, add_exit_zero, add_opening
-from ..arguments import opened as opened_at
+from ...checkpoint.planning import make_plan
+from ...common.byte_sizes import parse_size
+from ...common.dtypes import TORCH_NAMES
+from ...common.errors import FastshardError
+from ...common.formatting import counted
+from ...common.options import meant, nearest
+from ...models.tensor_roles import layer_of, role_of
 from ..render import Tree, human, table, tree
+from ..shared_arguments import add_common, add_exit_zero, add_opening
+from ..shared_arguments import opened as opened_at
 from ..verb import Outcome, Result, Verb
 
 #: Branches below each other; names have no more parts than a few.

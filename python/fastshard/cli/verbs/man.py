@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..manual import page
+from ..man_pages import page
 from ..verb import Outcome, Result, Verb
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...manifests import MANIFEST_NAME
-from ...verification import manifest as make_manifest
-from ..arguments import add_common, add_source, add_stats, opening, progress
+from ...checkpoint.manifests import MANIFEST_NAME
+from ...verification.verify import manifest as make_manifest
 from ..render import human
+from ..shared_arguments import add_common, add_source, add_stats, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...errors import FastshardError
-from ...master_weights import masters as compare_masters
-from ...master_weights import repair_masters
-from ..arguments import add_common, add_exit_zero, add_source, looks, opening, progress
+from ...common.errors import FastshardError
+from ...conversion.master_weights import masters as compare_masters
+from ...conversion.master_weights import repair_masters
+from ..shared_arguments import add_common, add_exit_zero, add_source, looks, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

@@ -6,11 +6,11 @@ import argparse
 import os
 import shlex
 
-from ...errors import FastshardError
-from ...manifests import MANIFEST_NAME
-from ...parts import Run, commit, run_part
-from ..arguments import add_common, progress
+from ...checkpoint.manifests import MANIFEST_NAME
+from ...common.errors import FastshardError
+from ...conversion.distributed.split_runs import Run, commit, run_part
 from ..render import human
+from ..shared_arguments import add_common, progress
 from ..verb import Outcome, Result, Verb
 
 #: What the parts of a run are started by.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...manifests import MANIFEST_NAME
-from ...pieces import piece
-from ..arguments import add_common, add_opening, opening, progress
+from ...checkpoint.manifests import MANIFEST_NAME
+from ...conversion.distributed.host_parts import piece
 from ..render import human
+from ..shared_arguments import add_common, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

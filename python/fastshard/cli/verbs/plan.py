@@ -8,12 +8,13 @@ import shutil
 from typing import Any
 
 from ... import _core
-from ...conversion import plan as plan_of
-from ...errors import FastshardError
-from ...manifests import run_options
-from ...parts import begin
-from ...planning import thread_count
-from ..arguments import (
+from ...checkpoint.manifests import run_options
+from ...checkpoint.planning import thread_count
+from ...common.errors import FastshardError
+from ...conversion.convert import plan as plan_of
+from ...conversion.distributed.split_runs import begin
+from ..render import human, table
+from ..shared_arguments import (
     add_common,
     add_exit_zero,
     add_shaping,
@@ -26,7 +27,6 @@ from ..arguments import (
     placing,
     shape,
 )
-from ..render import human, table
 from ..verb import Outcome, Result, Verb
 from .parts import EMITTERS, emitted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ...ranks import probe
-from ..arguments import add_common, add_ranks, ranked
+from ...conversion.distributed.rendezvous import probe
 from ..render import table
+from ..shared_arguments import add_common, add_ranks, ranked
 from ..verb import Outcome, Result, Verb
 
 

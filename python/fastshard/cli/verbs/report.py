@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ... import regular
-from ...errors import FastshardError
-from ..arguments import add_common, add_source, opening, progress
+from ...common import safe_files
+from ...common.errors import FastshardError
 from ..render import human
+from ..shared_arguments import add_common, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def _place(a: argparse.Namespace) -> Path | None:
                 help="both want stdout: give -o a file",
             )
         return None
-    path = regular.replaceable(a.output)
-    if a.overwrite or not regular.is_file(path) or not path.stat().st_size:
+    path = safe_files.replaceable(a.output)
+    if a.overwrite or not safe_files.is_file(path) or not path.stat().st_size:
         return path
-    head = regular.read_bytes(path, _BEGINNING, code="FS504", whole=False)
+    head = safe_files.read_bytes(path, _BEGINNING, code="FS504", whole=False)
     if not head.startswith(b"<!DOCTYPE html>") or MARK not in head:
         raise FastshardError.of(
             "FS504",
@@ -66,7 +66,8 @@ def _place(a: argparse.Namespace) -> Path | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    from ...reporting import about, page
+    from ...reporting import page
+    from ...reporting.report import about
 
     path = _place(a)
     told = about(
@@ -77,7 +78,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if path is None:
         return Result(text, proof=False, product=True), findings
     # What somebody has put there while all was read stays too.
-    regular.replace(_place(a) or path, text)
+    safe_files.replace(_place(a) or path, text)
     size = len(text.encode())
     said = page.verdict(told)["text"]
     document = {

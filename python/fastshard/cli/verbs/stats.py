@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from ...statistics import HISTOGRAM_EDGES
-from ...statistics import with_findings as stats_of
-from ..arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
+from ...verification.stats import HISTOGRAM_EDGES
+from ...verification.stats import with_findings as stats_of
 from ..render import stats_table
+from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

@@ -7,12 +7,12 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from ...absent import absent
-from ...errors import FastshardError
-from ...gate import ignored
-from ...shown import counted
-from ...verification import verified
-from ..arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
+from ...checkpoint.missing_files import absent
+from ...common.errors import FastshardError
+from ...common.formatting import counted
+from ...common.gate import ignored
+from ...verification.verify import verified
+from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
 

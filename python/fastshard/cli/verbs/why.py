@@ -8,13 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from ... import _core
-from ...conversion import plan as plan_of
-from ...errors import FastshardError, Finding, error_for, from_core
-from ...manifests import beside, read, run_options
-from ...options import nearest
-from ...planning import Plan
-from ..arguments import add_common, add_exit_zero, add_shaping, add_source, add_target, opened, placing, shape
+from ...checkpoint.manifests import beside, read, run_options
+from ...checkpoint.planning import Plan
+from ...common.errors import FastshardError, Finding, error_for, from_core
+from ...common.options import nearest
+from ...conversion.convert import plan as plan_of
 from ..render import Tree, human, tree
+from ..shared_arguments import (
+    add_common,
+    add_exit_zero,
+    add_shaping,
+    add_source,
+    add_target,
+    opened,
+    placing,
+    shape,
+)
 from ..verb import Outcome, Result, Verb
 
 #: Branches of one kind that are shown without ``-v``.

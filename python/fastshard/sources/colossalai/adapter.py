@@ -17,15 +17,15 @@ import zlib
 from collections import Counter
 from typing import Any
 
-from ... import layouts
-from ...declared import Assembled, Description, Source, Unit
-from ...discover import File, Listing
-from ...errors import Finding
+from ...common.errors import Finding
+from ...common.listing import File, Listing
+from ...layouts import tables
+from ...layouts.declaration import Assembled, Description, Source, Unit
 from ...models import huggingface
-from .. import hf_names
+from .. import hf_config
 from ..base import Contents, Found, Options, lacking, missing, view_of
-from ..indices import read_json
-from ..steps import Chosen, folder_of, is_step
+from ..choose_step import Chosen, folder_of, is_step
+from ..index_files import read_json
 from . import optim as colossalai_optim
 from .index import PARTIAL, join, rank_of, read_indexes
 
@@ -140,8 +140,8 @@ class ColossalAI:
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
-        config, path = hf_names.config_of(listing, notes["folder"], options)
-        hf_names.describe(source, listing, config, path, contents.names())
+        config, path = hf_config.config_of(listing, notes["folder"], options)
+        hf_config.describe(source, listing, config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
         seen: set[tuple[str, int]] = set()
@@ -421,7 +421,7 @@ class _Whole:
     def __init__(self, source: Source) -> None:
         # Where query heads are not grouped the table fixes r.
         self._axes = {"r": 1, **source.axes}
-        self._table = layouts.table(source.layout) if source.layout else None
+        self._table = tables.table(source.layout) if source.layout else None
 
     def __call__(self, name: str) -> list[int] | None:
         shape = self._table.shape(name, self._axes) if self._table else None

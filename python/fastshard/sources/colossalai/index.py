@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from ...discover import File, Listing
-from ...errors import FastshardError, Finding
-from ..indices import read_json, safe_relative
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ..index_files import read_json, safe_relative
 
 #: Where stages leave their indexes until the first one merges and removes them.
 PARTIAL = "tmp_index_files"

@@ -12,13 +12,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ...declared import Assembled, Optimizer, Source
-from ...discover import File, Listing
-from ...errors import Finding
+from ...common.errors import Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import Contents, Found, missing
-from ..groups import listed
-from ..in_order import by_shape
-from ..zero.model import ints, scalar
+from ..match_by_order import by_shape
+from ..param_groups import listed
+from ..zero.flat_state import ints, scalar
 from .index import PARTIAL, join, rank_of, read_indexes
 
 _INDEX = re.compile(

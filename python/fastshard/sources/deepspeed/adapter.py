@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ...declared import Source, Unit
-from ...discover import File, Listing
-from ...errors import FastshardError, Finding
-from .. import hf_names, zero
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Source, Unit
+from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, lacking, missing
-from ..steps import Step, choose
-from ..zero import stage3
-from ..zero.across import same_step
-from ..zero.model import tensor_index
-from ..zero.pipelines import pipeline_names
+from ..choose_step import Step, choose
+from ..zero import optimizer_state, stage3
+from ..zero.cross_checks import same_step
+from ..zero.flat_state import tensor_index
+from ..zero.pipeline_names import pipeline_names
 from . import autotp, experts
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
@@ -109,7 +109,7 @@ class Dialect(Protocol):
         contents: Contents,
         states: list[dict[str, Any]],
         options: Options,
-    ) -> tuple[Source, zero.Naming] | None:
+    ) -> tuple[Source, optimizer_state.Naming] | None:
         """The parameters, and the names that masters have among them; None if it is not its save."""
 
 
@@ -180,7 +180,7 @@ class DeepSpeed:
                 unit.only = stage3.buffers(contents, unit.file, state)
                 source.findings += stage3.buffers_left_out(found, unit, state)
         mixture = experts.take(source, found, contents, states)
-        zero.attach(source, found, contents, states, name_of, mixture)
+        optimizer_state.attach(source, found, contents, states, name_of, mixture)
         return source
 
 
@@ -207,7 +207,7 @@ def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
 
 def _plain(
     found: Found, listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
-) -> tuple[Source, zero.Naming]:
+) -> tuple[Source, optimizer_state.Naming]:
     """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
     notes = found.notes
     source = Source(framework=found.framework, units=[], step=found.step, pass_unknown=True)
@@ -271,9 +271,9 @@ def _plain(
                 )
             )
     _all_ranks(found, states, source.findings)
-    config, path = hf_names.config_of(listing, notes["folder"], options)
+    config, path = hf_config.config_of(listing, notes["folder"], options)
     names = {str(name) for state in states for name in as_dict(state.get("module"))}
-    hf_names.describe(source, listing, config, path, names)
+    hf_config.describe(source, listing, config, path, names)
     if divided and source.generic:
         # The model file itself tells how ranks divide each tensor, whatever the model.
         source.layout, source.table = None, None

@@ -11,10 +11,10 @@ import math
 import re
 from typing import Any
 
-from ...declared import Source
-from ...errors import FastshardError
+from ...common.errors import FastshardError
+from ...layouts.declaration import Source
 from ..base import Contents, Found, as_dict
-from ..zero.model import is_shape, tensor_index
+from ..zero.flat_state import is_shape, tensor_index
 
 _INFO = "universal_checkpoint_info"
 #: source: checkpoint/affine.py (AFFINE_MAP_FORMAT_VERSION)

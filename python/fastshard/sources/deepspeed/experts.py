@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...declared import Source, Unit
-from ...errors import FastshardError, Finding
+from ...common.errors import FastshardError, Finding
+from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, as_dict, lacking, missing
 from ..zero.experts import Experts
 

@@ -11,15 +11,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ...declared import Assembled, Optimizer, Source, Unit
-from ...discover import File, Listing
-from ...errors import Finding
-from .. import hf_names
+from ...common.errors import Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Assembled, Optimizer, Source, Unit
+from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, missing
-from ..groups import joined, numbered
-from ..steps import Step, choose
+from ..choose_step import Step, choose
+from ..param_groups import joined, numbered
 from ..zero import stage3
-from ..zero.model import Model, name_list, scalar, tensor_index
+from ..zero.flat_state import Model, name_list, scalar, tensor_index
 
 _PARAMETER = re.compile(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
 #: Stage 3 has a model file per data-parallel rank.
@@ -161,9 +161,9 @@ class Universal:
             source.findings += _frozen_shards(ranks, have)
         if model:
             self._beside(source, model, contents, notes["sliced"])
-        config, config_file = hf_names.config_of(listing, notes["folder"], options)
+        config, config_file = hf_config.config_of(listing, notes["folder"], options)
         names = have.union(*(rank.names() for rank in ranks))
-        hf_names.describe(source, listing, config, config_file, names)
+        hf_config.describe(source, listing, config, config_file, names)
         source.findings += _shapes_not_told(notes, flat)
         for name in sorted(listed):
             if name not in have:

@@ -11,15 +11,15 @@ from collections.abc import Collection
 from math import prod
 from typing import Any
 
-from ...declared import Assembled, Source
-from ...discover import File, Listing
-from ...errors import FastshardError, Finding
-from .. import hf_names, nests
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Assembled, Source
+from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options
-from ..boxes import Boxes
-from ..indices import read_json
-from . import files, flat, optim
-from .ranks import Ranks
+from ..box_pieces import Boxes
+from ..index_files import read_json
+from . import find_files, flat_params, optim
+from .rank_files import Ranks
 
 #: Most tensors that one kind of disagreement is told of.
 _TOLD = 8
@@ -34,7 +34,7 @@ class FsdpRanks:
 
     def detect(self, listing: Listing, options: Options) -> Found | None:
         """Looks for files that are numbered by ranks."""
-        save = files.saved(listing, options, any_name=self._any_name)
+        save = find_files.saved(listing, options, any_name=self._any_name)
         if save is None:
             return None
         kinds = (("model", save.model), ("optim", save.optim), ("extra", save.extra))
@@ -55,12 +55,12 @@ class FsdpRanks:
         source.findings += ranks.findings
         folder = found.notes["folder"]
         source.findings += _stated(listing, folder, found.notes["world"] or len(ranks.files))
-        config, path = hf_names.config_of(listing, folder, options)
-        is_flat = flat.is_flat(ranks.told)
+        config, path = hf_config.config_of(listing, folder, options)
+        is_flat = flat_params.is_flat(ranks.told)
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
-        nests.recognise(source, shapes, config, options.under, None if is_flat else ranks.paths())
+        model_prefix.recognise(source, shapes, config, options.under, None if is_flat else ranks.paths())
         if config is not None:
-            hf_names.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
+            hf_config.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
         if is_flat:
             shapes = _shaped(source, shapes)
         if optim_files := found.notes["optim"]:
@@ -87,7 +87,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
     """Declares pieces of flat parameters, one after another: they are vectors until a config tells their shapes."""
-    held, whole = flat.pieces(
+    held, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
     )
     tensors = [(name, [sum(n for n, *_ in ranges)], ranges) for name, ranges in held.items()]

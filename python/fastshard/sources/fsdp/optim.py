@@ -12,14 +12,14 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...declared import Assembled, Optimizer, Source
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import Contents, Found, as_dict
-from ..boxes import Boxes
-from ..groups import listed
-from ..in_order import by_shape
-from ..zero.model import ints, scalar, scalars_of, tensor_index
-from .ranks import Ranks
+from ..box_pieces import Boxes
+from ..match_by_order import by_shape
+from ..param_groups import listed
+from ..zero.flat_state import ints, scalar, scalars_of, tensor_index
+from .rank_files import Ranks
 
 _STEP = "step"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...configs import parse_yaml, shown
-from ...declared import MAX_DEGREE
-from ...discover import Listing
-from ...errors import FastshardError, Finding
+from ...common.config_text import parse_yaml, shown
+from ...common.errors import FastshardError, Finding
+from ...common.listing import Listing
+from ...layouts.declaration import MAX_DEGREE
 from ..base import Options
 
 #: Layers at most; no model has as many.

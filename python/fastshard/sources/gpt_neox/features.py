@@ -12,13 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...configs import shown
-from ...declared import Description, Source, Unit
-from ...errors import FastshardError, Finding, error_for
+from ...common.config_text import shown
+from ...common.errors import FastshardError, Finding, error_for
+from ...layouts.declaration import Description, Source, Unit
 from ...models import gpt_neox
 from ...models.gpt_neox import GATED
 from ..base import Contents, Found
-from . import blocks, fp8_state
+from . import fp8_state, unread_blocks
 from .config import Model
 
 _NUMBERED = re.compile(r"^\d+\.(.+)$")
@@ -144,7 +144,7 @@ def apply(found: Found, source: Source, model: Model, values: Contents, own_layo
             ``FS514`` for blocks that no table here describes.
     """
     parts = read(source.units, values)
-    if not own_layout and (others := blocks.others(found, source.units, set(parts.shapes), values)):
+    if not own_layout and (others := unread_blocks.others(found, source.units, set(parts.shapes), values)):
         raise error_for(others)
     config = model.config
     for key in ("norm", "activation", "pos_emb"):

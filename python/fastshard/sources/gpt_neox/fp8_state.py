@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...declared import Unit
-from ...errors import FastshardError, Finding
+from ...common.errors import FastshardError, Finding
+from ...layouts.declaration import Unit
 from ..base import Contents, Found
-from ..zero.model import tensor_index
+from ..zero.flat_state import tensor_index
 
 #: Unit, keys from the file's root, name of the tensor, and whether it is stored as a tensor.
 State = tuple[Unit, list[str], str, bool]

@@ -13,15 +13,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ... import layouts
-from ...declared import Assembled, Source, Unit
-from ...discover import File, Listing
-from ...errors import FastshardError, Finding
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts import tables
+from ...layouts.declaration import Assembled, Source, Unit
 from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing
-from ..steps import Step, choose
-from . import arguments, fitting, of_ranks, optim_legacy, wholes
+from ..choose_step import Step, choose
+from . import arguments, merge_without_table, of_ranks, optim_legacy, table_match
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -335,7 +335,7 @@ def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
 
 def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
     """What of the model or of how it is divided the table has no rule for."""
-    table = layouts.table("megatron.legacy")
+    table = tables.table("megatron.legacy")
     strange = sorted(name for name in names if table.rule_of(name) is None)
     strange.sort(key=lambda name: name.endswith("_extra_state"))
     if strange:
@@ -387,7 +387,7 @@ def _whole(
             source.units.append(Unit(file=i, rank=grid.rank(rank), only=[]))
             tensors[i] = contents.tensors(i)
             places += [
-                wholes.Place(
+                merge_without_table.Place(
                     i,
                     found.files[i].path,
                     grid.rank(rank),
@@ -400,7 +400,7 @@ def _whole(
                 )
                 for n, (key, _) in enumerate(model)
             ]
-    held = wholes.Wholes(args, grid.tp, grid.etp, grid.ep)
+    held = merge_without_table.Wholes(args, grid.tp, grid.etp, grid.ep)
     held.read(places, tensors)
     absent = any(f.severity == "error" for f in source.findings)
     source.findings += held.findings
@@ -417,12 +417,12 @@ def _whole(
         )
     shapes = held.shapes()
     arguments.describe(source, args, set(shapes))
-    described = fitting.unnamed(layouts.table("megatron.legacy"), shapes, source.axes, source.facts, args)
+    described = table_match.unnamed(tables.table("megatron.legacy"), shapes, source.axes, source.facts, args)
     if described is None:
         # To the table they are those of one rank.
         source.degrees = {}
     else:
-        fitting.leave_unnamed(
+        table_match.leave_unnamed(
             source, described if lack.what == "expert_tensor_parallel_size" else lack, shapes, args
         )
     optim_legacy.refuse(source, found, states)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...declared import Description, Source
+from ...layouts.declaration import Description, Source
 from ...models import megatron
 
 

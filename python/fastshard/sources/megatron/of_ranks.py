@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...declared import Source
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Source
 from ..base import Found
 
 #: (tp, pp, ep) of a file by its name.

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...declared import Assembled, Optimizer, Source
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import as_dict
-from ..groups import by_decay
+from ..param_groups import by_decay
 from . import optim_buckets, optim_model_space
 from .optim_buckets import Stored
 from .optim_flat import UnknownPlaces

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...declared import Assembled
+from ...layouts.declaration import Assembled
 from .optim_flat import Part, Place, UnknownPlaces, in_buckets, pieces
 from .optim_order import Kind, Ranks, Weights, kinds
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...declared import Assembled, Optimizer, Source, Unit
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Optimizer, Source, Unit
 from ..base import Contents, Found, as_dict, missing
-from ..groups import by_decay
-from ..in_order import by_shape
+from ..match_by_order import by_shape
+from ..param_groups import by_decay
 from .optim import MASTERS, param_groups, steps
 from .optim_flat import Part, Place, UnknownPlaces, in_vector
 from .optim_order import BUFFERS, count

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import FastshardError
+from ...common.errors import FastshardError
 from ...models import megatron
 from .optim_flat import Part, UnknownPlaces
 

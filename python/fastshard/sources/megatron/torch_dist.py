@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ... import layouts
-from ...declared import Source
-from ...discover import Listing
+from ...common.listing import Listing
+from ...layouts import tables
+from ...layouts.declaration import Source
 from ...models.model import Lack
 from ..base import Contents, Found, as_dict, missing
-from ..dcp_optim import read_object
-from . import arguments, fitting, optim
+from ..dcp.optim import read_object
+from . import arguments, optim, table_match
 
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
 _COMMON = "common_state/shard_0_1"
@@ -44,7 +44,7 @@ class TorchDist:
         names = {entry["name"] for entry in found.notes["described"]["tensors"]}
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        source.layout = "megatron.legacy" if fitting.is_numbered(names) else "megatron.dist"
+        source.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
         source.values |= {"iteration": args.get("iteration"), "args": args}
         arguments.describe(source, args, names)
         # What is stored is all that there is: no arguments call for more.
@@ -57,9 +57,9 @@ class TorchDist:
             for entry in found.notes["described"]["tensors"]
             if entry["name"] in found.notes["lacking"] and not optim.is_state(entry["name"])
         }
-        lack = fitting.unnamed(layouts.table(source.layout), shapes, source.axes, source.facts, args)
+        lack = table_match.unnamed(tables.table(source.layout), shapes, source.axes, source.facts, args)
         if lack is not None:
-            fitting.leave_unnamed(source, lack, shapes, args)
+            table_match.leave_unnamed(source, lack, shapes, args)
         return weights
 
 
@@ -82,7 +82,7 @@ def _of_torch(
     source.values |= {"iteration": args.get("iteration"), "args": args}
     arguments.describe(source, args, names)
     shapes = {name: shape for name, shape, _ in tensors}
-    fitting.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)
+    table_match.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)
     return tensors
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...configs import parse_yaml
-from ...declared import Assembled, Blocks, Source, TreeInfo
-from ...discover import File, Listing
-from ...errors import FastshardError, Finding, error_for
-from ...naming.maxtext import FILE as MODEL_FILE
+from ...common.config_text import parse_yaml
+from ...common.errors import FastshardError, Finding, error_for
+from ...common.listing import File, Listing
+from ...layouts.declaration import Assembled, Blocks, Source, TreeInfo
+from ...layouts.maxtext_names import FILE as MODEL_FILE
 from .. import maxtext as maxtext_model
 from .. import paxml as paxml_model
 from ..base import Contents, Found, Options
 from . import completeness, stores
 from .completeness import Evidence
-from .files import Files
-from .places import Place, choose, chunk_without_metadata, find
-from .tree import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
-from .zarr import Array
+from .file_snapshot import Files
+from .find_items import Place, choose, chunk_without_metadata, find
+from .metadata import BY_PRIMARY, Sharding, Tree, parse_shardings, parse_tree
+from .zarr_metadata import Array
 
 #: Arrays named in findings at most.
 _NAMED = 20

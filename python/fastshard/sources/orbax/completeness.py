@@ -2,7 +2,7 @@
 
 Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere. What
 tells the two apart is whether the directories of all processes that took part are there, and whether others are there of
-what wrote the chunk (:mod:`.writers`). source: orbax/checkpoint/_src/serialization; measured with 0.6.3, 0.6.4 and 0.12.8
+what wrote the chunk (:mod:`.chunk_writers`). source: orbax/checkpoint/_src/serialization; measured with 0.6.3, 0.6.4 and 0.12.8
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import Finding
-from .tree import Sharding, processes_of
-from .writers import Writers, named
-from .zarr import Array
+from ...common.errors import Finding
+from .chunk_writers import Writers, named
+from .metadata import Sharding, processes_of
+from .zarr_metadata import Array
 
 #: Indices of chunks by array.
 Chunks = dict[str, list[tuple[int, ...]]]

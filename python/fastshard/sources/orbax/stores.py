@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ... import regular
-from ...discover import Listing
-from ...errors import FastshardError, Finding, error_for
-from ...external import tensorstore
-from ...external.dtypes import item_size
-from ...external.lent import send
-from .places import Place, Process
-from .zarr import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
+from ...common import safe_files
+from ...common.dtypes import item_size
+from ...common.errors import FastshardError, Finding, error_for
+from ...common.listing import Listing
+from ...zarr import array_reader
+from ...zarr.remote_ranges import send
+from .find_items import Place, Process
+from .zarr_metadata import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
 #: Keys of chunks, of either version and with either separator.
 _CHUNK = re.compile(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
@@ -30,7 +30,7 @@ class Held:
 
     place: Place
     label: str
-    store: tensorstore.Store
+    store: array_reader.Store
     keys: set[str]
     #: Keys that it names and whose values are not there, with the reason.
     lost: dict[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Union:
         """Notes what a process' own store holds."""
         self.of_process.setdefault(process.id, set()).update(part.keys)
         manifest = place.path(listing) / process.folder / "manifest.ocdbt"
-        if part.keys and not part.store.lent and regular.is_file(manifest):
+        if part.keys and not part.store.lent and safe_files.is_file(manifest):
             self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
@@ -92,7 +92,7 @@ class Union:
                 help="one was copied over the other: copy the right one from the host that ran its process",
             )
             for (first, other, one), (second, label, two) in itertools.combinations(self.manifests, 2)
-            if first != second and regular.same(one, two)
+            if first != second and safe_files.same(one, two)
         ]
 
     def holders(self, key: str) -> list[Held]:
@@ -112,7 +112,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
         FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
     """
     union = Union([])
-    context = tensorstore.new_context()
+    context = array_reader.new_context()
     for place in places:
         if place.ocdbt and not place.merged:
             for process in sorted(place.processes, key=lambda p: p.key):
@@ -120,7 +120,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
                 union.take(listing, place, process, part)
                 union.add(part)
         else:
-            store = tensorstore.Store(
+            store = array_reader.Store(
                 place.path(listing), ocdbt=place.ocdbt, label=place.label(listing), context=context
             )
             union.add(_held(listing, place, store))
@@ -149,7 +149,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     return union
 
 
-def _held(listing: Listing, place: Place, store: tensorstore.Store, below: str = "") -> Held:
+def _held(listing: Listing, place: Place, store: array_reader.Store, below: str = "") -> Held:
     """A store with the keys whose values are there."""
     if not place.ocdbt:
         return Held(place, store.label, store, {path for path, _ in place.files(listing)})
@@ -162,7 +162,7 @@ def _process(listing: Listing, place: Place, process: Process, context: Any) -> 
     """The store of one process."""
     name = process.folder
     label = f"{place.label(listing)}/{name}"
-    store = tensorstore.Store(place.path(listing) / name, ocdbt=True, label=label, context=context)
+    store = array_reader.Store(place.path(listing) / name, ocdbt=True, label=label, context=context)
     return _held(listing, place, store, name)
 
 
@@ -296,13 +296,13 @@ class Reader:
                 help="wait until nothing changes the checkpoint, then run again",
             )
 
-    def _box(self, array: Array, key: str, lo: list[int], extent: list[int]) -> tensorstore.Box:
+    def _box(self, array: Array, key: str, lo: list[int], extent: list[int]) -> array_reader.Box:
         driver = "zarr" if array.zarr == 2 else "zarr3"
         # Parts of a shard may be absent.
         sparse = array.partial and not self._stores_fill
-        return tensorstore.Box(array.name, key, driver, array.metadata, array.dtype, sparse, lo, extent)
+        return array_reader.Box(array.name, key, driver, array.metadata, array.dtype, sparse, lo, extent)
 
-    def _compare(self, box: tensorstore.Box, holders: list[Held]) -> None:
+    def _compare(self, box: array_reader.Box, holders: list[Held]) -> None:
         with self._lock:
             if len(holders) == 1 or box.key in self._same:
                 return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...declared import Description, Source, Unit
-from ...discover import Listing
-from ...errors import Finding
+from ...common.errors import Finding
+from ...common.listing import Listing
+from ...layouts.declaration import Description, Source, Unit
 from ..base import Contents, Found, Options
-from . import config, names
-from .files import WEIGHTS
+from . import adapter_config, tensor_names
+from .find_files import WEIGHTS
 
 #: The factors that belong together.
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
@@ -22,7 +22,7 @@ class PeftAdapter:
         """Looks for ``adapter_config.json`` beside ``adapter_model.*``, at the top of the directory given."""
         inside = {file.name: file for file in reversed(listing.within(""))}
         weights = next((inside[name] for name in WEIGHTS if name in inside), None)
-        said = inside.get(config.FILE)
+        said = inside.get(adapter_config.FILE)
         if weights is None or said is None or options.step is not None:
             return None
         return Found(self, "PEFT adapter", [weights], notes={"folder": "", "config": said})
@@ -30,7 +30,7 @@ class PeftAdapter:
     def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
         """Its tensors as they are; each factor must have the other one."""
         file = found.notes["config"]
-        said = config.read(listing.roots[file.root] / file.path, file.path)
+        said = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(found.framework, units=[Unit(file=0)], pass_unknown=True)
         source.model = Description(
             no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` merges it into its base"
@@ -39,13 +39,13 @@ class PeftAdapter:
             "r": said.r, "lora_alpha": said.alpha, "use_rslora": said.rslora, "use_dora": said.dora, "base": said.base,
         }  # fmt: skip
         if contents.readable(0):
-            told = names.told(contents.listed(0), saved=True)
+            told = tensor_names.told(contents.listed(0), saved=True)
             for module in told.modules.values():
                 source.findings += _lacking(module, said, found.files[0].path)
         return source
 
 
-def _lacking(module: names.Module, said: config.Config, file: str) -> list[Finding]:
+def _lacking(module: tensor_names.Module, said: adapter_config.Config, file: str) -> list[Finding]:
     """Factors without the other one, and a magnitude that DoRA has of every module."""
     wanted: dict[str, str] = {}
     for pair in _PAIRS:
@@ -53,7 +53,9 @@ def _lacking(module: names.Module, said: config.Config, file: str) -> list[Findi
             if kind in module.factors:
                 wanted[other] = module.factors[kind].replace(kind, other)
                 if said.dora:
-                    wanted["lora_magnitude_vector"] = f"{names.OUTER}{module.name}.lora_magnitude_vector"
+                    wanted["lora_magnitude_vector"] = (
+                        f"{tensor_names.OUTER}{module.name}.lora_magnitude_vector"
+                    )
     return [
         Finding.of(
             "FS102", "an adapter's tensor that belongs to another one is not there", file=file, tensor=name,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...declared import Assembled, Group, StateFile
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Group, StateFile
 from ..base import lacking, view_of
-from ..groups import numbered
-from .model import Flat, Model, Named, Rank, scalar, scalars_of, state_below, state_of, tensor_index
+from ..param_groups import numbered
+from .flat_state import Flat, Model, Named, Rank, scalar, scalars_of, state_below, state_of, tensor_index
 
 
 class Partitions:

@@ -12,12 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...declared import Assembled, Group, StateFile
-from ...errors import Finding
-from ..groups import listed
-from ..in_order import by_shape, by_size
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Group, StateFile
+from ..match_by_order import by_shape, by_size
+from ..param_groups import listed
 from .experts import is_expert
-from .model import Model, Parameter, Parts, ints, scalar, scalars_of, state_below, tensor_index, tensors_below
+from .flat_state import (
+    Model,
+    Parameter,
+    Parts,
+    ints,
+    scalar,
+    scalars_of,
+    state_below,
+    tensor_index,
+    tensors_below,
+)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .model import Flat, Named, Parts, Range, Rank, cut, ints
+from .flat_state import Flat, Named, Parts, Range, Rank, cut, ints
 from .partitions import Partitions
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...declared import Assembled, Unit
-from ...errors import Finding
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled, Unit
 from ..base import Contents, Found, lacking, missing
-from .model import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
+from .flat_state import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
 from .partitions import Partitions
 
 

@@ -1,0 +1,1 @@
+"""An opened checkpoint, its tensors, its plan and its manifest."""

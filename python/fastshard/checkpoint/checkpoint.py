@@ -1,0 +1,432 @@
+"""An opened checkpoint: a mapping of whole tensors, lazily merged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import _core
+from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
+from ..common.config_text import checked, parse_json, parse_yaml
+from ..common.errors import FastshardError, Finding, error_for, exit_code, from_core, raise_errors
+from ..common.gate import Gate
+from ..common.listing import File, Listing, list_roots, refuse_unprintable
+from ..common.options import StrPath
+from ..expected import reference as references
+from ..layouts import tables
+from ..layouts.declaration import MAX_DEGREE, Source
+from ..models import sidecar_files
+from ..sources import accepted_copies, hf_config
+from ..sources.base import Contents, Found, Options, checked_accept
+from ..sources.index_files import disagreeing
+from ..sources.peft import lora
+from ..sources.registry import detect
+from ..sources.renamed_files import renamed
+from .planning import Opened, Plan, make_plan, thread_count
+from .tensor_map import Tensors
+
+__all__ = ["Checkpoint", "open"]
+
+#: What is said where nothing, or too little, is a checkpoint by its names.
+_NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
+
+
+@option_checks.checked
+def open(
+    *paths: StrPath,
+    step: str | int | None = None,
+    under: str | None = None,
+    config: StrPath | Mapping[str, Any] | None = None,
+    layout: StrPath | None = None,
+    vocab_size: int | None = None,
+    adapter: StrPath | None = None,
+    accept: Iterable[str] = (),
+    expect_processes: int | None = None,
+    like: StrPath | None = None,
+    fail_on: Literal["error", "warning"] | None = None,
+    error: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    threads: int | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
+
+    Args:
+        paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
+        step: step to take where there are several; default the tracker file's, else the newest.
+        under: name below which the model lies in the files, where there are several: ``model``, ``ema``, ``state_dict``.
+        config: a config that overrides what is found: HF ``config.json``, GPT-NeoX YAML, or a dict.
+        layout: a layout table (TOML) of your own for the source.
+        vocab_size: true vocabulary; padded rows beyond it are dropped.
+        adapter: a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where
+            the checkpoint itself holds the adapter's tensors.
+        accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
+        expect_processes: processes that wrote the checkpoint, where its files do not tell.
+        like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
+            file, an index or a config.json.
+        fail_on: ``"warning"`` makes each warning count as an error.
+        error: codes of findings whose warnings and notes count as errors.
+        ignore: codes of findings whose warnings and notes are put aside; an error cannot be (``FS515``).
+        threads: threads for reading headers.
+
+    Raises:
+        TypeError: for an option that there is not.
+        FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
+            :attr:`Checkpoint.findings`.
+    """
+    if not paths:
+        raise FastshardError.of("FS515", "no path given")
+    gate = Gate.of(fail_on, error, ignore)
+    content, content_path = _read_config(config)
+    reference = None if like is None else references.read(like, partial(_whole, threads=threads))
+    if reference is not None and reference.roster is None:
+        if content is not None:
+            raise FastshardError.of(
+                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
+            )
+        content, content_path = reference.config, str(reference.config_file)
+    options = Options(
+        step=None if step is None else str(step),
+        under=None if under is None else under.rstrip("."),
+        config=content,
+        config_path=content_path,
+        vocab_size=_positive(vocab_size, "vocab_size"),
+        accept=checked_accept(accept),
+        layout=None if layout is None else os.fspath(layout),
+        lent=reference.lent if reference is not None else None,
+        expect_processes=_processes(expect_processes),
+    )
+    listing, others = placeholder_files.sifted(list_roots(paths))
+    try:
+        found = detect(listing, options)
+    except FastshardError as refused:
+        if refused.code in _NOTHING_FOUND:
+            raise_errors([*others.values(), *hub_downloads.unfinished(listing)])
+        raise
+    found.findings = hub_downloads.said_of_missing(listing, found.findings)
+    for file in found.files:
+        refuse_unprintable(file.path)
+    if reference is not None:
+        held = [listing.roots[file.root] / file.path for file in _behind(found)]
+        references.refuse_itself(reference, listing.roots, held, listing.single)
+    adapted = None if adapter is None else lora.find(adapter)
+    roots = [*listing.roots, *([adapted.folder] if adapted else [])]
+    # Adapters of frameworks see their own files alone.
+    further = [File(len(listing.roots), adapted.weights, adapted.size)] if adapted and adapted.weights else []
+    try:
+        catalog = _core.Catalog(
+            [os.fspath(root) for root in roots],
+            [(file.root, file.path) for file in (*found.files, *further)],
+            thread_count(threads),
+            found.records,
+            {index: blocks.listed() for index, blocks in found.blocks.items()},
+            memory_budget.stated(),
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    unread = _one_limit([Finding.from_dict(f) for f in json.loads(catalog.findings())])
+    prefixes = [os.fspath(root) + os.sep for root in roots]
+    findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
+    readable = json.loads(catalog.files())
+
+    if not found.reads_parts:
+        _refuse_parts(readable)
+    contents = Contents(catalog, readable[: len(found.files)])
+    folders = {found.notes.get("folder") or "", *(file.folder for file in _behind(found))}
+    not_themselves = placeholder_files.near(others, folders)
+    try:
+        source = found.adapter.declare(found, listing, contents, options)
+    except FastshardError as refused:
+        if not not_themselves:
+            raise
+        # What a config that is not there would have said may be all that is wrong.
+        raise error_for([*not_themselves, *refused.findings]) from None
+    findings.extend(
+        Finding.of(
+            "FS109",
+            "the file says more besides its tensors than is looked at; what lies beyond was not read",
+            severity="warning",
+            file=found.files[file].path,
+            help="give the training config with --config if something is missed",
+        )
+        for file in sorted(contents.cut)
+    )
+    if options.under is not None and not source.chosen:
+        raise _nothing_under(options.under, source)
+    if options.layout:
+        source = hf_config.by_own_table(source, tables.parse(options.layout), contents.names())
+    if adapted is not None:
+        found.files += further
+        lora.merge(source, adapted, found, listing, Contents(catalog, readable))
+    findings += not_themselves
+    findings += source.findings
+    ranks = {unit.file: unit.rank for unit in source.units}
+    # Leftovers are not read.
+    left = {f.file for f in findings if f.code == "FS108"}
+    used = [None if f is None or f["path"] in left else f for f in readable]
+    findings += renamed(used, "renamed" in options.accept, ranks, roots)
+    findings += _expected_names(found, source, catalog, readable)
+    accepted = accepted_copies.patterns(options.accept)
+    findings = accepted_copies.accepted(findings, accepted)
+    optimizer = replace(
+        source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
+    )
+    near = (
+        source.places
+        or sidecar_files.places(listing, found.notes.get("folder") or "")
+        or sidecar_files.beside_files(listing)
+    )
+    weight_map: dict[str, int] = found.notes.get("weight_map") or {}
+    unreadable = {name for name, file in weight_map.items() if readable[file] is None}
+    source = replace(
+        source,
+        places=near,
+        copies_accepted=accepted,
+        optimizer=optimizer,
+        non_finite_accepted="non-finite" in options.accept,
+        lost=source.lost | unreadable,
+    )
+    if reference is not None:
+        source = _held_against(reference, source)
+    return Checkpoint(
+        listing, Opened(source, catalog, findings, found.files, _behind(found), reference, gate), readable
+    )
+
+
+#: A reference is opened as any other checkpoint is.
+_opened = open
+
+
+def _whole(path: Path, threads: int | None) -> references.Whole:
+    """What a reference needs to know of a checkpoint."""
+    checkpoint = _opened(path, threads=threads)
+    opened = checkpoint.opened
+    tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
+    files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]
+    return references.Whole(opened.source, checkpoint.findings, tensors, files)
+
+
+def _held_against(reference: references.Reference, source: Source) -> Source:
+    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
+    has no config of its own."""
+    lent = reference.config_file is not None and source.model.config_file == reference.config_file
+    places = [*source.places, *reference.places] if lent else source.places
+    if reference.roster is None:
+        return replace(source, places=places)
+    return replace(source, places=places, provable=True, referenced=True)
+
+
+def _nothing_under(under: str, source: Source) -> FastshardError:
+    return FastshardError.of(
+        "FS515",
+        f"under: a checkpoint of {source.framework} holds its model in one place",
+        got=under,
+        help="leave it out",
+    )
+
+
+def _refuse_parts(readable: list[Any]) -> None:
+    """A DTensor in a file that is read as a whole is a slice that would pose as a whole tensor.
+
+    Raises:
+        FastshardError: ``FS514`` for the first of them.
+    """
+    for file in readable:
+        if file is not None and file["partial"] is not None:
+            raise FastshardError.of(
+                "FS514",
+                "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where wholes are read",
+                file=file["path"],
+                tensor=file["partial"],
+                help="name the folder that holds the files of all ranks; where their names do not count ranks, "
+                "rename them to model_rank_R.pt",
+            )
+
+
+def _behind(found: Found) -> list[File]:
+    """All files that hold what is read."""
+    stores = [file for blocks in found.blocks.values() for file in blocks.files]
+    return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
+
+
+def _one_limit(findings: list[Finding]) -> list[Finding]:
+    """Files that could not be opened for want of descriptors are one finding: the cause is the same."""
+    beyond = [f for f in findings if f.code == "FS511"]
+    if len(beyond) < 2:
+        return findings
+    told = replace(beyond[0], message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
+    return [told, *(f for f in findings if f.code != "FS511")]
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
+        raise FastshardError.of("FS211", name, expected="a positive whole number", got=repr(value))
+    return value
+
+
+def _processes(count: int | None) -> int | None:
+    if count is not None and count > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
+        )
+    return _positive(count, "expect_processes")
+
+
+def _relative(finding: Finding, prefixes: list[str]) -> Finding:
+    for prefix in prefixes:
+        if finding.file and finding.file.startswith(prefix):
+            return Finding.from_dict({**finding.to_dict(), "file": finding.file[len(prefix) :]})
+    return finding
+
+
+def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
+    if config is None:
+        return None, None
+    if isinstance(config, Mapping):
+        try:
+            return dict(checked(config)), None
+        except ValueError as error:
+            raise FastshardError.of("FS211", f"not a config: {error}") from None
+    path = Path(config)
+    try:
+        # JSON is YAML too, but its own reader gives better messages and is faster.
+        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code="FS211")
+        content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
+    except ValueError as error:
+        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
+    if not isinstance(content, dict) or not content:
+        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
+    return content, str(path)
+
+
+def _expected_names(
+    found: Found, source: Source, catalog: _core.Catalog, readable: list[Any]
+) -> list[Finding]:
+    """Tensors that an index or layout.json calls for and the file does not hold."""
+    findings: list[Finding] = []
+    weight_map: dict[str, int] | None = found.notes.get("weight_map")
+    names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
+    if weight_map is not None:
+        paths = {i: readable[i]["path"] for i in names}
+        findings += disagreeing(weight_map, names, paths, whole=found.notes.get("whole_files", False))
+    elif source.expected_names:
+        for unit in source.units:
+            for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
+                findings.append(
+                    Finding.of(
+                        "FS102",
+                        "layout.json names this tensor, this rank does not hold it",
+                        file=readable[unit.file]["path"],
+                        rank=unit.rank,
+                        tensor=tensor,
+                        help="the file belongs to another save: copy the right one",
+                    )
+                )
+    return findings
+
+
+class Checkpoint(Tensors):
+    """A checkpoint's whole tensors under the source's own names.
+
+    The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
+    for its values. ``findings`` tells what is wrong. A tensor that is not whole keeps its name, is listed in
+    :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
+    """
+
+    def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
+        #: All files below the roots, by name.
+        self.listing = listing
+        #: What planning needs of the checkpoint.
+        self.opened = opened
+        self._files = files
+        self._merged: Plan | None = None
+
+    @property
+    def framework(self) -> str:
+        """Framework that wrote the checkpoint."""
+        return self.opened.source.framework
+
+    @property
+    def family(self) -> str | None:
+        """Model family, if it is known."""
+        return self.opened.source.model.family
+
+    @property
+    def step(self) -> str | None:
+        """Name of the step, if steps are named."""
+        return self.opened.source.step
+
+    @property
+    def topology(self) -> dict[str, int]:
+        """Parallel degrees, e.g. ``{"tp": 2}``."""
+        return dict(self.opened.source.degrees)
+
+    @property
+    def roots(self) -> list[Path]:
+        """Directories that the checkpoint was opened from."""
+        return list(self.listing.roots)
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """Files that were read: path, format, bytes, number of tensors."""
+        return [f for f in self._files if f is not None]
+
+    def metadata(self) -> dict[str, Any]:
+        """Values of the checkpoint that are not tensors (iteration, arguments)."""
+        return dict(self.opened.source.values)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything found so far by names and headers."""
+        return self._plan.findings
+
+    @property
+    def _plan(self) -> Plan:
+        if self._merged is None:
+            self._merged = make_plan(self.opened)
+        return self._merged
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __repr__(self) -> str:
+        step = f", step {self.step}" if self.step else ""
+        degrees = "".join(f", {k} {v}" for k, v in self.topology.items())
+        told = f"{len(self)} tensors in {len(self.files)} files{_verdict(self)}"
+        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {told}>"
+
+
+def _verdict(checkpoint: Checkpoint) -> str:
+    """What is wrong with a checkpoint, for those who look at its name; nothing for a good one."""
+    errors = [finding for finding in checkpoint.findings if finding.severity == "error"]
+    if not errors:
+        return ""
+    word = "INCOMPLETE" if checkpoint.incomplete or exit_code(errors) == 3 else "BROKEN"
+    return f", {word}: {len(errors)} {'error' if len(errors) == 1 else 'errors'}"
+
+
+#: What functions of the API take for a checkpoint: an open one, its path, or several node-local paths.
+CheckpointSource = Checkpoint | StrPath | Iterable[StrPath]
+
+
+def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
+    """Opens what is not open yet; refuses options that come too late."""
+    if isinstance(source, Checkpoint):
+        late = sorted(
+            key for key, value in options.items() if value not in (None, (), []) and key != "threads"
+        )
+        if late:
+            raise FastshardError.of(
+                "FS515",
+                "the checkpoint is open already",
+                got=", ".join(late),
+                help="give these to fastshard.open",
+            )
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return _opened(source, **options)
+    return _opened(*source, **options)

@@ -1,0 +1,322 @@
+"""Manifests, and checking a checkpoint against what is expected of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..common import safe_files
+from ..common.byte_sizes import parse_size
+from ..common.dtypes import item_size
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.gate import recorded
+from ..common.options import StrPath
+from ..sources.base import ACCEPTABLE
+from . import manifest_files
+from .planning import thread_count
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .planning import Plan
+
+#: Name of the manifest in a result and beside a source.
+MANIFEST_NAME = "fastshard.manifest.json"
+
+#: Bytes at most of a manifest, as for the core.
+MAX_MANIFEST = 1 << 30
+
+ProgressCallback = Callable[[int, int], object] | None
+
+
+class Manifest(Mapping[str, Any]):
+    """What was written, from what, and what that does not prove. Maps tensor names to their entries.
+
+    A name that several files hold is that of one shard: it stands behind its file's, as ``FILE:NAME``.
+    """
+
+    def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:
+        #: The manifest as plain data, as in ``fastshard.manifest.json``.
+        self.document = document
+        #: Warnings and notes of the run.
+        self.findings = findings
+        names = Counter(t["name"] for t in document["tensors"])
+        self._tensors = {
+            t["name"] if names[t["name"]] == 1 else f"{t['file']}:{t['name']}": t for t in document["tensors"]
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def tensor_files(self) -> list[dict[str, Any]]:
+        """Entries of the files that hold tensors; none for a store of arrays."""
+        return tensor_files(self.document)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(t["shape"]) * item_size(t["dtype"]) for t in self.document["tensors"])
+
+    def __repr__(self) -> str:
+        d = self.document
+        return f"<fastshard.Manifest {d['kind']}: {len(d['tensors'])} tensors in {len(d['files'])} files>"
+
+    def _repr_html_(self) -> str:
+        from ..common import notebook_html
+
+        rows = (
+            (
+                t["name"],
+                t.get("dtype", ""),
+                notebook_html.shape(t.get("shape", ())),
+                t.get("file", ""),
+                t["blake3"][:12],
+            )
+            for t in self.document["tensors"]
+        )
+        head = ("tensor", "dtype", "shape", "file", "BLAKE3 (begins)")
+        below = f"not proven: {self.document.get('not_proven', '')}"
+        return notebook_html.table(repr(self), head, rows, len(self), findings=self.findings, below=below)
+
+
+def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of a manifest's files that hold tensors: those with an identity."""
+    return [file for file in document["files"] if file.get("identity")]
+
+
+#: Default budget, and what is added to a process that holds more than that already (torch alone may).
+_DEFAULT_MEMORY = 256 << 20
+_HEADROOM = 128 << 20
+#: Bytes per byte of a name that headers, a manifest and its text take: twice what the core reckons with.
+_PER_NAME_BYTE = 8
+
+
+def run_options(memory: str | int | None, threads: int | None, *catalogs: _core.Catalog) -> dict[str, Any]:
+    """Options of an engine run, as the core takes them; the default budget grows with the names of the tensors."""
+    names = sum(catalog.named()[1] for catalog in catalogs)
+    budget = (
+        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM) + names * _PER_NAME_BYTE
+        if memory is None
+        else parse_size(memory, "memory")
+    )
+    return {"memory": budget, "threads": thread_count(threads), "scratch_dir": tempfile.gettempdir()}
+
+
+def is_manifest(path: Path) -> bool:
+    """True if a file is a fastshard manifest, by its first bytes."""
+    return b'"fastshard.manifest"' in safe_files.read_bytes(path, 256, code="FS211", whole=False)
+
+
+@dataclass
+class Expected:
+    """What a caller expects: a config for opening, a manifest for checking, or neither."""
+
+    config: StrPath | Mapping[str, Any] | None = None
+    manifest: Path | None = None
+
+    def opening(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for opening the source, with the config expected.
+
+        Raises:
+            FastshardError: ``FS515`` if they name another config.
+        """
+        if self.config is None:
+            return options
+        if options.get("config") is not None:
+            raise FastshardError.of("FS515", "both --config and --expect give a config", help="give it once")
+        return {**options, "config": self.config}
+
+    def check(
+        self, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: ProgressCallback
+    ) -> list[Finding]:
+        """Compares with the manifest given, else with the one beside the source."""
+        path = self.manifest or beside(checkpoint)
+        if path is None:
+            return []
+        document = read(path)
+        named = {file["name"] for file in tensor_files(document)}
+        have = {file["path"] for file in checkpoint.files}
+        about = manifest_files.compare(path, document, checkpoint, run)
+        if self.manifest is None:
+            # Found by itself: a tokenizer that was added or a config that was edited is the user's business.
+            about = [replace(f, severity="warning") if f.severity == "error" else f for f in about]
+        try:
+            tensors = {t["name"] for t in document["tensors"]}
+            own = manifest_files.root_of(path, document, checkpoint) is not None
+            if (own and named & have) or not tensors:
+                found = _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
+                return [*about, *found]
+            if not named and not tensors - checkpoint.keys():
+                # Of a store of arrays: its arrays are the source's.
+                return [*about, *against_result(path, checkpoint._plan, run, progress, severity="error")]
+            # A manifest of another layout of the same model: its tensors are the ones to come out. Or it is one of the
+            # source's, where only those have the form.
+            if not manifest_files.fits(document, plan) and manifest_files.fits(document, checkpoint._plan):
+                plan = checkpoint._plan
+            return [*about, *against_result(path, plan, run, progress)]
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+
+def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
+    """Sorts out whether ``--expect`` names a manifest or a config."""
+    if expect is None:
+        return Expected()
+    if isinstance(expect, Mapping):
+        return Expected(config=expect)
+    path = Path(expect)
+    if path.is_dir():
+        path = path / MANIFEST_NAME
+    return Expected(manifest=path) if is_manifest(path) else Expected(config=expect)
+
+
+def beside(checkpoint: Checkpoint) -> Path | None:
+    """The manifest in one of the checkpoint's roots; not that of a piece, which tells of files alone."""
+    paths = [root / MANIFEST_NAME for root in checkpoint.roots]
+    return next((path for path in paths if safe_files.is_file(path) and not is_piece(path)), None)
+
+
+#: What the manifest of a piece (:mod:`fastshard.conversion.distributed.host_parts`) says that it is.
+_PIECE = re.compile(rb'"kind"\s*:\s*"piece"')
+
+
+def is_piece(path: Path) -> bool:
+    """True for the manifest of a host's part of a checkpoint."""
+    return _PIECE.search(safe_files.read_bytes(path, 256, code="FS518", whole=False)) is not None
+
+
+def accepted_before(paths: Iterable[StrPath]) -> list[str]:
+    """What was accepted when the manifests of these checkpoints were made, as ``accept`` takes it.
+
+    What they list is compared with what is there: nothing else than what was accepted then goes with it.
+    """
+    words: list[str] = []
+    for root in paths:
+        path = Path(root) / MANIFEST_NAME
+        try:
+            # Of a million tensors it is long, and hardly any says so.
+            if safe_files.is_file(path) and b'"decided"' in safe_files.read_bytes(
+                path, MAX_MANIFEST, code="FS518"
+            ):
+                words += recorded(read(path))
+        except FastshardError:
+            continue  # Why it cannot be read is told when it is compared.
+    return [word for word in dict.fromkeys(words) if word.partition("=")[0] in ACCEPTABLE]
+
+
+def _findings(text: str) -> list[Finding]:
+    return [Finding.from_dict(f) for f in json.loads(text)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest at a path, as plain data.
+
+    Raises:
+        FastshardError: ``FS518`` if it is none.
+    """
+    try:
+        document = json.loads(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
+    if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
+        raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
+    for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
+        if not _rows(document.get(key), needed):
+            raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
+    # A tensor may be called so, and no file.
+    if any("\0" in row["name"] for row in document["files"]):
+        raise FastshardError.of("FS518", "the manifest's list of files cannot be read", file=str(path))
+    odd = [key for key, kind in _FORMS.items() if not isinstance(document.get(key) or kind(), kind)]
+    odd += [key for key in ("sources", "findings") if not _rows(document.get(key) or [])]
+    made = document.get("provenance") or {}
+    if (
+        odd
+        or not _rows(made.get("parts") or [])
+        or not all(_is_size(p.get("bytes", 0)) for p in made.get("parts") or [])
+    ):
+        told = ", ".join(dict.fromkeys(odd)) or "provenance"
+        raise FastshardError.of("FS518", f"the manifest's {told} cannot be read", file=str(path))
+    return document
+
+
+#: What a manifest says besides files and tensors, where it does.
+_FORMS: dict[str, type] = {
+    "sources": list, "findings": list, "value_ops": dict, "topology": dict, "axes": dict, "provenance": dict,
+}  # fmt: skip
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _rows(rows: object, needed: Collection[str] = ()) -> bool:
+    """True for a list of objects that have these texts."""
+    return isinstance(rows, list) and all(
+        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in needed) for row in rows
+    )
+
+
+def against_result(
+    path: Path,
+    plan: Plan,
+    run: dict[str, Any],
+    progress: ProgressCallback,
+    *,
+    severity: str = "warning",
+    left_out: Collection[str] = (),
+) -> list[Finding]:
+    """Compares what a plan would write with the tensors of a manifest, by name and hash.
+
+    A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not looked at.
+    """
+    outcome = json.loads(plan.core.check(json.dumps(run), progress))
+    hashes: dict[str, str] = outcome["hashes"]
+    findings = [Finding.from_dict(f) for f in outcome["findings"]]
+    unnamed = set(hashes)
+    for tensor in read(path)["tensors"]:
+        # A shard is known by its file and its name there.
+        name = f"{tensor.get('file')}:{tensor['name']}"
+        name = name if name in hashes else tensor["name"]
+        unnamed.discard(name)
+        if name not in hashes and (name in plan.index or name in left_out):
+            continue  # Of another part of the tensors than was asked for.
+        if name not in hashes:
+            findings.append(
+                Finding.of(
+                    "FS102",
+                    "named by the manifest, not in this checkpoint",
+                    tensor=name,
+                    file=os.fspath(path),
+                )
+            )
+        elif hashes[name] != tensor["blake3"]:
+            findings.append(
+                Finding.of(
+                    "FS308",
+                    "content differs from the manifest",
+                    tensor=name,
+                    expected=f"BLAKE3 {tensor['blake3']}",
+                    got=hashes[name],
+                    help="the checkpoint was changed or damaged since, or another layout's values are stored",
+                )
+            )
+    findings += [
+        Finding.of("FS308", "the manifest does not name this tensor", tensor=name, severity=severity)
+        for name in sorted(unnamed)
+    ]
+    return findings

@@ -1,0 +1,87 @@
+"""Pieces of a checkpoint that are not here, and how to get them from the hosts that have them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..common.errors import Finding
+from ..common.formatting import some
+from ..common.options import StrPath
+
+__all__ = ["Absent", "absent"]
+
+#: Pieces named of each rank.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What is elsewhere."""
+
+    #: Files that are in none of the roots, by the rank that wrote them.
+    files: dict[str, list[str]]
+    #: Arrays of stores that lack chunks, by the process that wrote these.
+    chunks: dict[str, list[str]]
+    #: What brings the pieces of another host (``HOST``) to this one, and what makes a result of all.
+    commands: list[str]
+    #: Whole layers of which no file is there, in words.
+    layers: list[str] = field(default_factory=list)
+
+    def told(self) -> str:
+        """The same for people."""
+        count = sum(map(len, (self.files or self.chunks).values()))
+        of_files = bool(self.files or self.layers)
+        what = ("file of it is", "files of it are") if of_files else ("array lacks", "arrays lack")
+        rest = " not here" if of_files else " chunks that are not here"
+        besides = (" besides whole layers" if count else "layers of it are not here") if self.layers else ""
+        lines = [f"{count} {what[count != 1]}{rest}{besides}:" if count else f"{besides}:"]
+        lines += [f"  {layer}" for layer in self.layers]
+        for rank, names in sorted((self.files or self.chunks).items()):
+            lines.append(f"  {rank or 'of any rank'}: {some(names, _NAMED)}")
+        *here, there = self.commands
+        lines += [
+            "if they lie on other hosts' disks, bring them here from each of these hosts:",
+            *(f"  {command}" for command in here),
+            "or make the result where they are, with OUT on storage that all see: on host I of N",
+            f"  {there}",
+        ]
+        return "\n".join(lines)
+
+
+def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | None:
+    """What findings (``FS101``, ``FS103``, ``FS111``) miss, and how to get it; None if that is nothing."""
+    files: dict[str, list[str]] = {}
+    chunks: dict[str, list[str]] = {}
+    layers: list[str] = []
+    for finding in findings:
+        if finding.severity != "error":
+            continue
+        if finding.code == "FS111" and finding.tensor:
+            chunks.setdefault(finding.rank or "", []).append(finding.tensor)
+        elif finding.code == "FS103":
+            layers.append(finding.message)
+        # Links that lead nowhere are there, and to be mended here.
+        elif (
+            finding.code == "FS101"
+            and finding.file
+            and not any(os.path.lexists(Path(root) / finding.file) for root in roots)
+        ):
+            files.setdefault(finding.rank or "", []).append(finding.file)
+    if not files and not chunks and not layers:
+        return None
+    path = Path(roots[0]).absolute()
+    path = path if path.is_dir() else path.parent
+    folder = shlex.quote(str(path))
+    spread = f"fastshard merge {folder} OUT --node-local --rank I --world N"
+    if files or layers:
+        # What is here already stays as it is.
+        commands = [f"rsync -a --ignore-existing HOST:{folder}/ {folder}/", spread]
+        return Absent(files, chunks, commands, layers)
+    # Files of two processes may have one name, and each directory says which of them it is of.
+    other = shlex.quote(f"{path}-of-HOST")
+    bring = [f"rsync -a HOST:{folder}/ {other}/", f"fastshard merge {folder} {other} OUT"]
+    return Absent(files, chunks, [*bring, spread])

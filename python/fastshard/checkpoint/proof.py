@@ -1,0 +1,86 @@
+"""What is proven of a checkpoint or a result, and what is not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..common.errors import UNPROVEN, Finding
+
+__all__ = ["Checked", "checked", "not_proven"]
+
+#: How the verification of a checkpoint ends in which nothing wrong was found.
+CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How far a checkpoint was checked."""
+
+    #: ``contents_checked``: against hashes of a manifest, a signature or a download; ``complete``: all that must be there is,
+    #: its contents were compared with nothing; ``partly_checked``: something could be missing unnoticed.
+    ending: str
+    #: What the contents were checked against, in words.
+    against: list[str] = field(default_factory=list)
+    #: What would not be noticed, in words.
+    unnoticed: list[str] = field(default_factory=list)
+    #: Which part of it was looked at, where that is not all.
+    part: str | None = None
+
+    def told(self) -> str:
+        """The same for people."""
+        part = f" ({self.part})" if self.part else ""
+        by = ", ".join(self.against)
+        if self.ending == CONTENTS:
+            return f"contents checked{part}: {by}"
+        contents = f"contents {'checked only against ' + by if by else 'NOT checked (no checksums here)'}"
+        if self.ending == COMPLETE:
+            return f"complete{part}; {contents}"
+        return f"only partly checked{part}: {'; '.join(self.unnoticed)}; {contents}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without empty fields."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+
+def checked(
+    findings: Iterable[Finding],
+    vouched: Iterable[str],
+    partial: Iterable[str] = (),
+    unnoticed: Iterable[str] = (),
+    part: str | None = None,
+) -> Checked:
+    """How far a checkpoint was checked that has no error.
+
+    Args:
+        findings: all that was found.
+        vouched: what all contents were compared with.
+        partial: checksums that say less than a hash, or not of all files.
+        unnoticed: what no finding says that would not be noticed.
+        part: which part was looked at; None for all.
+    """
+    vouched = list(vouched)
+    unnoticed = [*(told for f in findings if (told := _left_open(f)) is not None), *unnoticed]
+    if vouched:
+        return Checked(CONTENTS, vouched, part=part)
+    return Checked(PARTLY if unnoticed else COMPLETE, list(partial), list(dict.fromkeys(unnoticed)), part)
+
+
+def _left_open(finding: Finding) -> str | None:
+    """What a finding says may be missing, or lie elsewhere, unnoticed; None for others."""
+    if finding.code == "FS114":
+        return "files or chunks that were swapped would not be noticed"
+    if finding.code == "FS109" and finding.file is None:
+        return finding.message.removeprefix("completeness not provable: ")
+    return None
+
+
+def not_proven(findings: Iterable[Finding]) -> list[str]:
+    """What no run that reads a checkpoint can prove, and what this one could not."""
+    findings = list(findings)
+    unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
+    told = "that the layout is right for the model: a hash cannot tell, logits can"
+    if unprovable:
+        told = f"{unprovable.message}; {unprovable.help}"
+    return [told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)]

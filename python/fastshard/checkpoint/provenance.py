@@ -1,0 +1,138 @@
+"""Where an output tensor comes from: rules, ranks, files and offsets, and what is done to its values, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..common.dtypes import item_size
+from .box_text import Run, meets, of_flat, slices, strides
+
+__all__ = ["origin"]
+
+
+def origin(excerpt: dict[str, Any]) -> dict[str, Any]:
+    """What the one output of a plan's excerpt is made of, as ``fastshard why --json`` tells it."""
+    (output,) = excerpt["outputs"]
+    file = excerpt["files"][output["file"]] if excerpt["files"] else None
+    place = file and {
+        "name": file["name"],
+        "key": output.get("key", output["name"]),
+        # A store of arrays has no offsets.
+        **({} if "arrays" in file.get("form", ()) else {"offset": output["offset"]}),
+    }
+    return {
+        "name": output["name"],
+        "dtype": output["dtype"],
+        "shape": output["shape"],
+        "written_to": place,
+        "padding": output["fill"] != "none",
+        "parts": [_part(excerpt, output, part) for part in output["parts"]],
+    }
+
+
+def _part(excerpt: dict[str, Any], output: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    sources = [excerpt["stored"][number] for number in part["sources"]]
+    return {
+        "region": of_flat(output["shape"], part["dst_base"], [(a["n"], a["dst"]) for a in part["axes"]]),
+        "elements": math.prod(axis["n"] for axis in part["axes"]),
+        "made_by": _combined(part["combine"], len(sources)),
+        "ops": [_op(op) for op in part.get("ops", [])],
+        "sources": [_source(excerpt, tensor, part, output["dtype"]) for tensor in sources],
+    }
+
+
+def _combined(combine: Any, sources: int) -> str:
+    if isinstance(combine, dict):
+        return f"zeros, which all must be: {combine['zero']} is not known"
+    if sources == 1:
+        return "copy"
+    words = {"equal": "copy, bit-equal on all ranks", "mean": "mean in float32", "sum": "sum in float32"}
+    return words[combine]
+
+
+def _op(op: dict[str, float]) -> str:
+    ((kind, value),) = op.items()
+    return f"{'times' if kind == 'scale' else 'plus'} {value:g}"
+
+
+def _source(
+    excerpt: dict[str, Any], tensor: dict[str, Any], part: dict[str, Any], dtype: str
+) -> dict[str, Any]:
+    """What a part takes of a stored tensor, and where that lies."""
+    runs: list[list[Run]] = [[] for _ in tensor["shape"]]
+    for axis in part["axes"]:
+        runs[axis["dim"]].append((axis["n"], axis["step"]))
+    base = part["src_base"]
+    taken: dict[str, Any] = {
+        "name": tensor["name"],
+        "rank": tensor.get("rank"),
+        "rule": excerpt["rules"][tensor["rule"]],
+        "dtype": tensor["dtype"],
+        "shape": tensor["shape"],
+        "region": slices(tensor["shape"], base, runs),
+        "places": [_place(excerpt, *found) for found in _places(tensor, base, runs)],
+    }
+    if scale := tensor.get("scale"):
+        name = excerpt["stored"][scale["stored"]]["name"]
+        taken["scaled_by"] = {"name": name, "block": scale["block"]}
+    elif tensor["dtype"] != dtype:
+        taken["cast_to"] = dtype
+    if twins := tensor.get("twins"):
+        taken["compared_with"] = [excerpt["stored"][twin]["name"] for twin in twins]
+    return taken
+
+
+def _places(
+    tensor: dict[str, Any], base: Sequence[int], runs: Sequence[Sequence[Run]]
+) -> Iterator[tuple[int, int, int]]:
+    """(blob, first byte in it, bytes) of the pieces of a stored tensor that hold a part of a box of it."""
+    ((form, pieces),) = tensor["pieces"].items()
+    item = item_size(tensor["dtype"])
+    if form == "view":
+        yield pieces["blob"], pieces["offset"], _spanned(tensor["shape"], pieces["strides"]) * item
+        return
+    if form == "boxes":
+        for box in pieces:
+            if all(
+                meets(first, run, lo, lo + n)
+                for first, run, lo, n in zip(base, runs, box["lo"], box["len"], strict=True)
+            ):
+                steps = box.get("strides") or strides(box["len"])
+                yield box["blob"], box["offset"], _spanned(box["len"], steps) * item
+        return
+    steps = strides(tensor["shape"])
+    start = sum(at * step for at, step in zip(base, steps, strict=True))
+    axes = [(n, step * whole) for run, whole in zip(runs, steps, strict=True) for n, step in run]
+    for piece in pieces:
+        if meets(start, axes, piece["start"], piece["start"] + piece["len"]):
+            yield piece["blob"], piece["offset"], piece["len"] * item
+
+
+def _spanned(shape: Sequence[int], steps: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided view."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+
+
+def _place(excerpt: dict[str, Any], number: int, offset: int, nbytes: int) -> dict[str, Any]:
+    """A range of a file; for what is compressed, all of its member, and the range in what that holds."""
+    blob = excerpt["blobs"][number]
+    file = excerpt["sources"][blob["file"]]
+    packed = bool(blob.get("deflated") or blob.get("encoded"))
+    place = {"file": file["path"], "root": file["root"]}
+    if "member" in blob:
+        place["member"] = blob["member"]
+    if not blob.get("encoded"):
+        # Where a chunk of a store lies is its store's affair.
+        place["offset"] = blob["offset"] + (0 if packed else offset)
+        place["bytes"] = blob["stored_len"] if packed else nbytes
+    if packed:
+        place["decoded"] = {"offset": offset, "bytes": nbytes}
+    if "crc32" in blob:
+        place["crc32"] = f"{blob['crc32']:08x}"
+    if file["header"]:
+        place["header_blake3"] = file["header"]
+    return place

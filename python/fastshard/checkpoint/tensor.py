@@ -1,0 +1,202 @@
+"""One whole tensor of a checkpoint, read when its values are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..common.dtypes import NUMPY_NAMES, TORCH_NAMES, item_size, numpy_dtype
+from ..common.errors import from_core
+from .planning import thread_count
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import torch
+
+    from .mapped_files import Bytes
+    from .planning import Plan
+
+__all__ = ["Tensor"]
+
+
+def _misaligned(array: Bytes, item: int) -> bool:
+    """True if the bytes start where a view of larger items would be misaligned."""
+    return array.size > 0 and array.ctypes.data % item != 0
+
+
+class Tensor:
+    """One whole tensor of a checkpoint; its values are read when they are asked for."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self._plan = plan
+        self._index = index
+        self.name, self._dtype, shape, self.nbytes, self._pieces = plan.outputs[index]
+        #: Shape of the whole tensor.
+        self.shape: tuple[int, ...] = tuple(shape)
+
+    @property
+    def dtype(self) -> str:
+        """Element type under its safetensors name, e.g. ``BF16``."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def pieces(self) -> list[tuple[str | None, str, tuple[int, ...]]]:
+        """(rank, file, local shape) of what the tensor is made of."""
+        return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
+
+    def get_shape(self) -> list[int]:
+        """Shape, by the name that safetensors' slices give it."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Element type, by the name that safetensors' slices give it."""
+        return self._dtype
+
+    def _bytes(self, start: int, length: int, *, private: bool = False) -> Bytes:
+        """Bytes of the tensor: a view of the mapped file where they are one run, else gathered.
+
+        The view is read-only, or ``private`` to the caller, who may write to it.
+        """
+        try:
+            place = self._plan.core.contiguous(self._index) if length else None
+            if place is not None:
+                file, offset = place
+                view = self._plan.maps.view(file, offset + start, length, private=private)
+                if view is not None:
+                    return view
+            import numpy as np
+
+            buffer = np.empty(length, dtype=np.uint8)
+            self._plan.core.read(self._index, start, buffer, thread_count(None))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return buffer
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """The values as a numpy array of :attr:`shape`.
+
+        Zero-copy and read-only where the bytes are one run of one file on a local filesystem, else
+        gathered. bfloat16 and fp8 come as ml_dtypes types.
+
+        A view stays what it is when the checkpoint is closed, and when another file takes the name
+        of the one that was opened. It shows what is written into that file later, and the process
+        ends by SIGBUS where the file is cut short below what is looked at: ``numpy().copy()`` is
+        safe from then on.
+
+        Raises:
+            FastshardError: ``FS506`` if the file changed since it was opened; what keeps it from
+                being read whole.
+        """
+        dtype = numpy_dtype(self._dtype)
+        array = self._bytes(0, self.nbytes)
+        if _misaligned(array, dtype.itemsize):
+            array = array.copy()
+        return array.view(dtype).reshape(self.shape)
+
+    def torch_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows along the first dimension as a torch tensor, read alone; otherwise as :meth:`torch`."""
+        import torch
+
+        row = self.nbytes // self.shape[0] if self.shape[0] else 0
+        dtype = getattr(torch, TORCH_NAMES[self._dtype])
+        raw = self._private(start * row, (stop - start) * row)
+        values = torch.from_numpy(raw).view(dtype) if raw.size else torch.empty(0, dtype=dtype)
+        return values.reshape((stop - start, *self.shape[1:]))
+
+    def torch(self, device: Any = None) -> torch.Tensor:
+        """The values as a torch tensor of :attr:`shape`.
+
+        On the CPU it is zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it
+        changes neither the file nor other tensors.
+
+        Args:
+            device: where it goes; default the CPU.
+
+        Raises:
+            FastshardError: as :meth:`numpy`.
+        """
+        import torch
+
+        raw = self._private(0, self.nbytes)
+        dtype = getattr(torch, TORCH_NAMES[self._dtype])
+        values = torch.from_numpy(raw).view(dtype) if self.nbytes else torch.empty(0, dtype=dtype)
+        whole = values.reshape(self.shape)
+        return whole if device is None else whole.to(device)
+
+    def jax(self, device: Any = None) -> jax.Array:
+        """The values as a jax array of :attr:`shape`.
+
+        Args:
+            device: where it goes; default as jax has it.
+
+        Raises:
+            ValueError: for 64-bit elements while ``jax_enable_x64`` is off: jax would halve them.
+            FastshardError: as :meth:`numpy`.
+        """
+        import jax
+
+        if not getattr(jax.config, "jax_enable_x64", False) and self._dtype in ("I64", "U64", "F64", "C128"):
+            raise ValueError(f"{self.name} is {self._dtype}: jax would narrow it without jax_enable_x64")
+        array: jax.Array = jax.device_put(self.numpy(), device)
+        return array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        """The values for whoever reads DLPack; bfloat16 and fp8 need torch.
+
+        Raises:
+            BufferError: for bfloat16 and fp8 without torch.
+            FastshardError: as :meth:`numpy`.
+        """
+        return self._lent().__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU."""
+        return (1, 0)
+
+    def _lent(self) -> Any:
+        """The values, as something that lends them by DLPack."""
+        if self._dtype in NUMPY_NAMES:
+            # What is read-only is not lent.
+            return self._private(0, self.nbytes).view(numpy_dtype(self._dtype)).reshape(self.shape)
+        try:
+            return self.torch()
+        except ImportError:
+            raise BufferError(f"{self._dtype} by DLPack needs torch") from None
+
+    def _private(self, start: int, length: int) -> Bytes:
+        """Bytes of the tensor, aligned, that belong to the caller: torch knows no read-only tensors, and writing to a
+        read-only map would end the process."""
+        raw = self._bytes(start, length, private=True)
+        return raw.copy() if _misaligned(raw, item_size(self._dtype)) else raw
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, np.dtype[Any]]:
+        import numpy as np
+
+        array = self.numpy()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        """A slice as numpy, like :meth:`numpy`. Rows along the first dimension are read alone."""
+        if isinstance(key, slice) and self.shape and key.step in (None, 1):
+            start, stop, _ = key.indices(self.shape[0])
+            stop = max(start, stop)
+            dtype = numpy_dtype(self._dtype)
+            row = self.nbytes // self.shape[0] if self.shape[0] else 0
+            array = self._bytes(start * row, (stop - start) * row)
+            if _misaligned(array, dtype.itemsize):
+                array = array.copy()
+            return array.view(dtype).reshape((stop - start, *self.shape[1:]))
+        import numpy as np
+
+        return np.asarray(self.numpy()[key])
+
+    def __repr__(self) -> str:
+        return f"<fastshard.Tensor {self.name} {self._dtype} {list(self.shape)}>"

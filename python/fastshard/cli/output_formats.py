@@ -1,0 +1,218 @@
+"""What ``--output-format`` makes of a run: JSON, and the formats that CI services read.
+
+The names in findings come from whoever made the checkpoint: each format escapes what would end its own syntax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..common.errors import CODES, Finding
+from ..common.gate import accepted, ignored
+from .render import printable, shown
+
+if TYPE_CHECKING:
+    from xml.etree import ElementTree
+
+FORMATS = ("text", "json", "github", "sarif", "junit")
+#: SARIF's and GitHub's words for severities.
+_LEVELS = {"error": "error", "warning": "warning", "note": "note"}
+_COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What there is to tell of a run."""
+
+    #: None if the command line names none.
+    command: str | None
+    arguments: Sequence[str]
+    code: int
+    findings: list[Finding]
+    #: Fields of the result.
+    document: dict[str, Any] = field(default_factory=dict)
+    #: Whether a result was published; None for a command that publishes none.
+    published: bool | None = None
+    not_proven: str | None = None
+    verbose: int = 0
+    quiet: int = 0
+
+
+def asked_for(argv: Sequence[str]) -> str:
+    """The format that a command line asks for, which may not be one that can be parsed."""
+    named = [word.partition("=")[2] for word in argv if word.startswith("--output-format=")]
+    named += [after for word, after in itertools.pairwise(argv) if word == "--output-format"]
+    return next((name for name in named if name in FORMATS), "json" if "--json" in argv else "text")
+
+
+def as_json(told: Told) -> str:
+    """One object: what the run came to, and all findings."""
+    document: dict[str, Any] = {"command": told.command, "exit_code": told.code}
+    if told.published is not None:
+        document["published"] = told.published
+    document |= told.document
+    if told.not_proven is not None:
+        document["not_proven"] = told.not_proven
+    document["findings"] = [f.to_dict() for f in told.findings]
+    return json.dumps(_numbers(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _numbers(value: Any) -> Any:
+    """The value with null for what is no number: JSON has neither NaN nor infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _numbers(part) for key, part in value.items()}
+    return [_numbers(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def as_sarif(told: Told) -> str:
+    """A SARIF 2.1.0 log of one run: a result per finding, the codes as rules."""
+    codes = sorted({f.code for f in told.findings})
+    rules = [
+        {
+            "id": code,
+            "name": "".join(word.capitalize() for word in CODES[code]["name"].split("_")),
+            "shortDescription": {"text": CODES[code]["name"].lower().replace("_", " ")},
+            "fullDescription": {"text": CODES[code]["explanation"]},
+            "defaultConfiguration": {"level": _LEVELS[CODES[code]["severity"]]},
+        }
+        for code in codes
+    ]
+    run = {
+        "tool": {"driver": {"name": "fastshard", "semanticVersion": _core.__version__, "rules": rules}},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [
+            {
+                "arguments": [printable(word) for word in told.arguments],
+                "exitCode": told.code,
+                # A checkpoint that is found wanting is what the tool is for.
+                "executionSuccessful": told.code in (0, 1, 3),
+            }
+        ],
+        "results": [_sarif_result(f, codes.index(f.code)) for f in told.findings],
+    }
+    log = {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [run],
+    }
+    return json.dumps(log, indent=2, ensure_ascii=True) + "\n"
+
+
+def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
+    import hashlib
+    from urllib.parse import quote
+
+    # What makes it the same finding in the next run, whatever its words are by then.
+    place = (finding.code, finding.file, finding.rank, finding.host, finding.tensor)
+    mark = hashlib.blake2b(json.dumps(place).encode(), digest_size=16).hexdigest()
+    location: dict[str, Any] = {
+        # Services show only what has a place; for the whole checkpoint that is its folder.
+        "physicalLocation": {"artifactLocation": {"uri": quote(finding.file or ".", safe="/")}}
+    }
+    if finding.tensor:
+        location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "member"}]
+    told = {
+        key: value
+        for key in ("rank", "host", "expected", "got")
+        if (value := getattr(finding, key)) is not None
+    }
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "ruleIndex": rule,
+        "level": _LEVELS[finding.severity],
+        "message": {"text": _sentence(finding)},
+        "locations": [location],
+        "partialFingerprints": {"fastshardFinding/v1": mark},
+    }
+    if accepted(finding) or ignored(finding):
+        result["suppressions"] = [{"kind": "external", "justification": printable(finding.decided or "")}]
+    return result | ({"properties": told} if told else {})
+
+
+def as_junit(told: Told) -> str:
+    """JUnit XML: the run as one test, and each finding as one; warnings are tests that pass, with words."""
+    from xml.etree import ElementTree as tree
+
+    name = f"fastshard {told.command or ''}".strip()
+    cases = [f for f in told.findings if (f.severity != "note" and not ignored(f)) or told.verbose]
+    wrong = [f for f in cases if f.severity == "error"]
+    # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
+    kind = "error" if told.code == 2 or told.code >= 128 else "failure"
+    unexplained = told.code != 0 and not wrong
+    counts = {
+        "tests": len(cases) + 1,
+        "failures": 0 if kind == "error" else len(wrong) + unexplained,
+        "errors": len(wrong) + unexplained if kind == "error" else 0,
+    }
+    figures = {key: str(value) for key, value in counts.items()}
+    suites = tree.Element("testsuites", {"name": name, **figures})
+    suite = tree.SubElement(suites, "testsuite", {"name": name, **figures, "skipped": "0", "time": "0"})
+    run = _junit_case(suite, name, printable(" ".join(told.arguments)))
+    if unexplained:
+        tree.SubElement(run, kind, {"message": f"exit code {told.code}", "type": "exit"})
+    if told.not_proven is not None:
+        tree.SubElement(run, "system-out").text = printable(f"not proven: {told.not_proven}")
+    for finding in cases:
+        title = f"{finding.code} {finding.file or ''} {finding.tensor or ''}".strip()
+        case = _junit_case(suite, name, printable(title))
+        text = _sentence(finding)
+        if finding.severity == "error":
+            told_as = {"message": printable(str(finding)), "type": finding.code}
+            tree.SubElement(case, kind, told_as).text = text
+        else:
+            tree.SubElement(case, "system-out").text = f"{finding.severity}: {text}"
+    tree.indent(suites)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + tree.tostring(suites, encoding="unicode") + "\n"
+
+
+def _junit_case(suite: ElementTree.Element, classname: str, name: str) -> ElementTree.Element:
+    from xml.etree import ElementTree as tree
+
+    return tree.SubElement(suite, "testcase", {"classname": classname, "name": name, "time": "0"})
+
+
+def as_annotations(told: Told) -> str:
+    """GitHub's workflow commands: an annotation per finding."""
+    lines = []
+    findings, hidden = shown(told.findings, verbose=told.verbose, quiet=told.quiet)
+    for finding in findings:
+        title = _property(f"fastshard {finding.code}")
+        lines.append(f"::{_COMMANDS[finding.severity]} title={title}::{_data(_sentence(finding))}")
+    lines += [
+        f"::notice title=fastshard::{_data(f'and {count} more of {code} (-v shows all)')}"
+        for code, count in hidden.items()
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def without_commands(text: str) -> str:
+    """Text for GitHub's log that nothing in it can drive: a tensor may be named ``::add-path::``."""
+    import secrets
+
+    token = secrets.token_hex(16)
+    return f"::stop-commands::{token}\n{text}\n::{token}::\n"
+
+
+def _sentence(finding: Finding) -> str:
+    """A finding and what to do, for where there is one field for both."""
+    return printable(str(finding)) + (f"\nhelp: {printable(finding.help)}" if finding.help else "")
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+#: Formats whose one document takes stdout.
+DOCUMENTS: dict[str, Callable[[Told], str]] = {"json": as_json, "sarif": as_sarif, "junit": as_junit}

@@ -1,0 +1,1 @@
+"""What every room uses: errors, dtypes, options, small files read safely."""

@@ -1,0 +1,112 @@
+"""What a caller makes of findings: warnings that count as errors (``fail_on``, ``error``), warnings and notes that are put
+aside (``ignore``). An error is accepted by name alone (``accept``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _core
+from .errors import CODES, FastshardError, Finding, from_core, raise_errors
+from .options import meant
+
+__all__ = ["FAIL_ON", "Gate", "accepted", "ignored", "recorded"]
+
+#: Severities from which on a finding is an error.
+FAIL_ON = ("error", "warning")
+_ACCEPT = "accept "
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How findings are judged. Each says in ``decided`` what was done to it."""
+
+    #: True if each warning counts as an error.
+    warnings: bool = False
+    #: Codes whose warnings and notes count as errors.
+    error: tuple[str, ...] = ()
+    #: Codes whose warnings and notes are put aside.
+    ignore: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fail_on: str | None = None, error: Iterable[str] = (), ignore: Iterable[str] = ()) -> Gate:
+        """The gate that options stand for.
+
+        Raises:
+            FastshardError: ``FS515`` for a word or a code that there is not, or one that is given twice.
+        """
+        if fail_on is not None and fail_on not in FAIL_ON:
+            raise FastshardError.of("FS515", "fail_on", expected=" or ".join(FAIL_ON), got=repr(fail_on))
+        raised, aside = _codes("error", error), _codes("ignore", ignore)
+        if both := sorted({*raised} & {*aside}):
+            raise FastshardError.of("FS515", f"{both[0]} is both in error and in ignore", help="give it once")
+        return cls(fail_on == "warning", raised, aside)
+
+    def __bool__(self) -> bool:
+        return self.warnings or bool(self.error or self.ignore)
+
+    def judged(self, findings: Iterable[Finding]) -> list[Finding]:
+        """The findings as they count; what was judged before stays so.
+
+        Raises:
+            FastshardError: ``FS515`` if an error is to be ignored.
+        """
+        findings = list(findings)
+        if not self or not findings:
+            return findings
+        try:
+            text = _core.judge(json.dumps([f.to_dict() for f in findings]), json.dumps(self.to_dict()))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return [Finding.from_dict(f) for f in json.loads(text)]
+
+    def passed(self, findings: Iterable[Finding]) -> list[Finding]:
+        """The findings as they count.
+
+        Raises:
+            FastshardError: if one of them is an error; all go along.
+        """
+        judged = self.judged(findings)
+        raise_errors(judged)
+        return judged
+
+    def to_dict(self, findings: Iterable[Finding] = ()) -> dict[str, Any]:
+        """The gate as the core takes it, with findings of which the manifest is to say how they were decided."""
+        decided = [f.to_dict() for f in dict.fromkeys(findings) if f.decided is not None]
+        return {"warnings": self.warnings, "error": self.error, "ignore": self.ignore, "decided": decided}
+
+
+def _codes(option: str, given: Iterable[str]) -> tuple[str, ...]:
+    codes = []
+    for word in given:
+        code = word.upper() if word.upper().startswith("FS") else f"FS{word}"
+        if code not in CODES:
+            raise FastshardError.of(
+                "FS515",
+                f"{option}: no finding has the code {word}{meant(code, CODES)}",
+                help="`fastshard explain` lists all codes",
+            )
+        codes.append(code)
+    return tuple(dict.fromkeys(codes))
+
+
+def accepted(finding: Finding) -> bool:
+    """True for what was accepted by name."""
+    return (finding.decided or "").startswith(_ACCEPT)
+
+
+def ignored(finding: Finding) -> bool:
+    """True for a warning or note that was put aside."""
+    return (finding.decided or "").startswith("ignore ")
+
+
+def recorded(document: Mapping[str, Any]) -> list[str]:
+    """What was accepted when a manifest was made, as ``accept`` takes it."""
+    found = document.get("findings") or []
+    by = [f.get("decided") for f in found if isinstance(f, dict)]
+    words = [word.removeprefix(_ACCEPT) for word in by if isinstance(word, str) and word.startswith(_ACCEPT)]
+    # The files of a result have names of their own.
+    own = document.get("kind") == "inventory"
+    return sorted({word if own else word.partition("=")[0] for word in words})

@@ -1,0 +1,287 @@
+"""Downloads from Hugging Face's hub: what the cache and ``--local-dir`` keep of them says offline what files must hold.
+
+source: huggingface_hub file_download.py (blobs named by their etag), _local_folder.py (metadata of ``local_dir``)
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .. import _core
+from . import safe_files
+from .errors import FastshardError, Finding
+from .listing import Listing
+
+__all__ = ["Record", "compared", "records", "said_of_missing", "unfinished"]
+
+#: Of a file in LFS its SHA-256, of another the SHA-1 of its git blob. Other etags say nothing.
+_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+#: Where ``--local-dir`` keeps its records.
+_LOCAL = Path(".cache", "huggingface", "download")
+_UNFINISHED = ".incomplete"
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the hub said of a file when it was downloaded."""
+
+    #: The file, as messages name it, and where it is.
+    name: str
+    path: Path
+    #: SHA-256, or SHA-1 of the git blob, by its length.
+    digest: str
+    #: The command that downloads it again.
+    again: str
+    #: What is to be taken away by those who changed the file on purpose.
+    kept_in: Path | None = None
+    #: True if the file has been written since its record was.
+    written_since: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the digest is."""
+        return "sha256" if len(self.digest) == 64 else "git blob sha1"
+
+
+def records(listing: Listing, files: Iterable[tuple[int, str]]) -> list[Record]:
+    """Records of the files, given by root and path, that there are records of."""
+    bases = [_local_bases(root) for root in listing.roots]
+    found = []
+    for root, name in files:
+        if root >= len(listing.roots):
+            # An adapter's, which was named apart.
+            continue
+        path = listing.roots[root] / name
+        if _core.is_elsewhere(listing.roots[root]):
+            continue
+        record = _in_cache(path, name) or _in_local(path, name, bases[root])
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def compared(
+    found: Iterable[Record],
+    weights: Iterable[Path],
+    threads: int,
+    report: Callable[[int, int], object] | None = None,
+) -> list[Finding]:
+    """``FS308`` for files that do not hold what was downloaded; a warning for texts that were edited since.
+
+    Args:
+        found: records of the files to be read.
+        weights: those that hold tensors, which nobody edits.
+        threads: files that are read at a time.
+        report: told how many bytes are read, of how many.
+
+    Raises:
+        FastshardError: if a file cannot be read, ``FS506`` if it changes meanwhile.
+    """
+    found, tensors = list(found), set(weights)
+    total = sum(record.path.stat().st_size for record in found)
+    done = 0
+
+    def read(record: Record) -> str:
+        nonlocal done
+        with safe_files.opened(record.path, label=record.name) as descriptor:
+            before = os.fstat(descriptor)
+            if len(record.digest) == 64:
+                hasher = hashlib.sha256()
+            else:
+                hasher = hashlib.sha1(b"blob %d\0" % before.st_size, usedforsecurity=False)
+            try:
+                while piece := os.read(descriptor, _PIECE):
+                    hasher.update(piece)
+                    done += len(piece)
+            except OSError as error:
+                raise FastshardError.of("FS507", f"cannot read: {error.strerror}", file=record.name) from None
+            after = os.fstat(descriptor)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise FastshardError.of("FS506", "the file changed while it was read", file=record.name)
+        return hasher.hexdigest()
+
+    findings = []
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        running = [pool.submit(read, record) for record in found]
+        for record, one in zip(found, running, strict=True):
+            got = one.result()
+            if report is not None:
+                report(done, total)
+            if got != record.digest:
+                findings.append(_differs(record, got, record.path in tensors))
+    return findings
+
+
+def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
+    edited = record.written_since and not holds_tensors
+    help = f"download it again: {record.again}"
+    if record.kept_in is not None:
+        help += f"; if it was changed on purpose, move its record away: {record.kept_in}"
+    return Finding.of(
+        "FS308",
+        "the file is not what was downloaded: it was written since"
+        if record.written_since
+        else "the file is not what was downloaded",
+        severity="warning" if edited else "error",
+        file=record.name,
+        expected=f"{record.kind} {record.digest}",
+        got=f"{record.kind} {got}",
+        help=help,
+    )
+
+
+def _in_cache(path: Path, name: str) -> Record | None:
+    """The record of a file in the hub's cache: it links to a blob that is named by its hash."""
+    blob = Path(os.path.realpath(path))
+    if blob.parent.name != "blobs" or not _DIGEST.fullmatch(blob.name):
+        return None
+    if not (blob.parent.parent / "snapshots").is_dir():
+        return None
+    return Record(name, path, blob.name, _again(path))
+
+
+def _again(path: Path) -> str:
+    """The command that downloads a file of the cache again."""
+    # models--ORG--NAME/snapshots/REVISION/FILE
+    absolute = path.absolute()
+    for folder in absolute.parents:
+        kind, *parts = folder.parent.parent.name.split("--")
+        if folder.parent.name == "snapshots" and parts:
+            file = absolute.relative_to(folder).as_posix()
+            of = "" if kind == "models" else f" --repo-type {kind.removesuffix('s')}"
+            return f"hf download {shlex.quote('/'.join(parts))} {shlex.quote(file)} --revision {folder.name}{of} --force-download"
+    return f"hf download REPO {shlex.quote(path.name)} --force-download"
+
+
+def _local_bases(root: Path) -> list[Path]:
+    """Folders that files were downloaded into, of which ``root`` is one or lies in one."""
+    absolute = root.absolute()
+    return [base for base in (absolute, *absolute.parents) if (base / _LOCAL).is_dir()]
+
+
+def _in_local(path: Path, name: str, bases: list[Path]) -> Record | None:
+    """The record of a file that was downloaded into a folder."""
+    for base in bases:
+        inside = path.absolute().relative_to(base)
+        kept = base / _LOCAL / inside.parent / f"{inside.name}.metadata"
+        if not kept.is_file():
+            continue
+        # Commit, etag and time, a line each; what is none the hub's library passes over too.
+        lines = safe_files.read_bytes(kept, 4096, whole=False).split(b"\n")
+        with contextlib.suppress(ValueError, IndexError):
+            digest, time = lines[1].decode("ascii").strip(), float(lines[2])
+            if _DIGEST.fullmatch(digest):
+                again = f"hf download REPO {shlex.quote(inside.as_posix())} --local-dir {shlex.quote(str(base))} --force-download"
+                # It allows for a second, too.
+                since = path.stat().st_mtime - 1 > time
+                return Record(name, path, digest, again, kept, since)
+    return None
+
+
+def unfinished(listing: Listing) -> list[Finding]:
+    """What is said of downloads that did not finish, where nothing else is a checkpoint."""
+    return [
+        Finding.of(
+            "FS316",
+            "an unfinished download, not weights",
+            file=str(path),
+            expected="the whole file",
+            got=f"{_size(path)} bytes",
+            help=_finish(root, None),
+        )
+        for root in listing.roots
+        for path in (*_unfinished_in(root), *sorted(root.glob(f"*{_UNFINISHED}")))
+    ]
+
+
+def said_of_missing(listing: Listing, findings: list[Finding]) -> list[Finding]:
+    """The findings, where those for missing files say that their download did not finish."""
+    if not any(f.code == "FS101" and f.file for f in findings):
+        return findings
+    return [_said(listing, f) if f.code == "FS101" and f.file and f.got else f for f in findings]
+
+
+def _said(listing: Listing, finding: Finding) -> Finding:
+    name = finding.file or ""
+    for root in listing.roots:
+        path = root / name
+        beside = path.with_name(path.name + _UNFINISHED)
+        begun = [beside] if beside.is_file() else _begun(path, _local_bases(root))
+        if begun:
+            return replace(
+                finding,
+                code="FS316",
+                message="an unfinished download, not weights",
+                got=f"{_size(begun[0])} bytes in {begun[0].name}",
+                help=_finish(root, path),
+            )
+        blobs = _unfinished_blobs(root)
+        if blobs:
+            # Whose it is nothing tells.
+            got = f"no such file, and {blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
+            return replace(finding, got=got, help=_finish(root, path))
+    return finding
+
+
+def _begun(path: Path, bases: Iterable[Path]) -> list[Path]:
+    """What is there of the download of a file into a folder."""
+    for base in bases:
+        inside = path.absolute().relative_to(base)
+        folder = base / _LOCAL / inside.parent
+        kept = f"{inside.name}.metadata".encode()
+        short = base64.urlsafe_b64encode(hashlib.sha1(kept, usedforsecurity=False).digest()).decode()
+        # Versions before 0.26 keep the file's own name.
+        begins = (f"{short}.", f"{inside.name}.")
+        begun = [p for p in _incomplete(folder) if p.name.startswith(begins)]
+        if begun:
+            return begun
+    return []
+
+
+def _unfinished_in(root: Path) -> list[Path]:
+    blobs = _unfinished_blobs(root)
+    folders = [root / _LOCAL, *(p for p in (root / _LOCAL).glob("**/") if p.is_dir())]
+    return blobs or [path for folder in dict.fromkeys(folders) for path in _incomplete(folder)]
+
+
+def _unfinished_blobs(root: Path) -> list[Path]:
+    """Downloads that did not finish in the cache that a root lies in."""
+    absolute = root.absolute()
+    for folder in (absolute, *absolute.parents):
+        if folder.parent.name == "snapshots":
+            return _incomplete(folder.parent.parent / "blobs")
+    return []
+
+
+def _incomplete(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if p.name.endswith(_UNFINISHED) and p.is_file())
+    except OSError:
+        return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _finish(root: Path, path: Path | None) -> str:
+    """What finishes a download; the same command goes on with it."""
+    told = _again(path or root / "FILE").removesuffix(" --force-download")
+    if path is None:
+        told = told.replace(" FILE", "", 1)
+    bases = _local_bases(root)
+    local = f" --local-dir {shlex.quote(str(root))}" if "REPO" in told and bases else ""
+    return f"finish the download: {told}{local}"

@@ -1,0 +1,380 @@
+"""What files a checkpoint consists of: names and sizes, no content."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from . import safe_files
+from .errors import FastshardError, Finding, error_for
+from .options import StrPath
+
+#: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
+_RELEVANT = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".distcp",
+    ".json",
+    ".yml",
+    ".yaml",
+    ".metadata",
+    "latest",
+)
+#: Names that a checkpoint's readers open, besides: what is no regular file under one of them is missing.
+_READ = (
+    *_RELEVANT,
+    "latest_universal",
+    "latest_checkpointed_iteration.txt",
+    "_METADATA",
+    "_sharding",
+    ".zarray",
+    ".ocdbt",
+    ".model",
+    "merges.txt",
+)
+#: Files that a folder cannot stand in for.
+_TEXTS = {
+    "config.json",
+    "layout.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    ".metadata",
+}
+
+#: What tells the folder of an array in a store.
+_ARRAY = (".zarray", "zarr.json")
+
+#: Files that say something about tensors and hold none: by their names, and by how these end.
+_NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
+_NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
+
+#: Most files looked at below one root: a checkpoint directory, not a whole disk.
+MAX_FILES = 2_000_000
+
+#: `s3://bucket/folder` and the like.
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint, by its path relative to one of the roots."""
+
+    root: int
+    path: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Last component of the path."""
+        # Called for every file by every adapter: pathlib would take most of the time of opening.
+        return self.path.rpartition("/")[2]
+
+    @property
+    def folder(self) -> str:
+        """Folder relative to the root; empty for the root itself."""
+        return self.path.rpartition("/")[0]
+
+
+@dataclass
+class Listing:
+    """All files below the roots of one checkpoint; it does not change once it is made."""
+
+    roots: list[Path]
+    files: list[File]
+    findings: list[Finding] = field(default_factory=list)
+    #: Set if CKPT named one file.
+    single: bool = False
+    #: The one file that was named, or the folder, for each root.
+    named: list[Path] = field(default_factory=list)
+    #: Where links may lead: the roots, and the blobs of a Hugging Face cache.
+    links_within: tuple[Path, ...] = ()
+
+    def given(self) -> list[str]:
+        """The paths of the files, where files were named, else the roots."""
+        return (
+            [str(self.roots[f.root] / f.path) for f in self.files]
+            if self.single
+            else [str(r) for r in self.roots]
+        )
+
+    @cached_property
+    def _by_folder(self) -> dict[str, list[File]]:
+        found: dict[str, list[File]] = {}
+        for file in self.files:
+            found.setdefault(file.folder, []).append(file)
+        return found
+
+    @cached_property
+    def _by_path(self) -> dict[str, File]:
+        return {file.path: file for file in reversed(self.files)}
+
+    def folders(self) -> list[str]:
+        """Folders that hold files, shortest first."""
+        return sorted(self._by_folder, key=lambda p: (p.count("/"), p))
+
+    def within(self, folder: str) -> list[File]:
+        """Files directly in a folder, over all roots, by name."""
+        return sorted(self._by_folder.get(folder, []), key=lambda f: (f.name, f.root))
+
+    def find(self, path: str) -> File | None:
+        """The file at a relative path, in the first root that has it."""
+        return self._by_path.get(path)
+
+    def read_text(self, file: File, limit: int = safe_files.MAX_TEXT) -> str:
+        """Content of a text file of at most ``limit`` bytes.
+
+        Raises:
+            FastshardError: if it cannot be read, is too large (``FS601``), or is not UTF-8 (``FS211``).
+        """
+        return safe_files.read_text(self.roots[file.root] / file.path, limit, label=file.path)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder in which files that go along with a model are looked for by name, and where its links may lead.
+
+    A folder that was named, or lies in one that was, is the user's choice: a link that leaves it is an error, as it is
+    for weights. Another one, above or beside what was named, may be anybody's: a file there is taken if nobody but the
+    user, the administrator and the owner of what was named can have put it there, and passed over otherwise.
+    """
+
+    path: Path
+    #: Where links may lead.
+    within: tuple[Path, ...]
+    #: For a folder that was not named: what was, above or beside which it lies.
+    beside: Path | None = None
+    #: True where it has been said already which files are not what their names say.
+    sifted: bool = False
+
+    @classmethod
+    def named(cls, path: Path) -> Folder:
+        """A folder that was named."""
+        return cls(path, linked(path))
+
+    def file(self, name: str) -> Path | None:
+        """The file of this name; None if there is none, or it is passed over.
+
+        Raises:
+            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder, ``FS316``
+                for a pointer of Git LFS and the like.
+        """
+        path = self.path / name
+        if is_array(path) or (self.beside is not None and self._why_not(path) is not None):
+            return None
+        if not safe_files.is_file(path):
+            return None
+        if self.beside is None and not _is_within(real := _real(path), self.within):
+            help = "copy the file there if it is meant, or name it by itself (--tokenizer, --config)"
+            raise error_for([replace(_leaves(os.fspath(path), real), help=help)])
+        if (other := safe_files.stand_in(path)) is not None:
+            if self.sifted:
+                return None
+            raise error_for([other])
+        return path
+
+    def names(self) -> list[str]:
+        """Names of what lies there, in order; none where that cannot be told."""
+        try:
+            return sorted(os.listdir(self.path))  # noqa: PTH208 - names, not paths
+        except OSError:
+            return []
+
+    def why_not(self, name: str) -> str | None:
+        """Why the file of this name is passed over; None if it is not, or there is none."""
+        path = self.path / name
+        return self._why_not(path) if self.beside is not None and path.is_file() else None
+
+    def _why_not(self, path: Path) -> str | None:
+        assert self.beside is not None, "what was named is the user's choice"
+        real, top = _real(path), _real(self.beside.absolute().parent)
+        if not _is_within(real, (*self.within, top)):
+            return "a link leads to it that leaves its folder"
+        try:
+            owners = {0, os.geteuid(), self.beside.stat().st_uid}
+            between = [folder for folder in real.parents if folder.is_relative_to(top)]
+            for folder in {top, *between}:
+                status = folder.stat()
+                if status.st_mode & stat.S_IWOTH:
+                    return f"everybody may write to {folder}"
+                if status.st_uid not in owners:
+                    return f"{folder} belongs to another user"
+        except OSError as error:
+            return f"its folder cannot be looked at: {error.strerror}"
+        return None
+
+
+def linked(root: Path) -> tuple[Path, ...]:
+    """Where links of a folder may lead: into itself, and into the blobs of the Hugging Face cache that it is part of."""
+    real = root.resolve()
+    # snapshots/REVISION/... beside blobs/. source: huggingface_hub file_download.py
+    snapshots = next(
+        (folder.parent for folder in (real, *real.parents) if folder.parent.name == "snapshots"), None
+    )
+    return (real,) if snapshots is None else (real, snapshots.parent / "blobs")
+
+
+def is_array(folder: Path) -> bool:
+    """True for the folder of an array in a store, which may have the name of any file."""
+    return any((folder / name).is_file() for name in _ARRAY)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_within(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _leaves(file: str, target: Path) -> Finding:
+    return Finding.of(
+        "FS603",
+        "a link that leaves the checkpoint",
+        file=file,
+        expected="a link that stays inside the folders given, or a Hugging Face cache",
+        got=str(target),
+        help="name the target's directory as a further CKPT, or copy the file",
+    )
+
+
+def is_utf8(name: str) -> bool:
+    """False for a name of a file whose bytes are no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
+    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may have any.
+
+    Args:
+        name: the part that goes there.
+        path: what the message names; default that.
+
+    Raises:
+        FastshardError: ``FS514`` for a name that is not UTF-8.
+    """
+    if not name.isascii() and not is_utf8(name):
+        shown = os.fsencode(name if path is None else path).decode(errors="backslashreplace")
+        raise FastshardError.of("FS514", "a name that is not UTF-8", file=shown, help="rename it")
+
+
+def list_roots(paths: Iterable[StrPath]) -> Listing:
+    """Lists the files below each path. A path may name one file.
+
+    Symbolic links are followed where their target lies in one of the roots, or in the ``blobs``
+    folder of a Hugging Face cache.
+
+    Raises:
+        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
+            for a FIFO, a device or a socket, and for files of which none can hold tensors, ``FS514`` for an address
+            of another machine, ``FS515`` for an empty path.
+    """
+    roots: list[Path] = []
+    files: list[File] = []
+    findings: list[Finding] = []
+    paths = list(paths)
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            # An empty one would be the current directory.
+            raise FastshardError.of(
+                "FS515", "no path of a checkpoint", expected="a folder or a file", got=repr(path)
+            )
+    if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
+        raise FastshardError.of(
+            "FS514",
+            "addresses are not read yet",
+            file=address,
+            expected="a path on this machine",
+            help="copy the checkpoint here, or mount the store",
+        )
+    given = [Path(p) for p in paths]
+    single = False
+    for path in given:
+        try:
+            status = path.stat()
+            is_file = stat.S_ISREG(status.st_mode)
+            if stat.S_ISDIR(status.st_mode):
+                os.scandir(path).close()
+        except FileNotFoundError:
+            raise FastshardError.of("FS501", "no such file or directory", file=str(path)) from None
+        except PermissionError:
+            raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
+        except OSError as error:
+            raise FastshardError.of("FS507", f"cannot open: {error.strerror}", file=str(path)) from None
+        except ValueError as error:
+            raise FastshardError.of("FS501", f"no name of a file: {error}", file=str(path)) from None
+        if not is_file and not stat.S_ISDIR(status.st_mode):
+            raise error_for([safe_files.unfit(path, safe_files.special(status.st_mode) or "", "FS513")])
+        root = path.parent if is_file else path
+        index = len(roots)
+        roots.append(root)
+        if is_file:
+            single = True
+            files.append(File(index, path.name, status.st_size))
+    if single and all(p.name in _NO_TENSORS or p.name.endswith(_NO_TENSORS_ENDS) for p in given):
+        raise FastshardError.of(
+            "FS513",
+            "this file holds no tensors",
+            file=str(given[0]),
+            expected="a checkpoint's folder, or a file of its tensors",
+            help=f"name the folder that holds it: {given[0].parent}",
+        )
+    within = tuple(dict.fromkeys(folder for root in roots for folder in linked(root)))
+    for index, path in enumerate(given):
+        if roots[index] is path:
+            _walk(index, path, within, files, findings)
+    return Listing(roots, files, findings, single, given, within)
+
+
+def _walk(
+    index: int, root: Path, within: tuple[Path, ...], files: list[File], findings: list[Finding]
+) -> None:
+    def unreadable(error: OSError) -> None:
+        findings.append(Finding.of("FS502", "may not be read", file=str(error.filename)))
+
+    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        # Staging folders of interrupted runs are nobody's checkpoint.
+        subfolders[:] = sorted(d for d in subfolders if ".fastshard-" not in d)
+        for name in subfolders:
+            full = Path(folder) / name
+            if name in _TEXTS and not is_array(full):
+                findings.append(safe_files.unfit(full.relative_to(root).as_posix(), "a directory"))
+        for name in sorted(names):
+            full = Path(folder) / name
+            relative = full.relative_to(root).as_posix()
+            try:
+                if full.is_symlink():
+                    target = full.resolve(strict=True)
+                    if not _is_within(target, within):
+                        # What goes along under another name is looked at where it is taken.
+                        if name.endswith(_RELEVANT):
+                            findings.append(_leaves(relative, target))
+                        continue
+                status = full.stat()
+            except (OSError, RuntimeError) as error:
+                # Links that lead in a circle are a RuntimeError of pathlib before Python 3.13.
+                if full.is_symlink() and not name.endswith(_RELEVANT):
+                    continue
+                why = (error.strerror if isinstance(error, OSError) else None) or "its links lead in a circle"
+                findings.append(Finding.of("FS101", f"cannot be read: {why}", file=relative))
+                continue
+            kind = safe_files.special(status.st_mode)
+            if kind is not None:
+                if name.endswith(_READ):
+                    findings.append(safe_files.unfit(relative, kind))
+                continue
+            files.append(File(index, relative, status.st_size))
+            if len(files) > MAX_FILES:
+                raise FastshardError.of(
+                    "FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?"
+                )

@@ -1,0 +1,82 @@
+"""The budget of memory that a call was given, for what is read and planned before the engine divides it.
+
+Where none is stated the default grows with what the plan takes, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+from .. import _core
+from .byte_sizes import parse_size
+from .errors import FastshardError
+from .option_checks import checked
+
+_STATED: ContextVar[int | None] = ContextVar("stated", default=None)
+
+#: Files smaller than this are read without asking.
+_SMALL = 1 << 20
+#: Bytes of memory per byte of a text at least: it as bytes, as text, and what is made of it.
+_PER_BYTE = 3
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def stated() -> int | None:
+    """Bytes of anonymous memory that the process may hold, if the call says so."""
+    return _STATED.get()
+
+
+@contextlib.contextmanager
+def of(memory: str | int | None) -> Iterator[None]:
+    """States a budget for what is done inside; None leaves it as it is.
+
+    Raises:
+        FastshardError: ``FS515`` if it is no size.
+    """
+    if memory is None:
+        yield
+        return
+    token = _STATED.set(parse_size(memory, "memory"))
+    try:
+        yield
+    finally:
+        _STATED.reset(token)
+
+
+def kept(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose keyword argument ``memory`` holds for all that it reads and plans; its options are checked."""
+    called = checked(function)
+
+    @functools.wraps(function)
+    def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        with of(kwargs.get("memory")):  # type: ignore[arg-type]
+            return called(*args, **kwargs)
+
+    return within
+
+
+def ask(size: int, file: str) -> None:
+    """Asks for what reading a text of ``size`` bytes takes.
+
+    Raises:
+        FastshardError: ``FS512`` if that is more than the budget.
+    """
+    limit = stated()
+    if limit is None or size < _SMALL:
+        return
+    need = _core.anonymous_memory() + size * _PER_BYTE
+    if need > limit:
+        raise FastshardError.of(
+            "FS512",
+            "the memory budget is too small for what the file says",
+            file=file,
+            expected=f"at least {-(-need >> 20)} MiB",
+            got=f"{limit >> 20} MiB",
+            help="raise --memory",
+        )

@@ -1,0 +1,63 @@
+"""What lies in the place of a file: a pointer of Git LFS, a saved web page, nothing. Of weights the core says it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from . import safe_files
+from .errors import Finding
+from .listing import File, Listing
+
+__all__ = ["is_known", "near", "sifted"]
+
+#: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules that do.
+_NAMES = (
+    "*.index.json", "config.json", "adapter_config.json", "layout.json", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "tekken.json", "*.tiktoken", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def is_known(name: str) -> bool:
+    """True for the name of a file of text that readers of a checkpoint take by name."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
+
+
+def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
+    """The listing without the files that are not what their names say, and what each is, by its path.
+
+    Weights stay: their readers say it of those that are read.
+    """
+    if listing.single:
+        return listing, {}
+    found: dict[str, Finding] = {}
+    kept: list[File] = []
+    for file in listing.files:
+        path = listing.roots[file.root] / file.path
+        is_other = safe_files.stand_in(path, file.path) if is_known(file.name) else None
+        if is_other is None:
+            kept.append(file)
+        else:
+            found.setdefault(file.path, is_other)
+    return (replace(listing, files=kept), found) if found else (listing, found)
+
+
+def near(found: dict[str, Finding], folders: Iterable[str]) -> list[Finding]:
+    """The findings for files in folders of what is read, and above these; other files nobody has asked for.
+
+    Args:
+        found: what lies in the place of files, by their paths.
+        folders: relative to a root.
+    """
+    places = set()
+    for folder in folders:
+        at = PurePosixPath(folder)
+        places |= {"" if one == PurePosixPath() else one.as_posix() for one in (at, *at.parents)}
+    # Trainers keep what they took from Hugging Face there.
+    places |= {f"{folder}/huggingface".removeprefix("/") for folder in places}
+    return [finding for path, finding in found.items() if path.rpartition("/")[0] in places]

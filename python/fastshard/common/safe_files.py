@@ -1,0 +1,288 @@
+"""Regular files: the one place that opens what a checkpoint holds or a user names.
+
+A FIFO would be waited for, a device read without end; a file may be another one than it was when it
+was listed. So files are opened without waiting, looked at through the descriptor, and read up to a
+bound, whatever their size is said to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from .. import _core
+from . import memory_budget
+from .errors import FastshardError, Finding, error_for, from_core
+from .options import StrPath
+
+#: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
+MAX_TEXT = 64 << 20
+#: Bytes at most of an index, which names every tensor; what is written has no larger one.
+MAX_INDEX = 512 << 20
+#: Bytes at most of a config or a layout that a user names.
+MAX_CONFIG = 16 << 20
+
+#: Texts that say something if they hold anything.
+_NEVER_EMPTY = (".json", ".model", ".tiktoken")
+#: Bytes that tell what a file is. No pointer of Git LFS is longer.
+_HEAD = 1024
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_PIECE = 1 << 20
+_ALL = (1 << 64) - 1
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def special(mode: int) -> str | None:
+    """What a file is by its mode, if it is no regular one: ``a FIFO``, ``a directory`` ..."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def unfit(path: StrPath, kind: str, code: str = "FS601") -> Finding:
+    """The finding for what should be a regular file and is another ``kind``."""
+    folder = kind == _KINDS[stat.S_IFDIR]
+    return Finding.of(
+        code,
+        "a folder, not a file" if folder else "no regular file",
+        file=os.fspath(path),
+        expected="a file" if folder else "a regular file",
+        got=kind,
+        help="name a file; where a checkpoint should hold one, put the file itself there"
+        if folder
+        else "put a copy of the file itself there; pipes, devices and sockets are not read",
+    )
+
+
+def is_file(path: StrPath, code: str = "FS601") -> bool:
+    """True for a regular file, or a link to one; False if there is nothing of that name.
+
+    Raises:
+        FastshardError: ``code`` if something else has the name, ``FS502`` or ``FS507`` if the system does not
+            tell what it is: a file that cannot be looked at is not absent.
+    """
+    try:
+        kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise _cannot(error, os.fspath(path)) from None
+    if kind is not None:
+        raise error_for([unfit(path, kind, code)])
+    return True
+
+
+@contextlib.contextmanager
+def opened(
+    path: StrPath, *, label: str | None = None, code: str = "FS601", most: int = _ALL
+) -> Iterator[int]:
+    """A descriptor of a regular file for reading.
+
+    Args:
+        path: the file.
+        label: how messages name it; default the path.
+        code: of the finding if it is no regular file.
+        most: bytes that are read of it, for one that comes from another host.
+
+    Raises:
+        FastshardError: ``code``; ``FS501`` if there is no such file, ``FS502`` if it may not be read,
+            ``FS507`` for other errors of the system.
+    """
+    name = label or os.fspath(path)
+    try:
+        _core.bring(path, 0, most)
+    except ValueError as error:
+        raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    try:
+        # Looked at before it is opened too: to open a device may already do something.
+        kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
+        descriptor = -1 if kind else os.open(path, _FLAGS)
+    except OSError as error:
+        raise _cannot(error, name) from None
+    except ValueError as error:
+        raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
+    try:
+        if kind is None:
+            try:
+                kind = special(os.fstat(descriptor).st_mode)
+            except OSError as error:
+                raise _cannot(error, name) from None
+        if kind is not None:
+            raise error_for([unfit(name, kind, code)])
+        yield descriptor
+    finally:
+        if descriptor >= 0:
+            # It was only read: that it cannot be closed changes nothing.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def read_bytes(
+    path: StrPath, limit: int, *, label: str | None = None, code: str = "FS601", whole: bool = True
+) -> bytes:
+    """Content of a regular file; with ``whole`` false its first ``limit`` bytes.
+
+    Raises:
+        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes.
+    """
+    parts: list[bytes] = []
+    left = limit + whole
+    with opened(path, label=label, code=code, most=left) as descriptor:
+        try:
+            size = os.fstat(descriptor).st_size
+        except OSError as error:
+            raise _cannot(error, label or os.fspath(path)) from None
+        if whole and size > limit:
+            # Known before it is read; what grows meanwhile is bounded below.
+            raise _too_large(label or os.fspath(path), code, limit, f"{size} bytes")
+        memory_budget.ask(min(left, size), label or os.fspath(path))
+        while left > 0:
+            try:
+                part = os.read(descriptor, min(left, _PIECE))
+            except OSError as error:
+                raise _cannot(error, label or os.fspath(path)) from None
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+    if whole and left == 0:
+        raise _too_large(label or os.fspath(path), code, limit, "more")
+    return b"".join(parts)
+
+
+def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
+    return FastshardError.of(
+        code, "a file that is read whole", file=name, expected=f"{limit} bytes at most", got=got
+    )
+
+
+def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str = "FS601") -> str:
+    """Content of a regular file that is UTF-8 text.
+
+    Raises:
+        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or the like.
+    """
+    content = read_bytes(path, limit, label=label, code=code)
+    # Of an empty one whoever reads it says what it lacks.
+    found = _stand_in(label or os.fspath(path), content[:_HEAD], len(content)) if content else None
+    if found is not None:
+        raise error_for([found])
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FastshardError.of(
+            "FS211", f"not UTF-8 text: {error.reason} at byte {error.start}", file=label or os.fspath(path)
+        ) from None
+
+
+def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
+    """The finding for a text that is not what its name says: a pointer of Git LFS, a web page, nothing; else None.
+
+    Args:
+        path: an index, a config or a file of a tokenizer.
+        label: how messages name it; default the path.
+
+    Raises:
+        FastshardError: as :func:`opened`.
+    """
+    head = read_bytes(path, _HEAD, label=label, whole=False)
+    size = len(head) if len(head) < _HEAD else os.stat(path).st_size  # noqa: PTH116 - takes any path
+    return _stand_in(label or os.fspath(path), head, size)
+
+
+def _stand_in(name: str, head: bytes, size: int) -> Finding | None:
+    if size == 0 and not name.endswith(_NEVER_EMPTY):
+        return None
+    found = _core.stand_in(name, head, size)
+    return None if found is None else Finding.from_dict(json.loads(found))
+
+
+def same(one: StrPath, other: StrPath) -> bool:
+    """True if two regular files are one file or have the same bytes.
+
+    Raises:
+        FastshardError: as :func:`opened`.
+    """
+    with opened(one) as first, opened(other) as second:
+        if os.path.sameopenfile(first, second):
+            return True
+        if os.fstat(first).st_size != os.fstat(second).st_size:
+            return False
+        try:
+            return all(a == b for a, b in zip_longest(_pieces(first), _pieces(second)))
+        except OSError as error:
+            raise _cannot(error, f"{os.fspath(one)}, {os.fspath(other)}") from None
+
+
+def replaceable(path: StrPath) -> Path:
+    """Where a file of this name is to be written: links followed, nothing there or a regular file.
+
+    Raises:
+        FastshardError: ``FS515`` if it is something else; ``FS501`` without the folder.
+    """
+    if not os.fspath(path):
+        raise FastshardError.of("FS515", "a path that is empty", expected="a file to write")
+    target = Path(os.path.realpath(path))
+    try:
+        kind = special(target.lstat().st_mode)
+    except FileNotFoundError:
+        if not target.parent.is_dir():
+            raise FastshardError.of("FS501", "no such folder", file=str(target.parent)) from None
+        return target
+    except OSError as error:
+        raise _cannot(error, str(path)) from None
+    if kind is not None:
+        raise error_for([unfit(path, kind, "FS515")])
+    return target
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a small file beside its place and renames it there, on disk before it has the name.
+
+    Raises:
+        FastshardError: ``FS502`` or ``FS507``; what was there is as it was.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # Nothing that is there already, no link either, is written to.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(beside, flags, 0o666)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+    except OSError as error:
+        code = "FS502" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "FS507"
+        raise FastshardError.of(
+            code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
+        ) from None
+
+
+def _pieces(descriptor: int) -> Iterator[bytes]:
+    while piece := os.read(descriptor, _PIECE):
+        yield piece
+
+
+def _cannot(error: OSError, name: str) -> FastshardError:
+    if error.errno in (errno.ENXIO, errno.ENODEV):
+        return error_for([unfit(name, "a socket or device")])
+    code = {errno.ENOENT: "FS501", errno.ENOTDIR: "FS501", errno.EACCES: "FS502", errno.EPERM: "FS502"}
+    return FastshardError.of(code.get(error.errno or 0, "FS507"), f"cannot read: {error.strerror}", file=name)

@@ -1,0 +1,1 @@
+"""Convert, merge and load checkpoints."""

@@ -1,0 +1,466 @@
+"""Merging and converting: plan, check against what is expected, write, publish."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.manifests import (
+    MANIFEST_NAME,
+    MAX_MANIFEST,
+    Expected,
+    Manifest,
+    beside,
+    expected_by,
+    run_options,
+)
+from ..checkpoint.planning import Plan, make_plan, to_be_written
+from ..common import memory_budget, safe_files, target_options
+from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
+from ..common.option_checks import checked
+from ..common.options import PLANNING, Merging, Planned, StrPath, Writing
+from ..common.progress import Progress, Report
+from ..expected import reference
+from ..layouts.declaration import Source as Declared
+from ..models import sidecar_files
+from ..models import tokenizer as tokenizers
+from ..models.tokenizer import Tokenizer
+from ..targets.request import Request
+from ..zarr import array_writer
+from .distributed import host_parts, rendezvous
+from .distributed import node_local as lending
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["convert", "merge", "plan"]
+
+
+@checked
+def plan(
+    source: CheckpointSource,
+    to: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    dtype: str = "keep",
+    replicas: str = "equal",
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    max_shard_size: str | int = "5GB",
+    weights: str | None = None,
+    optimizer: bool = False,
+    tokenizer: StrPath | None = None,
+    **more: Unpack[Planned],
+) -> Plan:
+    """Plans a merge (``to=None``) or a conversion and writes nothing.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        to: target layout, e.g. ``"hf"``; None merges under the source's own names.
+        vocab_size: true vocabulary; rows beyond it are dropped.
+        dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
+        replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
+        include: glob patterns of output names to write; all if empty.
+        exclude: glob patterns of output names to leave out.
+        max_shard_size: most bytes of tensors in an output file, e.g. ``5GB``; its header comes on top.
+        weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
+            they are stored. They must agree: ``params``, given, makes it a warning if they do not.
+        optimizer: optimizer state too: a merge has it as ``NAME.exp_avg`` and the like, ``dcp``, ``universal``, ``maxtext``
+            and ``orbax`` in their own form.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
+        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.common.target_options` lists them.
+
+    Raises:
+        FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
+            as :attr:`Plan.findings`.
+    """
+    opening = dict(more)
+    placed = target_options.of(opening)
+    checkpoint = as_checkpoint(source, **opening)
+    request = Request(
+        to,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        replicas=replicas,
+        include=include,
+        exclude=exclude,
+        max_shard_size=max_shard_size,
+        weights=weights,
+        optimizer=optimizer,
+        options=placed,
+        tokenizer=_words(tokenizer, checkpoint.opened.source, to, vocab_size),
+    )
+    return _made(checkpoint, request)
+
+
+def _made(checkpoint: Checkpoint, request: Request) -> Plan:
+    """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
+    made = to_be_written(make_plan(checkpoint.opened, request))
+    source, words = made.source, request.tokenizer
+    if made.target == "merge" and not source.model.hf_names:
+        # Nothing goes along but what is given; a config would have told the model's names.
+        held = {*sidecar_files.OTHERS, *tokenizers.NAMES}
+    else:
+        held = {*sidecar_files.beside(source.places, None), *(words.files if words else ())}
+    held |= set() if source.model.config is None else {"config.json"}
+    made.findings += sidecar_files.passed_over(source.places, held)
+    return made
+
+
+def _words(
+    given: StrPath | None, source: Declared, to: str | None, vocab_size: int | None
+) -> Tokenizer | None:
+    """The tokenizer given, else the one beside a source.
+
+    Raises:
+        FastshardError: what is wrong with it, if anything of it decides or goes along.
+    """
+    try:
+        return tokenizers.find(given, source.places)
+    except FastshardError as error:
+        # A merge under the framework's own names takes none along, and keeps all rows.
+        decides = given is not None or vocab_size is not None or to is not None or source.model.hf_names
+        if decides or error.code != "FS603":
+            raise
+        return None
+
+
+@memory_budget.kept
+def convert(
+    source: CheckpointSource,
+    out: StrPath,
+    to: str | None = "hf",
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    tokenizer: StrPath | None = None,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    sparse: bool = False,
+    stats: bool = False,
+    progress: Report = False,
+    rank: int | str | None = None,
+    world: int | None = None,
+    timeout: float | None = None,
+    node_local: bool = False,
+    **options: Unpack[Writing],
+) -> Manifest:
+    """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        to: target layout; None merges under the source's own names.
+        expect: a manifest to check the source (or the result) against, or a config as for
+            :func:`fastshard.open`. A manifest beside the source is used by itself.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
+        memory: anonymous memory of the process that is not exceeded, baseline included. Default
+            256 MiB, or 128 MiB on top of what the process holds already where that is more.
+        threads: worker threads; default all cores.
+        resume: continue an interrupted run of the same plan.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        sparse: leave holes in the result's files where they hold zeros, and reserve no space.
+        stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
+        progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
+            end with all of them done. It may raise to stop the run.
+        rank: this process's rank where several make the result together, on one host or many: a number from 0, or
+            ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike. None: one process.
+        world: how many ranks there are, where no launcher says so.
+        timeout: seconds that ranks wait for one another; default 600.
+        node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole. What is made of
+            several hosts' files goes from host to host by way of the destination; ``FS525`` says how much that was.
+        options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
+
+    Returns:
+        The manifest of the result.
+
+    Raises:
+        FastshardError: with all findings; nothing is published then, unless its ``published`` says where.
+        BaseException: what ``progress`` or a signal handler raised (KeyboardInterrupt), with an attribute
+            ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
+            ``FS519`` if it came too late and the result is published.
+    """
+    this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
+    asked: dict[str, Any] = {
+        "to": to,
+        "resume": resume,
+        "overwrite": overwrite,
+        "sparse": sparse,
+        "stats": stats,
+        "node_local": node_local,
+    }
+    alike = rendezvous.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
+    left = _left(out) if this is not None and not overwrite and resume else set()
+    late = this is not None and not overwrite and left is not None and "complete" not in left
+    own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
+    if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
+        if left and "removed" in left:
+            # Some that have published it were gone before all was removed. What cannot be is left to `gc`, and another
+            # rank may be at it.
+            with contextlib.suppress(_core.CoreError):
+                _core.collect(os.fspath(out), None, rendezvous.patience(wait), False)
+        return done
+    with (
+        rendezvous.met(out, this, wait, alike) as meeting,
+        lending.lent(meeting, source, node_local) as lent,
+        Progress(progress) as bar,
+    ):
+        # Each rank compares a part of the source with its manifest, where it has one.
+        share = (this.rank + 1, this.world) if this else (1, 1)
+        whole = source if lent is None else lent.sources
+        job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
+        reference.apart(job.checkpoint.opened.reference, out)
+        writing: dict[str, Any] = {
+            "resume": resume,
+            "overwrite": overwrite,
+            "fsync": fsync,
+            "sparse": sparse,
+            "stats": stats,
+        }
+        if this is not None:
+            writing["patience"] = rendezvous.patience(wait)
+        if lent is not None:
+            writing["near"] = lent.near
+        with carrying(job.made.core):
+            written = job.made.core.write(
+                os.fspath(out),
+                job.options(**writing),
+                bar.phase("writing"),
+                array_writer.writer() if job.made.writes_arrays else None,
+                (job.copies, job.checkpoint.listing.given()),
+                bar.tell,
+                meeting=meeting.core if meeting else None,
+                about=lent.about(alike, job.checkpoint.opened.behind) if lent else None,
+            )
+            manifest = job.manifest(written)
+        if lent is not None:
+            told = [lent.told()] if this is not None and this.rank == 0 else []
+            manifest.findings[:] = [*lent.named(manifest.findings), *told]
+        return manifest
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan and all that is needed to carry it out."""
+
+    checkpoint: Checkpoint
+    made: Plan
+    #: Memory, threads and the like.
+    run: dict[str, Any]
+    #: Files that go along with the result: (name, path).
+    copies: list[tuple[str, str]]
+    #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
+    above: dict[str, str]
+    #: True if the source was compared with a manifest, so that nothing in it can be swapped.
+    settled: bool
+    #: What was found before the work.
+    findings: list[Finding]
+
+    def options(self, *, stats: bool, **writing: Any) -> str:
+        """How to write, as the core takes it."""
+        return json.dumps({
+            **self.run,
+            **writing,
+            "stats": "full" if stats else "nothing",
+            "values": self.made.source.values,
+            "above": self.above,
+            "expected": self.settled,
+            "gate": self.checkpoint.opened.gate.to_dict(self.findings),
+        })  # fmt: skip
+
+    def manifest(self, written: str) -> Manifest:
+        """The manifest of what the core has written."""
+        outcome = json.loads(written)
+        found = [Finding.from_dict(f) for f in outcome["findings"]]
+        return Manifest(outcome["manifest"], [*self.findings, *found])
+
+
+def prepared(
+    source: CheckpointSource,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    memory: str | int | None,
+    threads: int | None,
+    options: Mapping[str, Any],
+    bar: Progress,
+    share: tuple[int, int] | None,
+) -> Job:
+    """Opens, plans, and compares part ``share`` (n of t) of the source with what is expected, nothing if None; the other
+    arguments are those of :func:`convert`.
+
+    Raises:
+        FastshardError: with all findings that keep the result from being made.
+    """
+    expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
+    raise_errors(made.findings)
+    # The default grows with what the plan takes.
+    run = run_options(memory, threads, checkpoint.opened.catalog)
+    findings = [] if share is None else compared(expected, checkpoint, made, run, bar, share)
+    # What was compared with a manifest is where it belongs.
+    settled = (expected.manifest or beside(checkpoint)) is not None or host_parts.settled(checkpoint)
+    found = [f for f in made.findings if not settled or f.code not in UNPROVEN]
+    copies = along(made, words, given=tokenizer is not None)
+    given = set(words.files) if words and tokenizer is not None else set()
+    # A config that is not given was compared when it was read.
+    said = {"config.json", *given}
+    findings += checkpoint.opened.gate.passed(
+        sidecar_files.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said))
+    )
+    return Job(checkpoint, made, run, copies, _above(made, copies, given), settled, [*found, *findings])
+
+
+def _above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
+    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
+    too."""
+    paths = {name: Path(path) for name, path in copies if name not in given}
+    said = made.source.model.config_file
+    if said is not None and "config.json" in made.texts:
+        paths["config.json"] = said
+    return sidecar_files.from_above(made.source.places, paths)
+
+
+def compared(
+    expected: Expected,
+    checkpoint: Checkpoint,
+    made: Plan,
+    run: dict[str, Any],
+    bar: Progress,
+    share: tuple[int, int],
+) -> list[Finding]:
+    """Compares part ``share`` (n of t) of a source with the manifests that tell of it.
+
+    Raises:
+        FastshardError: with all findings, if they differ.
+    """
+    part = run if share == (1, 1) else {**run, "subset": share}
+    with carrying(made.core):
+        findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
+    findings += host_parts.compared(checkpoint, share, run, bar)
+    return checkpoint.opened.gate.passed(findings)
+
+
+def planned(
+    source: CheckpointSource,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    options: Mapping[str, Any],
+) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
+    """What is expected of a source, the source, what is to be made of it, and its tokenizer; the arguments are those of
+    :func:`convert`."""
+    planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
+    expected = expected_by(expect)
+    opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
+    checkpoint = as_checkpoint(source, **opening)
+    words = _words(tokenizer, checkpoint.opened.source, to, planning.get("vocab_size"))
+    request = Request(to, options=target_options.of(planning), tokenizer=words, **planning)
+    return expected, checkpoint, _made(checkpoint, request), words
+
+
+def _left(out: StrPath) -> set[str] | None:
+    """The fates of what runs have left: ``complete`` where a result is still to be published, or published and to be cleaned
+    up after, ``removed`` for what nobody needs. None where one cannot look: why is told by the run itself."""
+    try:
+        found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
+    except _core.CoreError:
+        return None
+    return {leaving["fate"] for leaving in found}
+
+
+def _done(
+    source: CheckpointSource,
+    out: StrPath,
+    to: str | None,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    options: Mapping[str, Any],
+    asked: Callable[[], str] | None,
+) -> Manifest | None:
+    """The manifest of a result of the same plan that several processes have published: a rank that comes late has
+    nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and what it has."""
+    path = Path(out) / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    document = json.loads(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
+    if not isinstance(document, dict) or not document.get("provenance"):
+        return None
+    if asked is not None:
+        # What keeps it from being asked is told to the others once they have met.
+        with contextlib.suppress(FastshardError):
+            if asked() in document["provenance"].get("asked", []):
+                return _complete(document, out)
+        return None
+    _, _, made, _ = planned(source, to, expect, tokenizer, options)
+    return _complete(document, out) if document.get("plan") == made.digest else None
+
+
+def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
+    told = Finding.of(
+        "FS519", "the result is complete here already: there is nothing left to do", file=str(out)
+    )
+    return Manifest(document, [told])
+
+
+#: The plan that was written last, for :func:`told`.
+_latest: _core.Plan | None = None
+
+
+def told() -> list[Finding]:
+    """What the last write of this process came to: ``FS519`` if its result is published. For the command line,
+    which may be stopped between a call's end and its use."""
+    return [] if _latest is None else [Finding.from_dict(f) for f in json.loads(_latest.told())]
+
+
+@contextlib.contextmanager
+def carrying(core: _core.Plan) -> Iterator[None]:
+    """Errors of the core as exceptions; any other takes with it what the plan's ``write`` came to."""
+    global _latest
+    _latest = core
+    try:
+        yield
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    except BaseException as error:
+        carry(error, [Finding.from_dict(f) for f in json.loads(core.told())])
+        raise
+
+
+@checked
+def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) -> Manifest:
+    """Merges a checkpoint into whole tensors under the source's own names; needs no known model family.
+
+    Takes the arguments of :func:`convert` but ``to``.
+    """
+    return convert(source, out, None, **options)
+
+
+def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
+    """Files that go along with the result: (name, path).
+
+    Raises:
+        FastshardError: ``FS601`` if one of these names is no regular file's.
+    """
+    source, merged = made.source, made.target == "merge"
+    if merged and not source.model.hf_names:
+        return (
+            sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
+        )
+    config = source.model.config_file or sidecar_files.first(source.places, "config.json")
+    # Code of its own is for those who load the model under its own names.
+    own = source.model.hf_names and (merged or made.target == "hf")
+    found: dict[str, Path] = sidecar_files.beside(source.places, config if own else None)
+    found |= tokenizer.files if tokenizer else {}
+    if config is not None and source.model.hf_names and (merged or made.keeps_names):
+        found["config.json"] = config
+    return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])

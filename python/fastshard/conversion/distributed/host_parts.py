@@ -1,0 +1,175 @@
+"""A host's part of a checkpoint as a result of its own, where hosts share no storage: copied as it is and hashed, put
+together and compared elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import open as open_checkpoint
+from ...checkpoint.manifests import MANIFEST_NAME, Manifest, is_piece, read, run_options
+from ...common import memory_budget, safe_files
+from ...common.errors import FastshardError, Finding, IncompleteError, from_core
+from ...common.gate import Gate
+from ...common.listing import File, list_roots
+from ...common.options import StrPath
+from ...common.progress import Progress, Report
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...common.options import Opening
+
+__all__ = ["compared", "piece", "settled"]
+
+
+@memory_budget.kept
+def piece(
+    source: StrPath,
+    out: StrPath,
+    *,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    fsync: bool = True,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Manifest:
+    """Copies what this host has of a checkpoint, as it is, and hashes it: for hosts that share no storage.
+
+    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host has read, and proves
+    that together they are one checkpoint.
+
+    Args:
+        source: directory of the checkpoint, or of the part of it that this host has.
+        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        memory: as for :func:`fastshard.convert`.
+        threads: threads for reading headers.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`; of several steps one is taken.
+
+    Returns:
+        The manifest of the piece: its files and their hashes.
+
+    Raises:
+        FastshardError: if nothing there is a part of a checkpoint, or it cannot be copied; nothing is published then.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        raise FastshardError.of(
+            "FS515", "a piece is of one directory", got=repr(source), help="make a piece of each"
+        )
+    gate = Gate.of(opening.get("fail_on"), opening.get("error", ()), opening.get("ignore", ()))
+    try:
+        checkpoint = open_checkpoint(source, threads=threads, **opening)
+        listing, taken = checkpoint.listing, _of_it(checkpoint)
+    except IncompleteError:
+        # What is not here may be on other hosts, what commits it too.
+        listing = list_roots([source])
+        taken = [file for file in listing.files if file.path != MANIFEST_NAME]
+    told = gate.passed(listing.findings)
+    root = listing.roots[0]
+    files = [(file.path, os.fspath(root / file.path)) for file in taken]
+    run = run_options(memory, threads)
+    options = json.dumps({**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(told)})
+    with Progress(progress) as bar:
+        try:
+            written = _core.write_piece(
+                files, [os.fspath(root)], os.fspath(out), options, bar.phase("copying"), bar.tell
+            )
+        except _core.CoreError as error:
+            raise from_core(error) from None
+    outcome = json.loads(written)
+    return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+
+
+def _of_it(checkpoint: Checkpoint) -> list[File]:
+    """The files of the step that is taken: all in and below their folders, and what stands above these (a tracker file)."""
+    folders = {file.folder for file in checkpoint.opened.files}
+    above = {str(parent) for folder in folders for parent in Path(folder).parents} - {"."}
+    taken = [
+        file
+        for file in checkpoint.listing.files
+        if "" in folders
+        or any(file.folder == folder or file.folder.startswith(folder + "/") for folder in folders)
+        or (file.folder == "" or file.folder in above)
+    ]
+    return [file for file in taken if file.path != MANIFEST_NAME]
+
+
+def _held(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
+    """Roots that are pieces, and their manifests."""
+    for index, root in enumerate(checkpoint.listing.roots):
+        path = root / MANIFEST_NAME
+        if safe_files.is_file(path) and is_piece(path):
+            yield index, path
+
+
+def settled(checkpoint: Checkpoint) -> bool:
+    """True if all of a checkpoint comes in pieces, whose files are where their hosts had them."""
+    return len(list(_held(checkpoint))) == len(checkpoint.listing.roots)
+
+
+def compared(
+    checkpoint: Checkpoint, part: tuple[int, int], run: dict[str, Any], bar: Progress
+) -> list[Finding]:
+    """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several processes see all,
+    else of those that lie here.
+
+    Args:
+        checkpoint: what the pieces were opened as.
+        part: which of the pieces.
+        run: options of an engine run.
+        bar: shows how far the reading is.
+
+    Raises:
+        FastshardError: ``FS518`` for a manifest that cannot be read.
+    """
+    held = dict(_held(checkpoint))
+    several = len(checkpoint.listing.roots) > 1
+    elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_elsewhere(root)}
+    phase = bar.phase("comparing the parts") if held else None
+    findings = [
+        Finding.of(
+            "FS518",
+            "this part has no manifest, and others have: nothing says what its host has read",
+            file=str(root),
+            help="copy it from where the part was made, or make the part anew (`fastshard piece`)",
+        )
+        for index, root in enumerate(checkpoint.listing.roots)
+        if held and index not in held
+    ]
+    for number, (index, path) in enumerate(held.items()):
+        others = index in elsewhere if elsewhere else number % part[1] != part[0] - 1
+        if others:
+            continue
+        root = checkpoint.listing.roots[index]
+        document: dict[str, Any] = read(path)
+        try:
+            found = json.loads(
+                _core.manifest_files(os.fspath(path), [os.fspath(root)], json.dumps(run), phase)
+            )
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        named = {file["name"] for file in document["files"]}
+        own = [Finding.from_dict(f) for f in found]
+        own += [
+            Finding.of(
+                "FS108",
+                "the manifest of this piece does not name this file",
+                severity="error",
+                file=file.path,
+                help="take it away, or make the piece anew on its host",
+            )
+            for file in checkpoint.listing.files
+            if file.root == index and file.path not in named and file.path != MANIFEST_NAME
+        ]
+        findings += [replace(f, file=os.fspath(root / f.file)) if several and f.file else f for f in own]
+    return findings

@@ -1,0 +1,164 @@
+"""Sources on the disks of several hosts: each rank has its own part of the checkpoint, and lends what the others ask for.
+
+For the files of other ranks there are empty ones of the same names and sizes here; the core, and :mod:`fastshard.common.safe_files`,
+read what they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ... import _core
+from ...common.errors import FastshardError, Finding, from_core, raise_errors
+from ...common.listing import File, Listing, is_utf8, list_roots, refuse_unprintable
+from ...common.options import StrPath
+from ...zarr.remote_ranges import forget
+from .rendezvous import Meeting
+
+__all__ = ["LENT", "Lent", "lent", "own_files"]
+
+#: Code of the finding that says how much went from host to host.
+LENT = "FS525"
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The whole checkpoint, as one rank sees it."""
+
+    #: All CKPTs, in the order of the ranks.
+    sources: list[Path]
+    #: The rank that each of them is of.
+    near: list[int]
+    #: Folders here that stand for others: (path here, host, path there).
+    _names: list[tuple[str, str, str]]
+    _meeting: Meeting
+
+    def named(self, findings: Sequence[Finding]) -> list[Finding]:
+        """Findings that name files by their hosts."""
+        return [self._named(finding) for finding in findings]
+
+    def _named(self, finding: Finding) -> Finding:
+        changed = {}
+        for field in ("file", "message", "expected", "got", "help"):
+            text = getattr(finding, field)
+            for here, host, there in self._names if isinstance(text, str) else ():
+                text = text.replace(here, f"{host}:{there}")
+            changed[field] = text
+        return replace(finding, **changed)
+
+    def asked(self, words: Mapping[str, Any]) -> list[str]:
+        """:func:`asked` of each rank."""
+        of_rank: dict[int, list[Path]] = {}
+        for path, rank in zip(self.sources, self.near, strict=True):
+            of_rank.setdefault(rank, []).append(path)
+        return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
+
+    def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> str:
+        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now. JSON."""
+        places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
+        stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
+        return json.dumps({"asked": self.asked(words), "stamps": stamp})
+
+    def told(self) -> Finding:
+        """How many bytes went by way of the destination, for rank 0."""
+        lent = self._meeting.core.lent()
+        each = ", ".join(f"rank {rank}: {lent[rank]}" for rank in sorted(lent))
+        return Finding.of(
+            LENT,
+            "bytes of the sources went from host to host by way of the destination",
+            got=f"{sum(lent.values())} bytes ({each})",
+        )
+
+
+def own_files(source: Any) -> Listing:
+    """What this rank has of the checkpoint.
+
+    Raises:
+        FastshardError: for what cannot be listed, and for a checkpoint that is open already.
+    """
+    listing = list_roots(_paths(source))
+    raise_errors(listing.findings)
+    return listing
+
+
+def _paths(source: Any) -> list[Path]:
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(paths, (list, tuple)):
+        raise FastshardError.of(
+            "FS515", "node_local takes paths", help="give the paths of what this host has of the checkpoint"
+        )
+    return [Path(path).absolute() for path in paths]
+
+
+def asked(words: Mapping[str, Any], listing: Listing) -> str:
+    """Digest of what a rank is asked for, and of the files that it has."""
+    what = {key: value for key, value in words.items() if key not in ("resume", "overwrite")}
+    files = [
+        (f.root, f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)
+        for f in listing.files
+        if is_utf8(f.path)
+    ]
+    text = json.dumps([_core.__version__, what, sorted(files)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: bool) -> Iterator[Lent | None]:
+    """Lends this rank's part of the checkpoint, and shows all of it; None where every rank sees all.
+
+    Raises:
+        FastshardError: ``FS515`` without ranks; for what cannot be listed; what another rank stopped for.
+    """
+    if not node_local:
+        yield None
+        return
+    if meeting is None:
+        raise FastshardError.of(
+            "FS515",
+            "sources on the disks of several hosts, and one process",
+            help="give --rank I --world N on each host; one process that sees all parts names each as a CKPT",
+        )
+    listing = own_files(source)
+    roots = [
+        {"folder": os.fspath(root), "file": path.name if path.is_file() else None}
+        for root, path in zip(listing.roots, _paths(source), strict=True)
+    ]
+    for root in roots:
+        refuse_unprintable(root["folder"] or "")
+    folder = tempfile.mkdtemp(prefix="fastshard-")
+    try:
+        try:
+            # Names that no plan can hold are refused where one is needed, on its own host.
+            files = [(file.root, file.path) for file in listing.files if is_utf8(file.path)]
+            found: list[dict[str, Any]] = json.loads(meeting.core.lend(json.dumps(roots), files, folder))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        yield from _shown(meeting, found)
+    finally:
+        forget(Path(folder).resolve())
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shown(meeting: Meeting, found: list[dict[str, Any]]) -> Iterator[Lent]:
+    own = meeting.rank.rank
+    # Longer paths first: one may begin another.
+    names = sorted(
+        ((root["here"], root["host"], root["there"]) for root in found if root["rank"] != own),
+        key=lambda name: -len(name[0]),
+    )
+    sources = [Path(root["here"]) / root["file"] if root["file"] else Path(root["here"]) for root in found]
+    shown = Lent(sources, [root["rank"] for root in found], names, meeting)
+    try:
+        yield shown
+    except FastshardError as error:
+        error.findings = shown.named(error.findings)
+        raise

@@ -1,0 +1,1 @@
+"""Conversions on a Ray cluster."""

@@ -1,0 +1,193 @@
+"""Ray, connected, and the nodes of its cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ....checkpoint.planning import default_threads
+from ....common.errors import FastshardError
+from ....common.optional_imports import imported
+
+__all__ = [
+    "Node",
+    "called",
+    "connected",
+    "end",
+    "library",
+    "line_of",
+    "living",
+    "nodes_for",
+    "on",
+    "told_by",
+    "wait",
+]
+
+#: Seconds in which a cluster's address answers.
+_REACH = 5.0
+#: Seconds between two looks at whether a task has ended.
+_PAUSE = 0.05
+#: Seconds that tasks are given to stop at their next tile; who does not is ended.
+_STOP = 10.0
+#: Bytes of the object store of a Ray that is started here: nothing is put there. Ray takes no less than 75 MiB.
+_STORE = 80 << 20
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster that tasks can run on."""
+
+    id: str
+    host: str
+    cpus: float
+
+    def __str__(self) -> str:
+        return called(self.host, self.id)
+
+
+def called(host: str, node: str) -> str:
+    """A node, for people."""
+    return f"{host} (Ray node {node[:8]})"
+
+
+def library() -> Any:
+    """Ray.
+
+    Raises:
+        FastshardError: ``FS514`` if it is not installed.
+    """
+    return imported(
+        "ray",
+        "ray.exceptions",
+        "ray.util.scheduling_strategies",
+        told="tasks on a cluster are run by Ray",
+        extra="ray",
+    )
+
+
+@contextlib.contextmanager
+def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
+    """Ray, connected; what was connected before stays so."""
+    ray = library()
+    if ray.is_initialized():
+        yield ray
+        return
+    how: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        how |= {"num_cpus": max(default_threads(), cpus or 1), "include_dashboard": False}
+        how["object_store_memory"] = _STORE
+    try:
+        try:
+            _reach(address)
+            with _as_it_was(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                ray.init(**how)
+        except Exception as error:
+            # Of a slow start it is no class of its own.
+            raise FastshardError.of(
+                "FS515",
+                f"Ray cannot be reached: {line_of(error)}",
+                got=repr(address),
+                help="give the address of a cluster that this host is part of, 'auto' on one of its nodes, or 'local'",
+            ) from None
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str | None) -> None:
+    """Asks whether anybody listens at an address: Ray itself tries for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Ray takes SIGTERM over, which stops a run here, and tells its makers of what it starts unless it is told not to."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if main else {}
+    quiet = "RAY_USAGE_STATS_ENABLED"
+    silent = quiet not in os.environ
+    if silent:
+        os.environ[quiet] = "0"
+    try:
+        yield
+    finally:
+        if silent:
+            os.environ.pop(quiet, None)
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def line_of(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def living(ray: Any) -> list[Node]:
+    """Nodes that are alive and have CPUs, the largest first."""
+    nodes = [
+        Node(n["NodeID"], n["NodeManagerHostname"], float(n["Resources"].get("CPU", 0)))
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    return sorted((n for n in nodes if n.cpus > 0), key=lambda n: (-n.cpus, n.id))
+
+
+def nodes_for(ray: Any, cpus: int | None) -> list[Node]:
+    """Nodes that parts are made on.
+
+    Raises:
+        FastshardError: ``FS515`` if there are none.
+    """
+    nodes = living(ray)
+    fitting = [node for node in nodes if cpus is None or node.cpus >= cpus]
+    if not fitting:
+        largest = f"the largest node has {nodes[0].cpus:g}" if nodes else "no node has any"
+        raise FastshardError.of(
+            "FS515", "cpus", expected=f"a node with {cpus or 1} CPUs or more", got=largest
+        )
+    return fitting
+
+
+def on(ray: Any, node: str, *, soft: bool) -> Any:
+    """On which node a task runs: on this one alone, or rather there than elsewhere (`soft`)."""
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=soft)
+
+
+def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> tuple[list[Any], list[Any]]:
+    """Those of some tasks that have ended, and the others: once one has, or all of them, or after so many seconds.
+
+    It sleeps here and not in Ray, which makes a KeyboardInterrupt of its own of what a signal handler raises.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        ended, left = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+        if not left or (ended and not every) or time.monotonic() >= until:
+            return ended, left
+        time.sleep(_PAUSE)
+
+
+def end(ray: Any, refs: list[Any]) -> None:
+    """Stops tasks: they are given time to stop by themselves, then they are ended."""
+    for force, seconds in ((False, _STOP), (True, _STOP / 2)):
+        for ref in refs:
+            ray.cancel(ref, force=force)
+        _, refs = wait(ray, refs, seconds, every=True)
+
+
+def told_by(error: BaseException) -> str:
+    """What an error of Ray says; of one that a task raised, what that was."""
+    cause = getattr(error, "cause", None)
+    return f"{type(cause).__name__}: {line_of(cause)}" if cause is not None else line_of(error)

@@ -1,0 +1,161 @@
+"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and committed here, made on the cluster's nodes.
+
+Ray itself is imported when it is needed, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....checkpoint.checkpoint import Checkpoint
+from ....checkpoint.manifests import Manifest
+from ....common import memory_budget
+from ....common.errors import FastshardError
+from ....common.option_checks import checked, refused
+from ....common.options import StrPath
+from ....common.progress import Progress, Report
+from ..split_runs import begin, commit
+from .cluster import connected, nodes_for
+from .node_local import on_own_disks
+from .storage_check import sharing
+from .tasks import Tasks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ....common.options import Spread, Writing
+
+__all__ = ["convert", "merge"]
+
+Source = StrPath | Iterable[StrPath]
+
+
+@memory_budget.kept
+def convert(
+    source: Source,
+    out: StrPath,
+    to: str | None = "hf",
+    *,
+    address: str | None = "local",
+    parts: int | None = None,
+    cpus: int | None = None,
+    retries: int = 3,
+    node_local: bool = False,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    tokenizer: StrPath | None = None,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    sparse: bool = False,
+    stats: bool = False,
+    progress: Report = False,
+    **options: Unpack[Writing],
+) -> Manifest:
+    """Converts a checkpoint on the nodes of a Ray cluster, and publishes the result at ``out``, whole or not at all.
+
+    This process begins the run and commits it; a task on each node makes a part. A part whose worker or node dies is
+    made on another one.
+
+    Args:
+        source: a path, or several node-local ones; seen under the same name by all nodes.
+        out: destination directory, on storage that all nodes and this process see.
+        to: target layout; None merges under the source's own names.
+        address: ``"local"`` starts a Ray on this host for the time of the call; ``"auto"`` or ``HOST:PORT`` is that of a
+            cluster; None as ``ray.init`` chooses. A process that is connected already stays so.
+        parts: how many parts of equal size there are; default one for each node that has CPUs.
+        cpus: CPUs that each task reserves; default all of its node, so that a node makes one part at a time, and no more
+            than the second largest node has, which takes over for the largest.
+        retries: how often a part is made again whose worker or node has died.
+        node_local: ``source`` is, on each node, what that node has of the checkpoint on its own disk: a rank runs on each
+            node that has CPUs, and on no other, as with ``fastshard.convert(..., node_local=True)``. A node that dies takes
+            its files with it.
+        memory: of this process, and of each worker, as for :func:`fastshard.convert`.
+        threads: of each task; default ``cpus``, or as many as its node has.
+        progress: as for :func:`fastshard.convert`, over all parts; falls back where a part is made again.
+        resume: continue what an earlier run of the same plan has left, with any number of nodes.
+        options: as for :func:`fastshard.convert`, like the other arguments.
+
+    Returns:
+        The manifest of the result.
+
+    Raises:
+        FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that do not see the destination;
+            ``FS523`` for parts that were not made; ``FS514`` if Ray is not installed.
+        BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
+    """
+    _refuse(source, address, parts, cpus, retries, fsync)
+    out = Path(out).absolute()
+    if node_local and parts is not None:
+        raise FastshardError.of(
+            "FS515",
+            "parts, and sources on the nodes' own disks",
+            help="each node makes what it has: leave parts out",
+        )
+    with connected(address, cpus) as ray:
+        nodes = nodes_for(ray, cpus)
+        nodes = sharing(ray, nodes, out)
+        if node_local:
+            paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+            arguments: dict[str, Any] = {
+                "source": [os.fspath(path) for path in paths], "out": os.fspath(out), "to": to, "expect": expect,
+                "tokenizer": tokenizer, "memory": memory, "resume": resume, "overwrite": overwrite, "sparse": sparse,
+                "stats": stats, **options,
+            }  # fmt: skip
+            with Progress(progress) as bar:
+                return on_own_disks(ray, nodes, arguments, cpus, threads, retries, bar.phase("writing"))
+        tasks = Tasks(ray, nodes, cpus, retries, memory, threads)
+        run = begin(
+            source, out, to, parts=parts or len(nodes), expect=expect, tokenizer=tokenizer, memory=memory,
+            threads=tasks.most_threads, resume=resume, overwrite=overwrite, sparse=sparse, stats=stats, **options,
+        )  # fmt: skip
+        with Progress(progress) as bar:
+            tasks.make(run, bar.phase("writing"))
+        manifest = commit(out, run.id, memory=memory, threads=threads, progress=progress)
+    told = [finding for finding in run.findings if finding not in manifest.findings]
+    return Manifest(manifest.document, [*told, *manifest.findings])
+
+
+@checked
+def merge(source: Source, out: StrPath, **options: Unpack[Spread]) -> Manifest:
+    """Merges a checkpoint into whole tensors under the source's own names, on the nodes of a Ray cluster.
+
+    Takes the arguments of :func:`convert` but ``to``.
+    """
+    return convert(source, out, None, **options)
+
+
+def _refuse(
+    source: Source, address: str | None, parts: int | None, cpus: int | None, retries: int, fsync: bool
+) -> None:
+    if isinstance(source, Checkpoint):
+        raise FastshardError.of(
+            "FS515",
+            "source",
+            expected="paths, which each node opens",
+            got="an opened checkpoint",
+            help="give what it was opened with",
+        )
+    if address is not None and (not isinstance(address, str) or not address):
+        raise refused("address", "'local', 'auto' or HOST:PORT", address)
+    if isinstance(address, str) and address.startswith("ray://"):
+        raise FastshardError.of(
+            "FS515",
+            "address",
+            expected="'local', 'auto' or HOST:PORT, on a host of the cluster",
+            got=repr(address),
+            help="submit it as a job: ray job submit -- fastshard ... --ray auto",
+        )
+    for name, number, least in (("parts", parts, 1), ("cpus", cpus, 1), ("retries", retries, 0)):
+        if number is None and name != "retries":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise refused(name, f"a whole number, {least} or more", number)
+    if not fsync:
+        raise FastshardError.of(
+            "FS515", "what several processes write is brought to disk", expected="fsync=True", got="False"
+        )

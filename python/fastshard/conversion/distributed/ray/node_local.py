@@ -1,0 +1,172 @@
+"""Ranks as tasks of Ray, one on each node and on no other: each has a part of the checkpoint on its own disk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ....checkpoint.manifests import Manifest
+from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
+from ....common.progress import Callback
+from ...convert import convert
+from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
+from .tasks import LOOK, Board, telling
+
+__all__ = ["on_own_disks", "take_part"]
+
+#: Seconds that ranks are given to end once one has stopped all.
+_FAREWELL = 20.0
+
+
+def take_part(
+    arguments: Mapping[str, Any], rank: int, world: int, threads: int, board: Any
+) -> dict[str, Any]:
+    """On a node: takes part in a run as a rank.
+
+    Returns:
+        ``findings`` why it could not, else those of the result; ``manifest``, that of the result; ``host`` and ``node`` of
+        this process.
+    """
+    ray = library()
+    here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}
+    try:
+        made = convert(
+            **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=telling(board, rank)
+        )  # fmt: skip
+    except FastshardError as error:
+        return {**here, "findings": [finding.to_dict() for finding in error.findings]}
+    return {**here, "manifest": made.document, "findings": [finding.to_dict() for finding in made.findings]}
+
+
+def on_own_disks(
+    ray: Any,
+    nodes: list[Node],
+    arguments: dict[str, Any],
+    cpus: int | None,
+    threads: int | None,
+    retries: int,
+    told: Callback | None,
+) -> Manifest:
+    """Runs a rank on each node, again where a worker has died, with what was done before.
+
+    Args:
+        ray: Ray, connected.
+        nodes: the nodes that have a part of the checkpoint.
+        arguments: of :func:`fastshard.convert`.
+        cpus: CPUs that each rank reserves; default all of its node.
+        threads: of each rank; default ``cpus``, or as many as its node has.
+        retries: how often all ranks are run again.
+        told: called with bytes done and in all.
+
+    Raises:
+        FastshardError: as :func:`fastshard.convert`; ``FS523`` with a node that has died: nobody else has its files.
+        BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
+    """
+    # The same order in a later run: which rank has which files is part of what is made.
+    nodes = sorted(nodes, key=lambda node: (node.host, node.id))
+    board = None
+    if told is not None:
+        here = ray.get_runtime_context().get_node_id()
+        options = {"num_cpus": 0, "scheduling_strategy": on(ray, here, soft=True)}
+        board = ray.remote(Board).options(**options).remote([0] * len(nodes))
+    try:
+        for left in range(retries, -1, -1):
+            outcome = _once(ray, nodes, arguments, cpus, threads, board, told)
+            if isinstance(outcome, Manifest):
+                return outcome
+            # A worker comes back, a node does not: Ray gives it another name.
+            if left == 0 or not {node.id for node in nodes} <= {node.id for node in living(ray)}:
+                raise error_for(outcome)
+            arguments = {**arguments, "resume": True}
+    finally:
+        if board is not None:
+            ray.kill(board)
+    raise AssertionError("a run ends with a result, or with what keeps it from being made")
+
+
+def _once(
+    ray: Any,
+    nodes: list[Node],
+    arguments: dict[str, Any],
+    cpus: int | None,
+    threads: int | None,
+    board: Any,
+    told: Callback | None,
+) -> Manifest | list[Finding]:
+    """One run of all ranks: the result, or which have died.
+
+    Raises:
+        FastshardError: with what the ranks stopped for.
+    """
+    pending: dict[Any, int] = {}
+    for rank, node in enumerate(nodes):
+        task = ray.remote(take_part).options(
+            num_cpus=cpus or node.cpus,
+            max_retries=0,
+            scheduling_strategy=on(ray, node.id, soft=False),
+            name=f"fastshard rank {rank}",
+        )
+        given = threads or cpus or max(1, int(node.cpus))
+        pending[task.remote(arguments, rank, len(nodes), given, board)] = rank
+    made: dict[int, Manifest] = {}
+    stopped: list[Finding] = []
+    died: list[Finding] = []
+    try:
+        until = math.inf
+        while pending and not died and time.monotonic() < until:
+            done, _ = wait(ray, list(pending), LOOK)
+            if stopped:
+                # One whose node has no room for it has not begun, and is not waited for.
+                until = min(until, time.monotonic() + _FAREWELL)
+            for ref in done:
+                rank = pending.pop(ref)
+                node = nodes[rank]
+                try:
+                    outcome = ray.get(ref)
+                except ray.exceptions.RayTaskError as error:
+                    stopped.append(
+                        Finding.of(
+                            "FS520", f"rank {rank}: {told_by(error)}", host=str(node), rank=f"rank {rank}"
+                        )
+                    )
+                    continue
+                except ray.exceptions.RayError as error:
+                    died.append(_dead(rank, node, line_of(error)))
+                    continue
+                findings = [Finding.from_dict(finding) for finding in outcome["findings"]]
+                if outcome["manifest"] is None:
+                    host = called(outcome["host"], outcome["node"])
+                    stopped += [f if f.host or f.rank else replace(f, host=host) for f in findings]
+                else:
+                    made[rank] = Manifest(outcome["manifest"], findings)
+            if told is not None and board is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    told(*ray.get(board.seen.remote()))
+    except BaseException as error:
+        end(ray, list(pending))
+        way = f"{UNPUBLISHED}; the same command with --resume continues"
+        carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
+        raise
+    end(ray, list(pending))
+    if died and 0 not in made:
+        return died
+    if 0 not in made:
+        # All ranks tell what one has stopped for.
+        raise error_for(list(dict.fromkeys(stopped)))
+    return made[0]
+
+
+def _dead(rank: int, node: Node, why: str) -> Finding:
+    return Finding.of(
+        "FS523",
+        f"a rank has died: {why}",
+        rank=f"rank {rank}",
+        host=str(node),
+        help=f"{UNPUBLISHED}; its part of the checkpoint is on its disk: run again with --resume once this node is "
+        "there, or bring the files elsewhere (`fastshard verify` of the other parts names them)",
+    )

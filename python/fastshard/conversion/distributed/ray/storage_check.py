@@ -1,0 +1,168 @@
+"""Whether all nodes of a cluster see the destination."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .... import _core
+from ....common import safe_files
+from ....common.errors import FastshardError, Finding, error_for
+from .cluster import Node, called, line_of, living, on, told_by, wait
+
+__all__ = ["look", "sharing"]
+
+#: Seconds that a node's worker is given to start: its environment may have to be installed first.
+_START = 600.0
+#: Seconds that the other nodes are given to answer, once one has said that it does not see the destination.
+_OTHERS = 2.0
+#: Seconds between two looks at who has answered.
+_LOOK = 0.5
+
+
+def look(path: str, said: str, answer: str) -> dict[str, Any]:
+    """On a node: whether a file holds what was said to be in it, answered in another file beside it.
+
+    Returns:
+        ``host``, ``storage`` and ``version`` of this process; ``error``, why it does not see the file, or None.
+    """
+    about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
+    try:
+        if safe_files.read_bytes(Path(path), 64, code="FS522") != said.encode():
+            return {**about, "error": "another file is there"}
+        (Path(path).parent / answer).write_text(answer)
+    except (OSError, FastshardError) as error:
+        return {**about, "error": getattr(error, "strerror", None) or line_of(error)}
+    return {**about, "error": None}
+
+
+@contextlib.contextmanager
+def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
+    """A file beside a destination, and what it holds; None where none can be made: beginning the run says why."""
+    real = Path(os.path.realpath(out))
+    inside = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK))
+    # The folder in which ranks meet, and a name of their files: `fastshard gc` knows what a dead process leaves there.
+    called = os.fsdecode(os.fsencode(real.name)[:200])
+    folder = real / ".fastshard-ranks" if inside else real.parent / f".{called}.fastshard-ranks"
+    said = uuid.uuid4().hex
+    file = folder / f"{said}.new"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file.write_text(said)
+    except OSError:
+        yield None
+        return
+    try:
+        yield file, said
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        # Others may be meeting there.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
+    """The nodes that are there, all of which see what this process writes at a destination, as it sees what they write.
+
+    Raises:
+        FastshardError: ``FS522`` with the nodes that do not; ``FS524`` for those with another version.
+    """
+    with _beacon(out) as beacon:
+        if beacon is None:
+            return nodes
+        file, said = beacon
+        answers = {node: f"{uuid.uuid4().hex}.new" for node in nodes}
+        try:
+            told = _answers(ray, {
+                node: ray.remote(look)
+                .options(num_cpus=0, max_retries=1, scheduling_strategy=on(ray, node.id, soft=False))
+                .remote(str(file), said, answer)
+                for node, answer in answers.items()
+            })  # fmt: skip
+            findings = [f for node, about in told.items() for f in _unlike(node, about, file, answers[node])]
+        finally:
+            for answer in answers.values():
+                with contextlib.suppress(OSError):
+                    (file.parent / answer).unlink()
+    if findings:
+        raise error_for(findings)
+    return [node for node in nodes if node in told]
+
+
+def _answers(ray: Any, asked: dict[Node, Any]) -> dict[Node, Any]:
+    """What nodes answer, by node: a document, or an error of Ray. Those that have gone meanwhile are left out."""
+    nodes = {ref: node for node, ref in asked.items()}
+    told: dict[Node, Any] = {}
+    waiting, until = list(nodes), time.monotonic() + _START
+    while waiting and (left := until - time.monotonic()) > 0:
+        done, waiting = wait(ray, waiting, min(left, _LOOK))
+        for ref in done:
+            try:
+                told[nodes[ref]] = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                told[nodes[ref]] = error
+            if not _sees(told[nodes[ref]]):
+                # Others of its kind are named too, if they answer at once.
+                until = min(until, time.monotonic() + _OTHERS)
+    alive = {node.id for node in living(ray)}
+    for ref in waiting:
+        ray.cancel(ref, force=True)
+        if all(_sees(about) for about in told.values()):
+            told[nodes[ref]] = TimeoutError(f"it did not answer within {_START:g} s")
+    gone = [node for node, about in told.items() if isinstance(about, Exception) and node.id not in alive]
+    return {node: about for node, about in told.items() if node not in gone}
+
+
+def _sees(about: Any) -> bool:
+    return isinstance(about, dict) and about["error"] is None
+
+
+def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
+    """What is wrong with a node, by what it answered."""
+    if isinstance(about, Exception):
+        return [
+            Finding.of(
+                "FS522",
+                f"this node could not be asked whether it sees the destination: {told_by(about)}",
+                file=str(file.parent),
+                host=str(node),
+                help="fastshard must be there, in the version that is here: see what Ray's logs say of that node",
+            )
+        ]
+    host = called(about["host"], node.id)
+    found = []
+    if about["version"] != _core.__version__:
+        help_ = "install one version on all nodes"
+        found.append(
+            Finding.of("FS524", "this node has another version of fastshard", host=host,
+                       expected=_core.__version__, got=about["version"], help=help_)
+        )  # fmt: skip
+    what = f"this node does not see what is written beside the destination ({about['error']})"
+    if about["error"] is None:
+        try:
+            if safe_files.read_bytes(file.parent / answer, 64, code="FS522") == answer.encode():
+                return found
+            what = "what this node writes beside the destination is something else here"
+        except (OSError, FastshardError):
+            what = "what this node writes beside the destination is not seen here"
+    here = f"the storage of {socket.gethostname()} ({_core.storage_of(str(file))})"
+    found.append(
+        Finding.of(
+            "FS522",
+            what,
+            file=str(file.parent),
+            host=host,
+            expected=here,
+            got=about["storage"],
+            help="this host may have a disk of its own at this path: mount the shared storage there, or choose a "
+            "destination on it; nothing of the run was made",
+        )
+    )
+    return found

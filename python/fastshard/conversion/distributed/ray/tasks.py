@@ -1,0 +1,259 @@
+"""Parts of a run as tasks of Ray, made again where a worker or a node dies."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
+from ....common.progress import Callback, Report
+from ..split_runs import Run, run_part
+from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
+
+__all__ = ["Board", "Tasks", "make_part", "telling"]
+
+#: Seconds between two words of a task about how far it is, and two looks at them.
+LOOK = 0.5
+#: Seconds between two looks at which nodes there are.
+_NODES = 5.0
+#: Seconds without any node that a run waits for new ones.
+_NOBODY = 60.0
+#: Seconds that Ray has to make a part elsewhere whose node has died: it waits for minutes for a process there that is
+#: frozen, and not gone.
+_FROZEN = 15.0
+#: Seconds that a task waits for another process that makes its part: one that Ray holds for dead, and that is not.
+_TAKEN = 120.0
+
+
+class Board:
+    """How far the parts are: an actor that tasks tell, and whoever has begun the run asks."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._parts = {part: (0, size) for part, size in enumerate(sizes)}
+
+    def tell(self, part: int, done: int, total: int) -> None:
+        """A task says how far it is."""
+        self._parts[part] = (done, total)
+
+    def seen(self) -> tuple[int, int]:
+        """Bytes done, and in all."""
+        return sum(done for done, _ in self._parts.values()), sum(total for _, total in self._parts.values())
+
+
+def telling(board: Any, part: int) -> Report:
+    """What tells a board now and then how far a part is; False without one."""
+    last = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LOOK or done == total:
+            last = now
+            # Who draws the bar may have gone: that is no reason to stop.
+            with contextlib.suppress(Exception):
+                board.tell.remote(part, done, total)
+
+    return report if board else False
+
+
+def make_part(
+    out: str, run: str, part: int, memory: str | int | None, threads: int, board: Any
+) -> dict[str, Any]:
+    """On a node: makes a part of a run.
+
+    Returns:
+        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray, which makes
+        again what ended with an error of its own, sees none of ours, and nothing is wrapped.
+    """
+    ray = library()
+    here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
+    begun = time.monotonic()
+    while True:
+        try:
+            run_part(out, part, run, memory=memory, threads=threads, progress=telling(board, part))
+        except FastshardError as error:
+            # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of life.
+            is_taken = error.code == "FS509" and error.rank is not None
+            if is_taken and time.monotonic() - begun < _TAKEN:
+                time.sleep(2.0)
+                continue
+            return {**here, "findings": [finding.to_dict() for finding in error.findings]}
+        return {**here, "findings": []}
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A part that is being made."""
+
+    part: int
+    node: Node
+    #: CPUs that it reserves.
+    cpus: float
+
+
+class Tasks:
+    """Makes the parts of a run as tasks."""
+
+    def __init__(
+        self,
+        ray: Any,
+        nodes: list[Node],
+        cpus: int | None,
+        retries: int,
+        memory: str | int | None,
+        threads: int | None,
+    ) -> None:
+        self._ray, self._nodes = ray, nodes
+        self._retries, self._memory = retries, memory
+        self._threads = threads or cpus
+        # Another node must be able to take a task over.
+        second = nodes[min(1, len(nodes) - 1)].cpus
+        self._cpus = {node: float(cpus or min(node.cpus, second)) for node in nodes}
+        self._board: Any = None
+        self._asked: Any = None
+        self._nobody: float | None = None
+        #: When nodes of tasks were first seen to be dead.
+        self._dead: dict[str, float] = {}
+        self._looked = time.monotonic()
+
+    def _threads_on(self, node: Node) -> int:
+        return self._threads or max(1, int(node.cpus))
+
+    @property
+    def most_threads(self) -> int:
+        """Threads of the node that has most: the work is divided for so many."""
+        return max(self._threads_on(node) for node in self._nodes)
+
+    def make(self, run: Run, told: Callback | None) -> None:
+        """Makes all parts.
+
+        Raises:
+            FastshardError: with all that kept parts from being made.
+            BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
+        """
+        way = f"{UNPUBLISHED}; the same command with --resume continues, or remove {run.folder}"
+        if told is not None:
+            here = self._ray.get_runtime_context().get_node_id()
+            board = self._ray.remote(Board).options(
+                num_cpus=0, scheduling_strategy=on(self._ray, here, soft=True)
+            )
+            self._board = board.remote(run.bytes)
+        pending: dict[Any, _Task] = {}
+        try:
+            for part in range(len(run.bytes)):
+                node = self._nodes[part % len(self._nodes)]
+                self._start(run, _Task(part, node, self._cpus[node]), pending)
+            self._watch(run, pending, told)
+        except FastshardError as error:
+            findings = [*error.findings, *self._stop(pending)]
+            raise error_for([_with_way(f, way) for f in dict.fromkeys(findings)]) from None
+        except BaseException as error:
+            self._stop(pending)
+            carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
+            raise
+        finally:
+            if self._board is not None:
+                self._ray.kill(self._board)
+                self._board = None
+
+    def _start(self, run: Run, task: _Task, pending: dict[Any, _Task]) -> None:
+        remote = self._ray.remote(make_part).options(
+            num_cpus=task.cpus,
+            max_retries=self._retries,
+            scheduling_strategy=on(self._ray, task.node.id, soft=True),
+            name=f"fastshard part {task.part}",
+        )
+        threads = self._threads_on(task.node)
+        ref = remote.remote(run.out, run.id, task.part, self._memory, threads, self._board)
+        pending[ref] = task
+
+    def _watch(self, run: Run, pending: dict[Any, _Task], told: Callback | None) -> None:
+        while pending:
+            done, _ = wait(self._ray, list(pending), LOOK)
+            for ref in done:
+                if findings := self._came_to(ref, pending.pop(ref)):
+                    raise error_for(findings)
+            if told is not None and (seen := self._seen()):
+                told(*seen)
+            if time.monotonic() - self._looked > _NODES:
+                self._looked = time.monotonic()
+                self._fit(run, pending)
+        if told is not None:
+            told(sum(run.bytes), sum(run.bytes))
+
+    def _seen(self) -> tuple[int, int] | None:
+        """Bytes done and in all, as the tasks have told; None where nothing is known yet. Never waited for."""
+        if self._asked is None:
+            self._asked = self._board.seen.remote()
+        if not wait(self._ray, [self._asked], 0)[0]:
+            return None
+        asked, self._asked = self._asked, None
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            done, total = self._ray.get(asked)
+            return done, total
+        return None
+
+    def _fit(self, run: Run, pending: dict[Any, _Task]) -> None:
+        """Tasks that wait for a node as large as one that has died reserve what there is now, and those of a node that
+        has died are begun elsewhere: whoever still makes such a part is waited for, and what it has made is kept."""
+        alive = living(self._ray)
+        if not alive:
+            self._nobody = self._nobody or self._looked
+            if self._looked - self._nobody > _NOBODY:
+                raise error_for([self._missing(task, "no node is left") for task in pending.values()])
+            return
+        self._nobody = None
+        nodes = {node.id for node in alive}
+        self._dead = {
+            task.node.id: self._dead.get(task.node.id, self._looked)
+            for task in pending.values()
+            if task.node.id not in nodes
+        }
+        for ref, task in list(pending.items()):
+            frozen = self._looked - self._dead.get(task.node.id, self._looked) >= _FROZEN
+            if frozen or task.cpus > alive[0].cpus:
+                self._ray.cancel(ref)
+                del pending[ref]
+                cpus = min(task.cpus, alive[0].cpus)
+                fitting = [node for node in alive if node.cpus >= cpus]
+                node = fitting[task.part % len(fitting)]
+                self._start(run, replace(task, node=node, cpus=cpus), pending)
+
+    def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
+        """Why a task has not made its part; nothing if it has."""
+        exceptions = self._ray.exceptions
+        try:
+            outcome = self._ray.get(ref)
+        except exceptions.TaskCancelledError:
+            return [self._missing(task, "its task was cancelled")]
+        except exceptions.RayTaskError as error:
+            what = f"part {task.part}: {told_by(error)}"
+            return [Finding.of("FS520", what, host=str(task.node))]
+        except exceptions.RayError as error:
+            return [self._missing(task, line_of(error))]
+        host = called(outcome["host"], outcome["node"])
+        findings = [Finding.from_dict(finding) for finding in outcome["findings"]]
+        return [finding if finding.host else replace(finding, host=host) for finding in findings]
+
+    def _missing(self, task: _Task, why: str) -> Finding:
+        return Finding.of(
+            "FS523", f"this part of the run was not made to its end: {why}", rank=f"part {task.part}"
+        )
+
+    def _stop(self, pending: dict[Any, _Task]) -> list[Finding]:
+        """Stops the tasks that are left; what those came to that had ended by themselves."""
+        ray, findings = self._ray, list[Finding]()
+        ended, _ = wait(ray, list(pending), 0)
+        for ref in ended:
+            findings += self._came_to(ref, pending.pop(ref))
+        end(ray, list(pending))
+        return findings
+
+
+def _with_way(finding: Finding, way: str) -> Finding:
+    if finding.severity != "error":
+        return finding
+    return replace(finding, help=f"{finding.help}; {way}" if finding.help else way)

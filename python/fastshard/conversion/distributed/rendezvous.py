@@ -1,0 +1,185 @@
+"""Ranks of one run: they meet at the destination, each says how it was started, and what keeps one from going on stops all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ... import _core
+from ...common.errors import FastshardError, Finding, from_core
+from ...common.option_checks import checked, refused
+from ...common.options import StrPath
+from .launcher_env import Rank, detect
+
+__all__ = ["Meeting", "probe"]
+
+#: Seconds that ranks wait for one another: slow starts of a cluster's last nodes are of this order.
+TIMEOUT = 600.0
+
+
+def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
+    """Which rank this process is: as given, by its launcher for ``auto``, None for a process by itself.
+
+    Raises:
+        FastshardError: ``FS515`` for what cannot be meant, and as :func:`fastshard.conversion.distributed.launcher_env.detect`.
+    """
+    if rank is None:
+        if world is not None:
+            raise FastshardError.of(
+                "FS515", "world is given without rank", help="give --rank too, a number or auto"
+            )
+        return None
+    if rank == "auto":
+        return detect(world)
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise refused("rank", "a whole number, or 'auto'", rank)
+    if world is None:
+        raise FastshardError.of(
+            "FS515", "rank is given without world", help="give --world: how many ranks there are"
+        )
+    if not 0 <= rank < world:
+        raise FastshardError.of(
+            "FS515",
+            "rank",
+            expected=f"0 to {world - 1}, of {world} ranks",
+            got=str(rank),
+            help="ranks count from 0",
+        )
+    return Rank(rank, world, "as given")
+
+
+def seconds(timeout: float | None) -> float:
+    """How long ranks wait for one another.
+
+    Raises:
+        FastshardError: ``FS515`` for what is no time.
+    """
+    if timeout is None:
+        return TIMEOUT
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise refused("timeout", "seconds, more than 0", timeout)
+    return float(timeout)
+
+
+def patience(timeout: float) -> float:
+    """Seconds in which another process that is at work shows a sign of life, where ranks wait this long."""
+    return min(max(timeout / 8, 2.0), 30.0)
+
+
+class Meeting:
+    """The ranks of a run, met at its destination. A context: what is raised inside stops the other ranks too."""
+
+    def __init__(self, out: StrPath, rank: Rank, timeout: float, words: Mapping[str, Any]) -> None:
+        """Waits until rank 0 has seen all ranks on one storage.
+
+        Raises:
+            FastshardError: ``FS522`` with the ranks that were not seen; ``FS524`` if ranks were started with other words;
+                ``FS509`` if another process has this rank.
+        """
+        #: Which rank this is.
+        self.rank = rank
+        #: Seconds that it waits for others.
+        self.timeout = timeout
+        about = {
+            "rank": rank.rank,
+            "world": rank.world,
+            "timeout": timeout,
+            "words": {"version": _core.__version__, **words},
+            "hosts": list(rank.hosts),
+        }
+        try:
+            self.core = _core.Meeting(os.fspath(out), json.dumps(about))
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """``rank``, ``host``, ``pid`` and ``storage`` of each: of all for rank 0, of rank 0 and itself for others."""
+        found: list[dict[str, Any]] = json.loads(self.core.ranks())
+        return found
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with contextlib.suppress(_core.CoreError):
+            if error is None:
+                self.core.done()
+            else:
+                findings = getattr(error, "findings", None) or [Finding.of("FS510", f"stopped: {error}")]
+                if isinstance(error, FastshardError):
+                    error.findings = findings = self._placed(findings)
+                self.core.stop(json.dumps([f.to_dict() for f in findings]))
+        self.core.close()
+
+    def _placed(self, findings: list[Finding]) -> list[Finding]:
+        """Findings of this rank with its number and host, where they name no rank of the run that wrote the source: all
+        ranks tell them."""
+        own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
+        return [
+            replace(f, rank=f"rank {self.rank.rank}", host=f.host or own["host"])
+            if f.severity == "error" and f.rank is None
+            else f
+            for f in findings
+        ]
+
+
+def words_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as ranks compare them: those that shape a result, paths and objects by what they are called."""
+    return {
+        name: _plain(value) for name, value in sorted(options.items()) if value not in (None, (), [], False)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return json.loads(json.dumps(value, default=repr))
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return repr(value)
+
+
+@contextlib.contextmanager
+def met(
+    out: StrPath, rank: Rank | None, timeout: float, words: Mapping[str, Any]
+) -> Iterator[Meeting | None]:
+    """The meeting of a run's ranks; None for a process by itself."""
+    if rank is None:
+        yield None
+        return
+    with Meeting(out, rank, timeout, words) as meeting:
+        yield meeting
+
+
+@checked
+def probe(
+    out: StrPath, *, rank: int | str | None = "auto", world: int | None = None, timeout: float | None = None
+) -> list[dict[str, Any]]:
+    """Whether all ranks see one storage at a destination; writes nothing that stays.
+
+    Args:
+        out: the destination that a run would have.
+        rank: this process's rank from 0, or ``"auto"``: as its launcher says.
+        world: how many ranks there are, where no launcher says so.
+        timeout: seconds to wait for the others; default 600.
+
+    Returns:
+        For each rank ``rank``, ``host``, ``pid`` and ``storage`` (filesystem, and where it is mounted); for ranks other
+        than 0 those of rank 0 and their own.
+
+    Raises:
+        FastshardError: ``FS522`` with the ranks that were not seen, or for a rank whose disk is its own.
+    """
+    this = rank_of(rank, world)
+    if this is None:
+        raise FastshardError.of("FS515", "one process alone shares with nobody", help="give rank and world")
+    with Meeting(out, this, seconds(timeout), {"probe": True}) as meeting:
+        return meeting.ranks()

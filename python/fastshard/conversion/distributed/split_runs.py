@@ -1,0 +1,257 @@
+"""A run in parts that need not be made at the same time: begun once, each part made by any process on any host, committed
+once. What the parts do is what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`), without waiting for one another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ...checkpoint.manifests import Manifest
+from ...common import memory_budget
+from ...common.errors import FastshardError, Finding, from_core
+from ...common.option_checks import refused
+from ...common.options import StrPath
+from ...common.progress import Progress, Report
+from ...expected import reference
+from ...zarr import array_writer
+from ..convert import carrying, prepared
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...common.options import Writing
+
+__all__ = ["Run", "begin", "commit", "run_part"]
+
+Source = StrPath | Iterable[StrPath]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose parts can be made."""
+
+    #: What it is called: 32 hexadecimal digits.
+    id: str
+    #: The destination, absolute.
+    out: str
+    #: The staging folder.
+    folder: str
+    #: Bytes that each part makes; none if the result is complete and only to be committed.
+    bytes: list[int]
+    #: What was noticed.
+    findings: list[Finding]
+
+
+@memory_budget.kept
+def begin(
+    source: Source,
+    out: StrPath,
+    to: str | None = "hf",
+    *,
+    parts: int,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    tokenizer: StrPath | None = None,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    sparse: bool = False,
+    stats: bool = False,
+    **options: Unpack[Writing],
+) -> Run:
+    """Begins a run: checks source and destination, makes all files, divides the work, and writes no tensor.
+
+    Args:
+        source: a path, or several node-local ones; seen under the same name by whoever makes parts.
+        out: destination directory, on storage that all see.
+        parts: how many parts of equal size there are.
+        resume: divide what an earlier run of the same plan has left.
+        options: as for :func:`fastshard.convert`, like the other arguments.
+
+    Raises:
+        FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are at work on the run.
+    """
+    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
+        raise refused("parts", "a whole number from 1 to 100000", parts)
+    if isinstance(source, (str, os.PathLike)):
+        source = [source]
+    writing = {"overwrite": overwrite, "sparse": sparse, "stats": stats}
+    about = {
+        "source": [_absolute(path) for path in source],
+        "to": to,
+        "expect": _kept("expect", expect),
+        "tokenizer": _kept("tokenizer", tokenizer),
+        "options": {name: _kept(name, value) for name, value in options.items()},
+        "writing": writing,
+    }
+    with Progress(False) as bar:
+        job = prepared(about["source"], to, expect, tokenizer, memory, threads, options, bar, None)
+    reference.apart(job.checkpoint.opened.reference, out)
+    given = job.checkpoint.listing.given()
+    with carrying(job.made.core):
+        begun = _core.begin_parts(
+            job.made.core,
+            os.fspath(out),
+            job.options(**writing, resume=resume),
+            parts,
+            json.dumps(_written(about)),
+            (job.copies, given),
+        )
+    document = json.loads(begun)
+    findings = [*job.findings, *(Finding.from_dict(f) for f in document["findings"])]
+    return Run(document["run"], _absolute(out), document["folder"], document["bytes"], findings)
+
+
+#: The key of what stands in JSON for a name that is no text.
+_BYTES = "fastshard:bytes"
+
+
+def _written(value: Any) -> Any:
+    """A value for JSON: names that are not UTF-8 as their bytes."""
+    if isinstance(value, str):
+        return value if value.isascii() or not _is_broken(value) else {_BYTES: os.fsencode(value).hex()}
+    if isinstance(value, Mapping):
+        return {key: _written(part) for key, part in value.items()}
+    return [_written(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _read(value: Any) -> Any:
+    """The value that :func:`_written` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return os.fsdecode(bytes.fromhex(value[_BYTES]))
+        return {key: _read(part) for key, part in value.items()}
+    return [_read(part) for part in value] if isinstance(value, list) else value
+
+
+def _absolute(path: StrPath) -> str:
+    return str(Path(path).absolute())
+
+
+#: Options that name files.
+_FILES = ("expect", "tokenizer", "config", "layout", "like")
+
+
+def _kept(name: str, value: Any) -> Any:
+    """A value as it is written down for those who make the parts."""
+    if value is None or isinstance(value, Mapping):
+        return value
+    if name in _FILES:
+        return _absolute(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _found(out: StrPath, run: str) -> dict[str, Any]:
+    if not isinstance(run, str) or not run:
+        raise refused("run", "the id that was printed when it was begun", run)
+    try:
+        found: dict[str, Any] = json.loads(_core.shared_run(os.fspath(out), run))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    if not isinstance(found["about"], dict) or "source" not in found["about"]:
+        raise FastshardError.of(
+            "FS515",
+            "this run was begun by ranks, not for parts",
+            file=found["folder"],
+            help="run the ranks again with --resume",
+        )
+    found["about"] = _read(found["about"])
+    return found
+
+
+@memory_budget.kept
+def run_part(
+    out: StrPath,
+    part: int,
+    run: str,
+    *,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+) -> bool:
+    """Makes a part of a run; one that was begun and given up before is made to its end.
+
+    Args:
+        out: the destination of the run.
+        part: which part, from 0.
+        run: the run's id, or its first 8 digits at least.
+        memory: as for :func:`fastshard.convert`.
+        threads: as for :func:`fastshard.convert`.
+        progress: as for :func:`fastshard.convert`.
+
+    Returns:
+        False if it was made before.
+
+    Raises:
+        FastshardError: ``FS501`` if the run is not there: nothing is made then; ``FS509`` if another process makes this part.
+    """
+    found = _found(out, run)
+    about, parts = found["about"], found["parts"]
+    if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < (parts or 0):
+        raise refused("part", f"a whole number from 0 to {(parts or 1) - 1}", part)
+    with Progress(progress) as bar:
+        job = prepared(
+            about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
+            (part + 1, parts),
+        )  # fmt: skip
+        with carrying(job.made.core):
+            return _core.make_part(
+                job.made.core,
+                os.fspath(out),
+                job.options(**about["writing"]),
+                found["run"],
+                part,
+                (job.copies, job.checkpoint.listing.given()),
+                bar.phase("writing"),
+            )
+
+
+@memory_budget.kept
+def commit(
+    out: StrPath,
+    run: str,
+    *,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+) -> Manifest:
+    """Judges what the parts of a run have made, and publishes it.
+
+    Args:
+        out: the destination of the run.
+        run: the run's id, or its first 8 digits at least.
+        memory: as for :func:`fastshard.convert`.
+        threads: as for :func:`fastshard.convert`.
+        progress: as for :func:`fastshard.convert`.
+
+    Raises:
+        FastshardError: ``FS523`` with the parts that are missing; as :func:`fastshard.convert` for what is wrong.
+    """
+    found = _found(out, run)
+    about = found["about"]
+    with Progress(progress) as bar:
+        job = prepared(
+            about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
+            None,
+        )  # fmt: skip
+        with carrying(job.made.core):
+            written = _core.commit(
+                job.made.core,
+                os.fspath(out),
+                job.options(**about["writing"]),
+                found["run"],
+                array_writer.writer() if job.made.writes_arrays else None,
+                (job.copies, job.checkpoint.listing.given()),
+                bar.phase("writing"),
+                bar.tell,
+            )
+            return job.manifest(written)

@@ -1,0 +1,40 @@
+"""What runs that are over have left at a destination."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from .. import _core
+from ..common.errors import from_core
+from ..common.options import StrPath
+from .distributed import rendezvous
+
+__all__ = ["gc"]
+
+
+def gc(
+    out: StrPath, *, abandon: str | None = None, timeout: float | None = None, dry_run: bool = False
+) -> list[dict[str, Any]]:
+    """Takes away what runs towards a destination have left that nobody can go on with.
+
+    Args:
+        out: the destination.
+        abandon: a run to be given up though it could be continued: its id, or the digits of its folder; 8 at least.
+        timeout: seconds in which a process at work shows a sign of life; default 30.
+        dry_run: say what would be removed, and remove nothing.
+
+    Returns:
+        For each leaving its ``path``, its ``run``, and its ``fate``: ``removed``, ``resumable`` (spared: ``--resume``
+        continues it), ``at_work``, ``complete`` (spared: it has only to be published, or cleaned up), ``foreign``.
+
+    Raises:
+        FastshardError: ``FS501`` if the run to be given up is not there; what the system says.
+    """
+    patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
+    try:
+        found: list[dict[str, Any]] = json.loads(_core.collect(os.fspath(out), abandon, patience, dry_run))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return found

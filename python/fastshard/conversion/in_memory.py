@@ -1,0 +1,154 @@
+"""A conversion in memory: the tensors that it would write, made when they are read. Nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint.checkpoint import CheckpointSource
+from ..checkpoint.manifests import beside, run_options
+from ..checkpoint.proof import not_proven
+from ..checkpoint.tensor_map import Tensors
+from ..common import memory_budget, safe_files
+from ..common.errors import Finding, from_core, raise_errors
+from ..common.progress import Progress, Report
+from .convert import along, compared, planned
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.manifests import Expected
+    from ..checkpoint.planning import Plan
+    from ..common.options import StrPath
+
+__all__ = ["View", "view"]
+
+
+class View(Tensors):
+    """The tensors of a conversion, under the names of its target, each made when it is read.
+
+    Made by ``fastshard.open(..., to=...)``. What a conversion refuses by headers has been refused; copies of
+    a tensor on several ranks are compared when it is read. :attr:`not_proven` says what reading one by one
+    cannot prove, and :meth:`verify` proves it by reading everything once.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, expected: Expected, companions: Mapping[str, Path | str]
+    ) -> None:
+        #: The checkpoint that it is made of.
+        self.checkpoint = checkpoint
+        #: The plan of the conversion.
+        self.plan = plan
+        #: Files that a conversion would copy beside the tensors (tokenizer, code), by name.
+        self.companions = dict(companions)
+        self._expected = expected
+        self._found = list(plan.findings)
+        self._verified = False
+
+    @property
+    def _plan(self) -> Plan:
+        return self.plan
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Warnings and notes, of planning and of :meth:`verify`."""
+        return list(self._found)
+
+    @property
+    def verified(self) -> bool:
+        """True once :meth:`verify` has read everything."""
+        return self._verified
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts that a conversion would write (config.json), by name."""
+        return dict(self.plan.texts)
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The result's config.json; None for a target that has none.
+
+        Raises:
+            FastshardError: if the source's own, which goes along, cannot be read.
+        """
+        text = self.plan.texts.get("config.json")
+        if text is None and "config.json" in self.companions:
+            text = safe_files.read_text(self.companions["config.json"], safe_files.MAX_CONFIG, code="FS211")
+        config: dict[str, Any] | None = None if text is None else json.loads(text)
+        return config
+
+    @property
+    def not_proven(self) -> list[str]:
+        """What is not proven of the tensors, a line each; shorter once :meth:`verify` has read everything."""
+        lines = not_proven(self._found)
+        if self._verified:
+            return lines
+        done = self.plan.summary["compared"]
+        unread = [
+            "that no file or block holds what is another's (FS303): that is seen with all of them at hand"
+        ]
+        if done["checksums"]:
+            unread.append(f"the checksums of {done['checksums']} members of the source's archives (FS302)")
+        if done["twins"]:
+            unread.append(f"that {done['twins']} parameters are their rounded masters (FS401)")
+        if done["pads"]:
+            unread.append(f"that the rows cut off {done['pads']} tensors are padding")
+        if (self._expected.manifest or beside(self.checkpoint)) is not None:
+            unread.append("that the contents are those of the manifest")
+        return [*(f"{line}; verify() looks at it" for line in unread), *lines]
+
+    @memory_budget.kept
+    def verify(
+        self, *, memory: str | int | None = None, threads: int | None = None, progress: Report = False
+    ) -> list[Finding]:
+        """Reads everything once, in bounded memory, with all the checks that a conversion makes.
+
+        Args:
+            memory: as for :func:`fastshard.convert`.
+            threads: as for :func:`fastshard.convert`.
+            progress: as for :func:`fastshard.convert`.
+
+        Returns:
+            Warnings and notes.
+
+        Raises:
+            FastshardError: with all findings that would keep a conversion from being published.
+        """
+        run = run_options(memory, threads, self.checkpoint.opened.catalog)
+        with Progress(progress) as bar:
+            found = compared(self._expected, self.checkpoint, self.plan, run, bar, (1, 1))
+            try:
+                checked = json.loads(self.plan.core.check(json.dumps(run), bar.phase("verifying")))
+            except _core.CoreError as error:
+                raise from_core(error) from None
+        found += [Finding.from_dict(f) for f in checked["findings"]]
+        self._found = self.checkpoint.opened.gate.passed([*self.plan.findings, *found])
+        self._verified = True
+        return self.findings
+
+    def _below(self) -> str:
+        return f"not proven: {'; '.join(self.not_proven)}"
+
+    def __repr__(self) -> str:
+        state = "verified" if self._verified else "not verified"
+        return f"<fastshard.View {self.checkpoint.framework} as {self.plan.target}: {len(self)} tensors, {state}>"
+
+
+def view(
+    source: CheckpointSource,
+    to: str,
+    expect: StrPath | Mapping[str, Any] | None,
+    tokenizer: StrPath | None,
+    options: Mapping[str, Any],
+) -> View:
+    """A conversion in memory; see :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: with all findings that keep a conversion from being begun.
+    """
+    expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
+    raise_errors(made.findings)
+    return View(checkpoint, made, expected, dict(along(made, words, given=tokenizer is not None)))

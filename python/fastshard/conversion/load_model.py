@@ -1,0 +1,172 @@
+"""A checkpoint of any framework as a model of transformers, with nothing written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..common import safe_files
+from ..common.dtypes import TORCH_FLOATS, item_size
+from ..common.errors import FastshardError
+from .in_memory import View
+from .open import open as open_checkpoint
+from .safe_open import Slice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..common.options import Loading, StrPath
+    from ..common.progress import Report
+
+__all__ = ["load_model"]
+
+
+def load_model(
+    *paths: StrPath | Checkpoint | View,
+    device: Any = None,
+    verify: bool = True,
+    progress: Report = False,
+    memory: str | int | None = None,
+    **options: Unpack[Loading],
+) -> Any:
+    """A model of transformers with the tensors of a checkpoint, which are made as they are loaded; nothing is written.
+
+    The class is the one that the config names, with its weights in the dtype that most of them have, as with
+    ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that lies beside
+    a checkpoint is never run.
+
+    Args:
+        paths: as for :func:`fastshard.open`; or a view that ``fastshard.open(..., to="hf")`` has given.
+        device: where the weights go; default the CPU.
+        verify: read everything once before, with all the checks of a conversion (:meth:`View.verify`).
+        progress: of that, as for :func:`fastshard.convert`.
+        memory: for that, as for :func:`fastshard.convert`.
+        options: as for :func:`fastshard.open` with a target.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        FastshardError: what :func:`fastshard.open` and :meth:`View.verify` raise; ``FS514`` for a model that this
+            version of transformers does not have or that needs code of its own; ``FS102`` or ``FS108`` if a tensor
+            of the model is not there, or has no place in it.
+        ImportError: without transformers and torch.
+    """
+    import torch
+    import transformers
+
+    view = _view(paths, options)
+    if verify and not view.verified:
+        view.verify(progress=progress, memory=memory)
+    given = view.config
+    if given is None:
+        raise FastshardError.of("FS209", "no config.json says which model it is", help="give it with config=")
+    kind = _class(transformers, given)
+    _tell_of_rounding(view)
+    config = kind.config_class.from_dict(given)
+    slices = {name: Slice(tensor) for name, tensor in view.items()}
+    version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
+    with _bar(progress is not False):
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            # Version 5 reads each tensor when it has a place for it.
+            state_dict=slices if version >= (5,) else dict(view.torch()),
+            output_loading_info=True,
+            **{
+                "dtype" if version >= (4, 56) else "torch_dtype": getattr(
+                    torch, view.plan.main_dtype or "float32"
+                )
+            },
+        )
+    _judge(info)
+    if "generation_config.json" in view.companions:
+        text = safe_files.read_text(
+            view.companions["generation_config.json"], safe_files.MAX_CONFIG, code="FS211"
+        )
+        model.generation_config = transformers.GenerationConfig.from_dict(json.loads(text))
+    return (model if device is None else model.to(device)).eval()
+
+
+def _view(paths: tuple[Any, ...], options: Any) -> View:
+    if len(paths) == 1 and isinstance(paths[0], View):
+        if options or paths[0].plan.target != "hf":
+            raise FastshardError.of(
+                "FS515",
+                "a view is as it was opened",
+                expected='one that was opened with to="hf", and no options',
+            )
+        return paths[0]
+    return open_checkpoint(*paths, to="hf", **options)
+
+
+def _class(transformers: Any, config: dict[str, Any]) -> Any:
+    """The class that a config names.
+
+    Raises:
+        FastshardError: ``FS514`` if transformers has none of the name.
+    """
+    names = config.get("architectures") or []
+    kind = getattr(transformers, str(names[0]), None) if names else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise FastshardError.of(
+            "FS514",
+            f"transformers {transformers.__version__} has no model of this class",
+            expected="a class of transformers; code that lies beside a checkpoint is not run",
+            got=", ".join(map(str, names)) or "no architectures in config.json",
+            help='load the tensors into the model yourself: fastshard.open(..., to="hf").torch()',
+        )
+    return kind
+
+
+@contextlib.contextmanager
+def _bar(shown: bool) -> Iterator[None]:
+    """With or without the bar that transformers draws."""
+    from transformers.utils import logging as told
+
+    logging: Any = told
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
+def _tell_of_rounding(view: View) -> None:
+    """Warns of tensors that are stored wider than the model will have them."""
+    sizes = {dtype: item_size(dtype) for dtype in TORCH_FLOATS}
+    main = next((size for dtype, size in sizes.items() if TORCH_FLOATS[dtype] == view.plan.main_dtype), 8)
+    wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
+    if wider:
+        warnings.warn(
+            f"{len(wider)} tensors ({wider[0]}, ...) are stored wider than {view.plan.main_dtype} and are rounded to it; "
+            'fastshard.open(..., to="hf").torch() has them as they are',
+            stacklevel=3,
+        )
+
+
+def _judge(info: dict[str, Any]) -> None:
+    """Refuses a model that is not all of the checkpoint, or has more than it: such weights would be random.
+
+    Raises:
+        FastshardError: ``FS102``, ``FS108`` or ``FS201``.
+    """
+    for key, code, message in (
+        ("missing_keys", "FS102", "the model needs this tensor, the checkpoint does not hold it"),
+        ("unexpected_keys", "FS108", "the model has no place for this tensor"),
+        ("mismatched_keys", "FS201", "the model has this tensor in another shape"),
+        ("error_msgs", "FS514", "transformers could not load it"),
+    ):
+        found = sorted(str(name) for name in info.get(key) or ())
+        if found:
+            raise FastshardError.of(
+                code, f"{message}; so with {len(found)} in all", tensor=found[0], severity="error"
+            )

@@ -1,0 +1,312 @@
+"""fp32 masters against parameters: compare, and rebuild the masters for a finetune."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.manifests import MANIFEST_NAME, Manifest, run_options
+from ..common import memory_budget
+from ..common.errors import FastshardError, Finding, from_core, raise_errors
+from ..common.listing import File, is_utf8
+from ..common.options import Opening, StrPath
+from ..common.progress import Progress, Report
+from ..layouts.declaration import Optimizer
+from ..layouts.declaration import Source as Declaration
+from .convert import carrying
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["MastersReport", "masters", "repair_masters"]
+
+#: Where DeepSpeed looks for the step, the last one first. source: DeepSpeed runtime/engine.py
+_TRACKERS = ("latest_universal", "latest")
+#: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
+_LOADING = """\
+how to load the parameters for a finetune (DeepSpeed, bf16):
+  0.10.2 to 0.12.6    load_optimizer_states=False leaves the masters as they were initialised, and the first
+                      step overwrites the weights with them: load a repaired checkpoint as usual instead
+  0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
+  2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
+  any version         a repaired checkpoint loads as usual, with its optimizer starting afresh"""
+#: source: megatron/training/checkpointing.py (load_checkpoint), core 0.16
+_LOADING_MEGATRON = """\
+how to load the parameters for a finetune (Megatron-LM):
+  --no-load-optim (or --finetune) leaves the optimizer's state aside and makes the masters of the parameters"""
+
+
+@dataclass(frozen=True)
+class MastersReport:
+    """What comparing masters with parameters showed."""
+
+    #: Parameters that were compared with their masters.
+    compared: int
+    #: Their elements.
+    elements: int
+    #: Names of parameters whose masters differ.
+    differing: list[str]
+    #: Optimizer steps as the ranks tell; more than one means mixed files.
+    steps: list[float]
+    findings: list[Finding] = field(default_factory=list)
+    #: Which way of loading is safe in which version.
+    advice: str = _LOADING
+
+    @property
+    def ok(self) -> bool:
+        """True if everything could be compared and nothing differs."""
+        return not any(f.severity == "error" for f in self.findings)
+
+
+@memory_budget.kept
+def masters(
+    source: CheckpointSource,
+    *,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> MastersReport:
+    """Checks that every fp32 master, rounded to the parameter's dtype, is the parameter, bit by bit.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: ``FS402`` if the checkpoint holds no masters.
+    """
+    checkpoint = as_checkpoint(source, **opening)
+    declared = _with_masters(checkpoint)
+    held = declared.optimizer
+    findings = [*checkpoint.opened.findings, *held.findings]
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(_request(declared)))
+    outputs = plan.outputs()
+    if held.params_stored:
+        findings += [Finding.from_dict(f) for f in json.loads(plan.findings())]
+        if not outputs and not any(f.severity == "error" for f in findings):
+            why = "not checkable: no master could be compared"
+            findings.append(Finding.of("FS402", why, severity="error"))
+    else:
+        findings.append(
+            Finding.of(
+                "FS402",
+                "not checkable: ZeRO-3 stores the parameters as fp32 masters only",
+                severity="error",
+                help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
+            )
+        )
+    try:
+        with Progress(progress) as bar:
+            checked = json.loads(
+                plan.check(
+                    json.dumps(run_options(memory, threads, checkpoint.opened.catalog)),
+                    bar.phase("comparing"),
+                )
+            )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    findings += [Finding.from_dict(f) for f in checked["findings"]]
+    findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
+    differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
+    steps = sorted({step for each in held.steps.values() for step in each})
+    elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
+    advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
+    return MastersReport(len(outputs), elements, differing, steps, findings, advice)
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _with_masters(checkpoint: Checkpoint) -> Declaration:
+    declared = checkpoint.opened.source
+    if not declared.optimizer.masters:
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds no fp32 masters",
+            severity="error",
+            file=os.fspath(checkpoint.roots[0]),
+            help="name the directory that holds the optimizer files, or several node-local ones",
+        )
+    return declared
+
+
+def _request(declared: Declaration) -> str:
+    """Parameters with their masters as twins; no layout is put on them."""
+    side = declared.to_request()
+    return json.dumps({"source": {**side, "layout": None, "prefer_assembled": False}})
+
+
+def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
+    try:
+        checkpoint.opened.catalog.within(memory_budget.stated())
+        plan: _core.Plan = make()
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return plan
+
+
+@memory_budget.kept
+def repair_masters(
+    source: CheckpointSource,
+    out: StrPath,
+    *,
+    drop_optimizer: bool = False,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Manifest:
+    """Writes a copy of a checkpoint, in its own layout, whose masters are the parameters.
+
+    The parameters are taken to be right; the moments and the step become zero, where the step is a number in the
+    pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in them is
+    pickled anew.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: destination directory.
+        drop_optimizer: leave the optimizer files out instead, for loading with
+            ``load_module_only=True``.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        resume: continue an interrupted run.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: ``FS402`` where there is no copy of the parameters to rebuild from, ``FS514`` for
+            an optimizer whose step cannot be set to zero in place (of a pickle that torch did not write), and whatever is wrong with the files.
+    """
+    checkpoint = as_checkpoint(source, **opening)
+    declared = _with_masters(checkpoint)
+    held = declared.optimizer
+    if not held.params_stored:
+        raise FastshardError.of(
+            "FS402",
+            "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 masters only",
+            severity="error",
+        )
+    if declared.framework.startswith("Megatron"):
+        raise FastshardError.of(
+            "FS514",
+            "masters of Megatron-LM are not rebuilt in its own files",
+            help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
+        )
+    opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
+    if drop_optimizer:
+        if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
+            raise FastshardError.of(
+                "FS514",
+                "the optimizer's state lies in the model files (ZeRO stage 0)",
+                help="rebuild the masters instead (--repair without --drop-optimizer)",
+            )
+        told = gate.passed(f for f in opened if f.file not in held.files)
+    else:
+        told = gate.passed([*opened, *held.findings])
+        # A step that was not looked at would be kept.
+        read_in_part = {f.file: f for f in opened if f.code == "FS109"}
+        paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
+        raise_errors([replace(read_in_part[p], severity="error") for p in paths if p in read_in_part])
+        if not held.state_files:
+            raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
+    files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
+    pointers = [name for name in _TRACKERS if name in texts]
+    repair = json.dumps({"files": files, "texts": texts, "pointers": pointers})
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
+    findings = gate.passed(left + [Finding.from_dict(f) for f in json.loads(plan.findings())])
+    options = {
+        **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
+        "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
+        "gate": gate.to_dict([*told, *findings]),
+    }  # fmt: skip
+    with carrying(plan), Progress(progress) as bar:
+        apart = checkpoint.listing.given()
+        outcome = json.loads(
+            plan.write(
+                os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart), bar.tell
+            )
+        )
+        found = [Finding.from_dict(f) for f in outcome["findings"]]
+        if not drop_optimizer:
+            raise_errors(masters(out, memory=memory, threads=threads).findings)
+        decided = [f for f in told if f.decided is not None]
+        return Manifest(outcome["manifest"], list(dict.fromkeys([*decided, *findings, *found])))
+
+
+def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
+    return {i for i, file in enumerate(checkpoint.opened.files) if file.path in paths}
+
+
+def _files(
+    checkpoint: Checkpoint, held: Optimizer, drop_optimizer: bool
+) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
+    """Files of the result: those of the catalog, tracker texts, and plain copies; and what is left behind."""
+    state = {s.file: s for s in held.state_files}
+    files: list[dict[str, Any]] = []
+    taken: set[str] = {MANIFEST_NAME}
+    folders: set[tuple[int, str]] = set()
+    for i, file in enumerate(checkpoint.opened.files):
+        folders.add((file.root, file.folder))
+        if file.path in taken:
+            continue
+        taken.add(file.path)
+        if drop_optimizer and file.path in held.files:
+            continue
+        part = state.get(i)
+        masters_of = part.masters if part else []
+        zero = [t for t in part.state if t not in part.masters] if part else []
+        numbers = part.numbers if part else []
+        files.append({"file": i, "name": file.path, "masters": masters_of, "zero": zero, "numbers": numbers})
+    texts: dict[str, str] = {}
+    copies: list[tuple[str, str]] = []
+    left: list[Finding] = []
+    for other in checkpoint.listing.files:
+        if other.path in taken or (drop_optimizer and other.path in held.files):
+            continue
+        if _belongs(other, folders):
+            taken.add(other.path)
+            if not is_utf8(other.path):
+                # The manifest, which is UTF-8, could not name it; nobody who loads the step asks for it.
+                left.append(
+                    Finding.of(
+                        "FS108",
+                        "left behind: a name that is not UTF-8",
+                        file=os.fsencode(other.path).decode(errors="backslashreplace"),
+                        help="rename it, or copy it yourself, if it is needed",
+                    )
+                )
+                continue
+            if other.name in _TRACKERS:
+                texts[other.path] = checkpoint.listing.read_text(other)
+            else:
+                copies.append((other.path, os.fspath(checkpoint.roots[other.root] / other.path)))
+    return files, texts, copies, left
+
+
+def _belongs(file: File, folders: set[tuple[int, str]]) -> bool:
+    """True for files beside or below the step's files, and above them in the same branch."""
+
+    def below(inner: str, outer: str) -> bool:
+        return outer == "" or inner == outer or inner.startswith(outer + "/")
+
+    return any(
+        root == file.root and (below(file.folder, folder) or below(folder, file.folder))
+        for root, folder in folders
+    )

@@ -1,0 +1,142 @@
+"""Reading as ``safetensors.safe_open`` does, whatever the checkpoint: the same calls, the same tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.tensor import Tensor
+from ..common.errors import FastshardError, raise_errors
+from .open import open as open_checkpoint
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.tensor_map import Tensors
+    from ..common.options import StrPath
+    from .in_memory import View
+
+__all__ = ["Slice", "safe_open"]
+
+#: What each framework is called, as safetensors has it.
+_FRAMEWORKS = {
+    "pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy", "jax": "jax", "flax": "jax",
+}  # fmt: skip
+
+
+class Slice:
+    """A tensor of which a part is read at a time: ``s[0:10]``; ``s[...]`` or ``s[:]`` is all of it."""
+
+    def __init__(self, tensor: Tensor, framework: str = "torch", device: Any = None) -> None:
+        self._tensor = tensor
+        self._framework = framework
+        self._device = device
+
+    def get_shape(self) -> list[int]:
+        """Shape of the whole tensor."""
+        return self._tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        """Element type, as safetensors names it."""
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of the tensor, in the framework's terms. Rows along the first dimension are read alone."""
+        if self._framework == "numpy":
+            return self._tensor[key]
+        if self._framework == "jax":
+            import jax
+
+            return jax.device_put(self._tensor[key], self._device)
+        part = self._of_torch(key)
+        return part if self._device is None else part.to(self._device)
+
+    def _of_torch(self, key: Any) -> Any:
+        whole = self._tensor
+        first = key[0] if isinstance(key, tuple) and key else key
+        if isinstance(first, slice) and whole.shape and first.step in (None, 1):
+            start, stop, _ = first.indices(whole.shape[0])
+            rows = whole.torch_rows(start, max(start, stop))
+            return rows[(slice(None), *key[1:])] if isinstance(key, tuple) else rows
+        return whole.torch()[key]
+
+
+def _metadata(opened: Checkpoint | View) -> dict[str, str] | None:
+    files = getattr(opened, "files", [])
+    if not files or any(file["format"] != "safetensors" for file in files):
+        return {"format": "pt"}
+    found = json.loads(opened.opened.catalog.values(0)[0])  # type: ignore[union-attr]
+    return {key: value for key, value in found.items() if isinstance(value, str)} or None
+
+
+class safe_open:
+    """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
+
+    Its calls are the same; a name that is not there is a KeyError.
+
+    >>> import fastshard
+    >>> from fastshard import examples
+    >>> examples.make("gpt_neox", "run", to="gpt_neox", tp=2)
+    >>> with fastshard.safe_open("run", framework="pt", device="cpu", to="hf") as f:
+    ...     for name in f.keys():
+    ...         tensor = f.get_tensor(name)
+
+    Args:
+        filename: the checkpoint's directory or file.
+        framework: ``pt``, ``np`` or ``jax``, or one of safetensors' other names for these.
+        device: where tensors go; default the CPU.
+        options: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: as :func:`fastshard.open`; what is wrong inside a checkpoint is raised too: a file
+            with an error is not opened.
+    """
+
+    def __init__(self, filename: StrPath, framework: str = "pt", device: Any = "cpu", **options: Any) -> None:
+        if framework not in _FRAMEWORKS:
+            raise FastshardError.of(
+                "FS515", "framework", expected=", ".join(_FRAMEWORKS), got=repr(framework)
+            )
+        self._framework = _FRAMEWORKS[framework]
+        self._device = None if device in ("cpu", -1) else device
+        opened: Checkpoint | View = open_checkpoint(filename, **options)
+        # A view has raised them.
+        raise_errors(opened.findings)
+        self._tensors: Tensors = opened
+        self._metadata = _metadata(opened)
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._tensors)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors, in the order of a result's files."""
+        return list(self._tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the first of the safetensors files says of itself; of all else, what a result's files would say."""
+        return self._metadata
+
+    def get_tensor(self, name: str) -> Any:
+        """A whole tensor.
+
+        Raises:
+            KeyError: if there is none of this name.
+        """
+        tensor = self._tensors[name]
+        if self._framework == "torch":
+            return tensor.torch(self._device)
+        return tensor.numpy() if self._framework == "numpy" else tensor.jax(self._device)
+
+    def get_slice(self, name: str) -> Slice:
+        """A tensor of which a part is read at a time.
+
+        Raises:
+            KeyError: if there is none of this name.
+        """
+        return Slice(self._tensors[name], self._framework, self._device)
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None

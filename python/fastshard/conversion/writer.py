@@ -1,0 +1,246 @@
+"""Writing a checkpoint from a script: tensor by tensor, checked, published whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint.manifests import Manifest
+from ..checkpoint.tensor_map import Tensors, TorchTensors
+from ..common import option_checks
+from ..common.byte_sizes import parse_size
+from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
+from ..common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
+from ..common.options import StrPath
+
+if TYPE_CHECKING:
+    from ..checkpoint.mapped_files import Bytes
+
+__all__ = ["Writer"]
+
+_FROM_NUMPY = {name: dtype for dtype, name in (NUMPY_NAMES | ML_DTYPES_NAMES).items()}
+_FROM_TORCH = {v: k for k, v in TORCH_NAMES.items()}
+
+#: dtype and shape; None for any.
+Wanted = tuple[str | None, tuple[int, ...] | None]
+
+
+class Writer:
+    """Writes tensors one by one into a sharded safetensors checkpoint.
+
+    >>> import numpy as np
+    >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
+    ...     w["w"] = np.zeros((2, 3), np.float32)
+
+    On a clean exit the result is checked against ``expected``, gets an index and a manifest, and
+    appears at ``out`` at once. If the block raises, or anything expected is missing, nothing does.
+
+    Args:
+        out: destination directory; must not exist, or be empty, unless ``overwrite``.
+        expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
+            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will do, and so will
+            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy.
+        max_shard_size: largest file, e.g. ``5GB``.
+        overwrite: replace ``out`` if it is there.
+        fsync: bring everything to disk before it is published.
+        config: written as ``config.json``.
+
+    Raises:
+        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all findings of an
+            opened checkpoint that has errors: it does not tell what must be written.
+        TypeError: for an option that it does not have.
+    """
+
+    @option_checks.checked
+    def __init__(
+        self,
+        out: StrPath,
+        *,
+        expected: Mapping[str, Any] | list[str] | set[str] | None = None,
+        max_shard_size: str | int = "5GB",
+        overwrite: bool = False,
+        fsync: bool = True,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, Mapping):
+            raise option_checks.refused("config", "a dict", config)
+        self._expected = None if expected is None else _expected(expected)
+        self._config = None if config is None else dict(config)
+        self._written: set[str] = set()
+        #: The result's manifest, once it is published.
+        self.manifest: Manifest | None = None
+        try:
+            self._core = _core.ResultWriter(
+                os.fspath(out),
+                _bytes_of(self._expected or {}),
+                parse_size(max_shard_size, "max_shard_size"),
+                overwrite,
+                fsync,
+            )
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __setitem__(self, name: str, array: Any) -> None:
+        """Writes a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
+
+        Its bytes are read once: what is hashed is what is written, though another thread may change them.
+
+        Raises:
+            FastshardError: if it is not expected, or of another dtype or shape than expected; ``FS514``
+                if safetensors cannot hold it, or its name is too long for a header.
+        """
+        dtype, shape, data = _raw(name, array)
+        if self._expected is not None:
+            if name not in self._expected:
+                raise FastshardError.of("FS207", "not among the tensors expected", tensor=name)
+            want_dtype, want_shape = self._expected[name]
+            if want_shape is not None and tuple(want_shape) != shape:
+                raise FastshardError.of(
+                    "FS201", "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape))
+                )
+            if want_dtype is not None and want_dtype != dtype:
+                raise FastshardError.of("FS202", "dtype", tensor=name, expected=want_dtype, got=dtype)
+        try:
+            self._core.add(name, dtype, list(shape), data)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        self._written.add(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if left := self._abandon():
+                carry(error, left)
+            return
+        try:
+            if not self._written:
+                raise FastshardError.of("FS515", "nothing was written", help="write at least one tensor")
+            missing = sorted(set(self._expected or ()) - self._written)
+            raise_errors([
+                Finding.of("FS102", "expected, and never written", tensor=name,
+                           help=f"write it before the block ends; {UNPUBLISHED}")
+                for name in missing
+            ])  # fmt: skip
+            texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}
+            outcome = json.loads(self._core.finish(texts, "null"))
+        except _core.CoreError as core_error:
+            raise error_for([*from_core(core_error).findings, *self._abandon()]) from None
+        except BaseException as stopped:
+            if left := self._abandon():
+                carry(stopped, left)
+            raise
+        self.manifest = Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+
+    def _abandon(self) -> list[Finding]:
+        """Removes what was written; what keeps it from being removed must not hide why it should be."""
+        try:
+            self._core.abort()
+        except _core.CoreError as error:
+            return from_core(error).findings
+        return []
+
+
+def _expected(given: Any) -> dict[str, Wanted]:
+    """What each name must be, by any of the forms that it may be given in.
+
+    Raises:
+        FastshardError: ``FS515`` for what is none of them.
+    """
+    if isinstance(given, (str, bytes)):
+        raise option_checks.refused("expected", "names, or a dict", given)
+    if isinstance(given, TorchTensors):
+        given = given.tensors
+    if isinstance(given, Tensors):
+        raise_errors(given.findings)
+    try:
+        names = list(given)
+    except TypeError:
+        raise option_checks.refused("expected", "names, or a dict", given) from None
+    if not all(isinstance(name, str) for name in names):
+        raise option_checks.refused("expected", "names, or a dict", given)
+    return {name: _wanted(name, given[name] if isinstance(given, Mapping) else None) for name in names}
+
+
+def _bytes_of(expected: Mapping[str, Wanted]) -> int:
+    """Bytes that are known to come, for the disk to have room for them; of an unknown dtype one for each element."""
+    known = (
+        math.prod(shape) * (item_size(dtype) if dtype else 1) for dtype, shape in expected.values() if shape
+    )
+    return min(sum(known), (1 << 63) - 1)
+
+
+def _wanted(name: str, value: Any) -> Wanted:
+    if value is None:
+        return None, None
+    dtype = None
+    shape = value
+    try:
+        if isinstance(value, Mapping):
+            dtype, shape = value["dtype"], value["shape"]
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            dtype, shape = value.dtype, value.shape
+        elif len(value) == 2 and not hasattr(value[1], "__index__"):
+            dtype, shape = value
+        extents = tuple(operator.index(n) for n in shape)
+    except (TypeError, KeyError):
+        raise option_checks.refused(
+            f"expected[{name!r}]", "(dtype, shape), a shape, or None", value
+        ) from None
+    if dtype is None:
+        return None, extents
+    word = str(dtype).removeprefix("torch.")
+    found = word if word in TORCH_NAMES else _FROM_TORCH.get(word) or _FROM_NUMPY.get(word)
+    if found is None:
+        raise option_checks.refused(f"expected[{name!r}]", f"a dtype: {', '.join(TORCH_NAMES)}", value)
+    return found, extents
+
+
+def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
+    """dtype, shape and C-ordered little-endian bytes of anything array-like, copied once at most.
+
+    Raises:
+        FastshardError: ``FS514`` for a dtype that safetensors does not have, and for what is no whole
+            array of values (sparse, masked, a rank's part, without memory).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _raw_torch(name, array)
+    import numpy as np
+
+    if isinstance(array, np.ma.MaskedArray):
+        raise FastshardError.of("FS514", "a masked array", tensor=name, help="fill what is masked: .filled()")
+    values = np.asarray(array)
+    dtype = _FROM_NUMPY.get(values.dtype.name)
+    if dtype is None:
+        raise FastshardError.of("FS514", f"dtype {values.dtype}", tensor=name)
+    big = values.dtype.byteorder == ">"
+    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<") if big else None)
+    return dtype, values.shape, little.reshape(-1).view(np.uint8)
+
+
+def _raw_torch(name: str, tensor: Any) -> tuple[str, tuple[int, ...], Bytes]:
+    import torch
+
+    dtype = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise FastshardError.of("FS514", f"dtype {tensor.dtype}", tensor=name)
+    if hasattr(tensor, "full_tensor"):
+        raise FastshardError.of("FS514", "a DTensor", tensor=name, help="write what .full_tensor() gives")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        raise FastshardError.of("FS514", kind, tensor=name, help="write a dense tensor that holds values")
+    # A conjugated or negated view is one by a flag: its memory holds the other numbers.
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format)
+    plain = plain.contiguous()
+    return dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy()

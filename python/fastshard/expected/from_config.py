@@ -1,0 +1,298 @@
+"""What a model's config states, held against the tensors: rows of the vocabulary, columns, numbers of layers and of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..common.errors import Finding
+from .from_layers import Held, Stack, sliced
+
+#: Modules whose rows are the vocabulary.
+_EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
+_HEAD = ("lm_head", "embed_out")
+#: Degrees of tensor parallelism that a slice may be of.
+_DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+#: Rows of padding for each rank, at most. source: Megatron-LM --make-vocab-size-divisible-by, NeMo
+_PADDING = 1024
+#: Keys of a config that say how many layers a stack has.
+_LAYERS = frozenset(
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
+     "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "depth", "num_blocks", "layers",
+     "layer_types", "layers_block_type", "hybrid_override_pattern")
+)  # fmt: skip
+#: Of these, the ones that say what kind each layer is of.
+_KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
+#: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
+_MLP = re.compile(r"mlp|ffn|feed_forward|moe")
+_MIXER = re.compile(r"attn|attention|mixer|mamba|ssm|conv|rnn")
+#: Layers behind the last one, which predict further tokens.
+_FURTHER = frozenset(
+    ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+)
+#: Keys that say how many experts a layer has.
+_EXPERTS = frozenset(
+    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+)
+#: Keys within keys, and items of a list, that are looked at.
+_DEEP, _LONG = 16, 1024
+#: Parts of a model, by the words that names and configs have for them.
+_PARTS = (
+    ("decoder", "generator"), ("encoder",), ("vision", "visual", "image", "vit"), ("audio", "speech"),
+    ("text", "language", "llm", "lm"),
+)  # fmt: skip
+
+
+class Stated:
+    """Numbers of a config, wherever they lie in it."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        #: (path of keys, value) of each whole number.
+        self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config))
+        #: Numbers of blocks where an MLP is listed as a layer of its own, if a block holds one beside what mixes tokens.
+        self.parts: set[int] = set(_parts(config))
+        #: True where blocks are listed one by one, as searched architectures do.
+        self.lists_blocks = "block_configs" in config or "auto_map" in config
+
+    def of(self, keys: Iterable[str]) -> dict[tuple[str, ...], int]:
+        """Values of some keys, by the paths that lead there."""
+        wanted = frozenset(keys)
+        return {path: value for path, value in self.numbers if path[-1] in wanted}
+
+    def has(self, value: int, *words: str) -> bool:
+        """True if some number is this, in a key that has one of the words (any, where none are given)."""
+        return any(
+            n == value and (not words or any(w in path[-1] for w in words)) for path, n in self.numbers
+        )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Whole numbers of a config, with the keys that lead to them; for lists of kinds of layers how many there are."""
+    left: list[tuple[Any, tuple[str, ...]]] = [(config, ())]
+    while left:
+        value, path = left.pop()
+        if path and path[-1] in _KINDS and isinstance(value, list | str):
+            yield path, len(value)
+        elif isinstance(value, Mapping) and len(path) < _DEEP:
+            left += [(inner, (*path, str(key))) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(inner, path) for inner in value[:_LONG]]
+        elif isinstance(value, int) and not isinstance(value, bool) and path:
+            yield path, value
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[int]:
+    """How many layers of lists of kinds are no MLPs, for lists that have such."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _parts(value)
+        elif key in _KINDS and isinstance(value, list):
+            others = [kind for kind in value if not _MLP.fullmatch(str(kind))]
+            if 2 * len(others) == len(value):
+                yield len(others)
+
+
+def rows(tensors: Mapping[str, Held], stated: Stated) -> Iterator[Finding]:
+    """Embeddings and output layers against ``vocab_size``: ``FS208`` for slices, ``FS201`` for transposed ones, ``FS215``."""
+    sizes = set(stated.of(("vocab_size",)).values())
+    if not sizes:
+        return
+    for name, (shape, dtype) in tensors.items():
+        if len(shape) != 2 or not _of_words(name) or not dtype.upper().startswith(("F", "BF")):
+            continue
+        yield from _row(name, shape, sizes, stated)
+
+
+def _of_words(name: str) -> bool:
+    """True for a weight whose rows are the vocabulary."""
+    parts = name.split(".")
+    if len(parts) < 2 or parts[-1] != "weight" or any(part.isdecimal() for part in parts):
+        return False
+    return parts[-2] in _EMBEDDING or parts[-2] in _HEAD
+
+
+def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> Iterator[Finding]:
+    count, columns = shape
+    widths = set(stated.of(("hidden_size", "d_model", "n_embd", "dim", "embedding_size")).values())
+    if count in sizes or stated.has(count, "vocab", "token", "codebook", "embeddings"):
+        if not stated.has(columns):
+            yield from _columns(name, shape, widths)
+        return
+    if columns in sizes and (count in widths or stated.has(count)):
+        yield Finding.of(
+            "FS201", "the matrix lies the other way round than the vocabulary by the config", tensor=name,
+            expected=f"{columns} rows (vocab_size)", got=str(list(shape)),
+            help="it was saved transposed: save it again",
+        )  # fmt: skip
+        return
+    near = min(sizes, key=lambda size: abs(size - count))
+    if count > max(sizes):
+        # Padding does no harm, and many more are several vocabularies in one.
+        if count % 8 and max(sizes) + 8 <= count < 5 * max(sizes) // 4:
+            yield _differs(name, count, near, "warning")
+        return
+    of = next((n for size in sizes for n in _DEGREES if size <= n * count < size + n * _PADDING // 8), 0)
+    exact = next((n for size in sizes for n in _DEGREES if size == n * count), of)
+    if exact:
+        size = max(s for s in sizes if s <= exact * count)
+        yield Finding.of(
+            "FS208", f"the rows are one of {exact} slices of the vocabulary", tensor=name,
+            expected=f"{size} rows (vocab_size)", got=str(list(shape)),
+            help="the slices of the other ranks are missing: take them from the checkpoint that it was made of",
+        )  # fmt: skip
+    else:
+        yield _differs(name, count, near, "warning" if stated.lists_blocks else "error")
+
+
+def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Finding]:
+    """Columns that no key of the config states, and that divide the hidden size."""
+    if any(sliced(shape, (shape[0], width)) > 1 for width in widths):
+        yield Finding.of(
+            "FS208", "the columns are a slice of the hidden size, by the config", tensor=name,
+            expected=" or ".join(str(w) for w in sorted(widths)), got=str(list(shape)),
+            help="the slices of the other ranks are missing: take them from the checkpoint that it was made of",
+        )  # fmt: skip
+
+
+def _differs(name: str, count: int, size: int, severity: str) -> Finding:
+    return Finding.of(
+        "FS215", "the rows are not those of the vocabulary by the config", severity=severity, tensor=name,
+        expected=f"{size} rows (vocab_size)", got=str(count),
+        help="find out from the tokenizer which is right, and correct the config or take the right file",
+    )  # fmt: skip
+
+
+def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The output layer, or the embedding, of a causal model whose config says that the two are not tied: ``FS102``."""
+    kinds, words = config.get("architectures"), config.get("vocab_size")
+    causal = isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds)
+    if not causal or config.get("tie_word_embeddings") is not False or not isinstance(words, int):
+        return
+    outside = [name for name in tensors if not any(part.isdecimal() for part in name.split("."))]
+    held = [name for name in outside if len(shape := tensors[name][0]) == 2 and shape[0] >= words]
+    if len(held) != 1 or held[0].count(".") < 1:
+        return
+    module = held[0].split(".")[-2]
+    # Without a prefix it is the model below the output layer, saved by itself.
+    if module in _EMBEDDING and held[0].count(".") > 1:
+        lacking, there = "output layer", any(word in name for name in outside for word in ("head", "output"))
+    elif module in _HEAD:
+        lacking, there = "embedding", any("emb" in name or "wte" in name for name in outside)
+    else:
+        return
+    if not there:
+        yield Finding.of(
+            "FS102", f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
+            expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
+            help="the file that held it is missing from the index too: copy it, or correct tie_word_embeddings if the two are tied",
+        )  # fmt: skip
+
+
+def holds_embedding(tensors: Iterable[str]) -> bool:
+    """True if one of the tensors embeds words, which what is saved of some layers alone does not have."""
+    return any(name.split(".")[-2:-1] == [module] for name in tensors for module in _EMBEDDING)
+
+
+def counts(
+    stacks: Iterable[Stack], stated: Stated | None, tensors: Mapping[str, Held], *, in_files: bool
+) -> Iterator[Finding]:
+    """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``.
+
+    A number that the config alone contradicts is a warning; an error where a file of several may be lost, or where a router
+    of the same layer has as many rows.
+    """
+    for stack in stacks:
+        if stack.is_layers and len(stack.elements) > 1:
+            yield from _gap(stack, "FS103", "layer", stated)
+            if stated is not None:
+                yield from _ends(stack, stated, in_files)
+        elif stack.is_experts and len(stack.elements) > 1:
+            yield from _gap(stack, "FS102", "expert", stated)
+            if stated is not None:
+                yield from _experts(stack, stated, tensors, in_files)
+
+
+def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[Finding]:
+    gaps = stack.gaps()
+    if not gaps:
+        return
+    meant = stated is not None and stated.lists_blocks
+    yield Finding.of(
+        code, f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
+        severity="warning" if meant else "error", tensor=f"{stack.prefix}{gaps[0]}",
+        expected=f"{stack.count} {what}s", got=f"all but {_ranges(gaps)}",
+        help="the files that held them are missing from the index too: copy them from where they were saved",
+    )  # fmt: skip
+
+
+def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
+    """The number of layers against what the config says of this part of the model."""
+    sizes = _layers_of(stack.prefix, stated)
+    if stated.parts and all(_has_both(held) for held in stack.elements.values()):
+        sizes |= stated.parts
+    if not sizes or not stated.of(("vocab_size",)) or stated.has(stack.count, "layer", "depth", "block"):
+        # Towers that no words go through count otherwise: by one less, by multipliers.
+        return
+    if stack.count < min(sizes):
+        yield Finding.of(
+            "FS103", "the layers at the end are in no file", severity="error" if in_files else "warning",
+            tensor=f"{stack.prefix}{stack.count}",
+            expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
+            help="the files that held them are missing from the index too: copy them from where they were saved",
+        )  # fmt: skip
+    elif stack.count > max(sizes) + sum(stated.of(_FURTHER).values()):
+        yield Finding.of(
+            "FS215", "there are more layers than the config says", severity="warning",
+            tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
+            help="the config belongs to another model, or the layers to a further stack: they are kept",
+        )  # fmt: skip
+
+
+def _has_both(names: Iterable[str]) -> bool:
+    """True for a layer that holds an MLP and something beside it that mixes tokens."""
+    modules = {name.partition(".")[0] for name in names}
+    modules -= {module for module in modules if "norm" in module}
+    return any(_MLP.search(module) for module in modules) and any(_MIXER.search(module) for module in modules)
+
+
+def _layers_of(prefix: str, stated: Stated) -> set[int]:
+    """The numbers of layers that a config may mean for a stack, by the words that the two share."""
+    found = stated.of(_LAYERS)
+    words = {part for part in _PARTS if any(word in prefix for word in part)}
+    if not words:
+        others = {path: n for path, n in found.items() if not _part_of(path)}
+        return set((others or found).values())
+    shared = {path: n for path, n in found.items() if _part_of(path) & words}
+    return set((shared or found).values())
+
+
+def _part_of(path: tuple[str, ...]) -> set[tuple[str, ...]]:
+    return {part for part in _PARTS if any(word in key for word in part for key in path)}
+
+
+def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files: bool) -> Iterator[Finding]:
+    sizes = set(stated.of(_EXPERTS).values())
+    if len(sizes) == 1 and stack.count < min(sizes) and not stated.lists_blocks:
+        beside = stack.prefix[: -len(stack.word) - 1]
+        routed = any(
+            shape[:1] == (min(sizes),) and name.startswith(beside) and not name.startswith(stack.prefix)
+            for name, (shape, _) in tensors.items()
+        )
+        yield Finding.of(
+            "FS102", "the experts at the end are in no file", severity="error" if in_files or routed else "warning",
+            tensor=f"{stack.prefix}{stack.count}",
+            expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
+            help="the files of other expert-parallel ranks are missing from the index too: copy them",
+        )  # fmt: skip
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``3, 5-8`` for people."""
+    told: list[str] = []
+    start = numbers[0]
+    for n, after in zip(numbers, [*numbers[1:], -1], strict=True):
+        if after != n + 1:
+            told.append(str(n) if start == n else f"{start}-{n}")
+            start = after
+    return ", ".join(told[:8]) + (" ..." if len(told) > 8 else "")

@@ -1,0 +1,253 @@
+"""Layers that repeat, held against each other: what one of them lacks, or has in another shape, that its sisters have.
+
+Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first) and extents may differ from
+layer to layer, so a layer is only held against those that have all that it has, and what remains must be unanimous.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..common.errors import Finding
+
+#: Shape and dtype of a whole tensor.
+Held = tuple[tuple[int, ...], str]
+#: Words before the number of a layer: what is counted there is a transformer's, no stage of a pyramid.
+_LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "resblocks"))
+#: Words before numbers of experts.
+_EXPERTS = frozenset(("experts", "expert", "mlp_experts", "local_experts"))
+#: What adapters and quantisers add to some modules, as they are told to.
+_ADDED = re.compile(r"lora_|scale|zero|quant|absmax|g_idx|nested|SCB|amax|packed|qweight|base_layer")
+#: What stages of layers hold: layers.
+_STAGE = re.compile(r"((blocks|layers|h)\.)?\d+\.")
+#: Modules of transformers and of state spaces, which stacks of convolutions do not have.
+_BLOCK = re.compile(r"norm|ln_|attn|attention|mixer|mlp|mamba|ffn|feed_forward", re.IGNORECASE)
+#: Sisters that must agree before the odd one out is wrong.
+_SISTERS = 3
+#: Sisters that must agree where nothing of the module is left, which could be meant.
+_MANY = 5
+#: Modules that a layer has at least: a norm, and two matrices.
+_MODULES = 3
+#: Findings about one layer that are told one by one.
+_TOLD = 4
+
+
+@dataclass
+class Stack:
+    """What is numbered at one place of the names: ``model.layers.N``."""
+
+    #: Name up to the number, with its dot.
+    prefix: str
+    #: Tensors of each number, by their names behind it.
+    elements: dict[int, dict[str, Held]]
+
+    @property
+    def word(self) -> str:
+        """The word before the number."""
+        return self.prefix[:-1].rpartition(".")[2]
+
+    @cached_property
+    def is_layers(self) -> bool:
+        """True for layers of a transformer: numbered outside all others, made of several modules each, and no stages of layers."""
+        if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
+            return False
+        return all(
+            len({rest.rpartition(".")[0] for rest in held}) >= _MODULES
+            and not any(_STAGE.match(rest) for rest in held)
+            and any(_BLOCK.search(rest) for rest in held)
+            for held in self.elements.values()
+        )
+
+    @property
+    def is_experts(self) -> bool:
+        """True for the experts of one layer."""
+        return self.word in _EXPERTS
+
+    @property
+    def count(self) -> int:
+        """How many there are by the largest number."""
+        return max(self.elements) + 1
+
+    @cached_property
+    def holders(self) -> Counter[str]:
+        """How many elements have each tensor."""
+        return Counter(rest for held in self.elements.values() for rest in held)
+
+    def gaps(self) -> list[int]:
+        """Numbers that nothing has, below the largest."""
+        return [i for i in range(self.count) if i not in self.elements]
+
+
+def stacks(tensors: Mapping[str, Held]) -> list[Stack]:
+    """All stacks of names that count something, in the order of the names."""
+    found: dict[str, dict[int, dict[str, Held]]] = {}
+    for name, held in tensors.items():
+        parts = name.split(".")
+        at = 0
+        for part in parts[:-1]:
+            end = at + len(part) + 1
+            if at and part.isdecimal() and len(part) < 7:
+                found.setdefault(name[:at], {}).setdefault(int(part), {})[name[end:]] = held
+            at = end
+    return [Stack(prefix, elements) for prefix, elements in found.items()]
+
+
+def repeated(stacks: Iterable[Stack]) -> set[str]:
+    """Names that are held against sisters: one of them that is gone, or another shape, would be seen."""
+    return {
+        f"{stack.prefix}{number}.{rest}"
+        for stack in stacks
+        if stack.is_layers
+        for number, held in stack.elements.items()
+        for rest in held
+        if stack.holders[rest] > _SISTERS
+    }
+
+
+def judged(stack: Stack) -> Iterator[Finding]:
+    """Findings about one stack of layers: ``FS102`` for tensors that one lacks, ``FS201`` and ``FS208`` for shapes."""
+    if not stack.is_layers or len(stack.elements) <= _SISTERS:
+        return
+    yield from _lacking(stack)
+    yield from _shapes(stack)
+
+
+def _lacking(stack: Stack) -> Iterator[Finding]:
+    """What one layer lacks that all have which are like it."""
+    total = len(stack.elements)
+    usual = [(rest, n) for rest, n in stack.holders.items() if n >= _SISTERS and not _ADDED.search(rest)]
+    for number, held in stack.elements.items():
+        missing: dict[str, tuple[int, bool]] = {}
+        likes: dict[str, list[int]] = {}
+        modules = {name[: at + 1] for name in held for at, letter in enumerate(name) if letter == "."}
+        for rest, count in usual:
+            if rest in held:
+                continue
+            module = _left_of(rest, modules)
+            if module not in likes:
+                likes[module] = _alike(stack, number, module)
+            # What layers of all kinds have is missed in one that is like no other, too.
+            everywhere = not module and count == total - 1
+            alike = [n for n in stack.elements if n != number] if everywhere else likes[module]
+            if not alike or not all(rest in stack.elements[other] for other in alike):
+                continue
+            if module and len(alike) >= _SISTERS:
+                missing[rest] = len(alike), True
+            elif not module and number not in (0, stack.count - 1) and len(alike) >= _MANY:
+                # A layer may do without a whole block of its kind, and then without its norm.
+                missing[rest] = len(alike), False
+        if not missing:
+            continue
+        blocks = {rest.partition(".")[0] for rest, (_, inside) in missing.items() if not inside}
+        whole = len(blocks) > 1 or any(
+            len({rest.rpartition(".")[0] for rest in missing if rest.startswith(f"{b}.")}) > 1 for b in blocks
+        )
+        yield from _told(stack.prefix, number, missing, total, doubtful=whole)
+
+
+def _left_of(rest: str, modules: set[str]) -> str:
+    """The innermost module of a tensor, with its dot, that a layer has anything of; empty for the layer itself."""
+    ends = [at + 1 for at, letter in enumerate(rest) if letter == "."]
+    return next((rest[:end] for end in reversed(ends) if rest[:end] in modules), "")
+
+
+def _alike(stack: Stack, number: int, module: str) -> list[int]:
+    """Other layers that have all that this one has of a module; none where they are not mostly built the same themselves."""
+    own = {name for name in stack.elements[number] if name.startswith(module)}
+    alike = {
+        n: frozenset(name for name in held if name.startswith(module))
+        for n, held in stack.elements.items()
+        if n != number and own <= held.keys()
+    }
+    # Sizes that grow from layer to layer hold each other.
+    most = max(Counter(alike.values()).values(), default=0)
+    return list(alike) if 4 * most >= 3 * len(alike) else []
+
+
+def _told(
+    prefix: str, number: int, missing: dict[str, tuple[int, bool]], total: int, *, doubtful: bool
+) -> Iterator[Finding]:
+    """A finding for each tensor that a layer lacks, the last of many for the rest."""
+    names = list(missing)
+    for i, rest in enumerate(names[:_TOLD]):
+        alike, inside = missing[rest]
+        more = len(names) - _TOLD if i == _TOLD - 1 else 0
+        yield Finding.of(
+            "FS102",
+            f"{alike} other layers have this tensor, and this one has the rest of what they have"
+            + (f"; so with {more} more of this layer" if more > 0 else ""),
+            severity="error" if inside or not doubtful else "warning",
+            tensor=f"{prefix}{number}.{rest}",
+            expected=f"{prefix}*.{rest} in all of {total} layers" if alike == total - 1 else "as its sisters",
+            got="nothing",
+            help="the file that held it is missing from the index too, or the save dropped it: copy or save it again",
+        )
+
+
+def _shapes(stack: Stack) -> Iterator[Finding]:
+    """Tensors that have one shape in all layers but one."""
+    odd: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for rest, count in stack.holders.items():
+        if count <= _SISTERS or _ADDED.search(rest):
+            continue
+        of = {n: held[rest] for n, held in stack.elements.items() if rest in held}
+        shapes = Counter(shape for shape, _ in of.values())
+        if len(shapes) != 2 or min(shapes.values()) != 1:
+            continue
+        common = shapes.most_common(1)[0][0]
+        number, (_, dtype) = next((n, h) for n, h in of.items() if h[0] != common)
+        if all(kind == dtype for _, kind in of.values()):
+            odd.setdefault(number, []).append((rest, common))
+    for number, deviating in odd.items():
+        modules = {
+            rest.rpartition(".")[0]
+            for rest in stack.elements[number]
+            if stack.holders[rest] > 1 and _of_its_own(stack, number, rest)
+        }
+        if len(modules) > 1 and number in (0, stack.count - 1):
+            # What comes in and goes out may have another width.
+            continue
+        for rest, common in deviating[:_TOLD]:
+            shape = stack.elements[number][rest][0]
+            name, sisters = f"{stack.prefix}{number}.{rest}", stack.holders[rest] - 1
+            if shape == common[::-1]:
+                yield Finding.of(
+                    "FS201", f"the matrix lies the other way round than in {sisters} other layers",
+                    tensor=name, expected=str(list(common)), got=str(list(shape)),
+                    help="it was saved transposed, or belongs to another model: save it again",
+                )  # fmt: skip
+                continue
+            # Extents that are meant to differ do so wherever they meet: in the module before or behind, too.
+            alone = len(modules) == 1
+            code = "FS208" if sliced(shape, common) else "FS201"
+            yield Finding.of(
+                code, f"{sisters} other layers have another shape here"
+                + (", and nothing else in this one differs from theirs" if alone else ""),
+                severity="error" if alone else "warning",
+                tensor=name, expected=str(list(common)), got=str(list(shape)),
+                help="take the tensor from all ranks that hold it" if code == "FS208"
+                else "the tensor belongs to another model or run: copy the right file",
+            )  # fmt: skip
+
+
+def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
+    """True if no other layer has a tensor of this name in the shape that this layer has it in."""
+    shape = stack.elements[number][rest][0]
+    return all(
+        n == number or rest not in held or held[rest][0] != shape for n, held in stack.elements.items()
+    )
+
+
+def sliced(shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """How many slices of this shape make a whole along one dimension; 0 if none do."""
+    if len(shape) != len(whole):
+        return 0
+    differing = [(n, w) for n, w in zip(shape, whole, strict=True) if n != w]
+    if len(differing) != 1:
+        return 0
+    part, extent = differing[0]
+    return extent // part if part and extent % part == 0 else 0

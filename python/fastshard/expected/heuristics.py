@@ -1,0 +1,71 @@
+"""Evidence about a model that no table and no reference describes: its layers against each other, and against its config.
+
+Everything is judged from names, shapes and dtypes of whole tensors. A finding is an error where nothing else explains what is
+seen, a warning where something could; what nothing speaks of is counted, not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..common.errors import Finding
+from ..common.formatting import printable, some
+from . import from_config as by_config
+from .from_layers import Held, judged, repeated, stacks
+
+__all__ = ["Evidence", "Held", "judge", "unheld"]
+
+#: Names that are told of many.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors of a model tell of what else there must be."""
+
+    findings: list[Finding]
+    #: Names that no layers repeat, so that the absence of another like them would not be seen.
+    alone: list[str]
+    #: How many tensors there are.
+    count: int
+
+
+def judge(
+    tensors: Mapping[str, Held],
+    config: Mapping[str, Any] | None = None,
+    *,
+    saved_whole: bool = True,
+    in_files: bool = False,
+) -> Evidence:
+    """Judges a model by its layers and its config.
+
+    Args:
+        tensors: shape and dtype of each whole tensor, by its name.
+        config: content of the model's config.json, if there is one.
+        saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
+        in_files: True for a model in several files, one of which may be lost. One file is there or is not: layers
+            that the config alone counts are no loss there, as families count them in ways of their own.
+    """
+    found = stacks(tensors)
+    stated = None if config is None else by_config.Stated(config)
+    findings = [finding for stack in found for finding in judged(stack)]
+    partial = not saved_whole and not by_config.holds_embedding(tensors)
+    findings += [
+        replace(finding, severity="warning") if partial else finding
+        for finding in by_config.counts(found, stated, tensors, in_files=in_files)
+    ]
+    if stated is not None:
+        findings += by_config.rows(tensors, stated)
+        findings += by_config.ends(tensors, config or {})
+    spoken = repeated(found)
+    return Evidence(findings, [name for name in tensors if name not in spoken], len(tensors))
+
+
+def unheld(evidence: Evidence) -> str:
+    """Which tensors nothing speaks of, in words."""
+    return (
+        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors are held against the same of other layers, "
+        f"and no others would be missed beside these {len(evidence.alone)}: {printable(some(evidence.alone, _NAMED))}"
+    )

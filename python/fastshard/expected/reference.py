@@ -1,0 +1,284 @@
+"""References: good checkpoints of the same model that another one is held against (``--like``), by headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..common import safe_files
+from ..common.errors import FastshardError, Finding, error_for
+from ..common.listing import Folder, linked
+from ..common.options import StrPath
+from ..layouts.declaration import Source, is_state
+from ..layouts.wrapper_names import bare
+from .config_reference import refuse_untold
+
+__all__ = ["Reference", "Whole", "apart", "read", "refuse_itself"]
+
+#: What the name of an index ends with.
+_INDEX = ".index.json"
+#: A file that says itself that it is one of several.
+_SHARD = re.compile(r"-\d+-of-(\d+)\.(safetensors|bin)$")
+#: Keys that tell the config of a model from others of the name.
+_TELLING = ("model_type", "architectures")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint's whole tensors, as whoever opens one tells them."""
+
+    source: Source
+    findings: list[Finding]
+    #: Name stored, dtype and shape of each.
+    tensors: list[tuple[str, str, list[int]]]
+    #: The files that hold them.
+    files: list[Path]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is known of a model that a checkpoint is held against."""
+
+    #: As it was given.
+    path: str
+    #: Its tensors by the model's own names; None for a config whose tensors a layout table tells.
+    roster: _core.Roster | None
+    #: Its config.json, and the file.
+    config: dict[str, Any] | None = None
+    config_file: Path | None = None
+    #: Where its tokenizer and the like are looked for; empty for a file by itself, whose folder may be anybody's.
+    places: list[Folder] = field(default_factory=list)
+    #: The files that hold its tensors.
+    files: list[Path] = field(default_factory=list)
+    #: Bytes of all tensors, where only an index tells of them.
+    total: int | None = None
+    #: True if its shapes and dtypes are known, all of them.
+    has_shapes: bool = True
+
+    @property
+    def lent(self) -> tuple[dict[str, Any], Path] | None:
+        """Its config, and the file, for a checkpoint that has none; None for a file by itself."""
+        if self.config is None or self.config_file is None or not self.places:
+            return None
+        return self.config, self.config_file
+
+
+def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
+    """What lies at a path: a checkpoint of any kind, a file of tensors, an index, or a config.
+
+    Args:
+        path: as it was given.
+        opened: opens a checkpoint, by its headers.
+
+    Raises:
+        FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it, saying that it is the reference; ``FS514`` for
+            a config by itself whose tensors nothing tells.
+    """
+    at, given = Path(path), os.fspath(path)
+    try:
+        is_there = at.exists()
+    except OSError as error:
+        raise FastshardError.of("FS502", f"--like: {error.strerror}", file=given) from None
+    if not is_there:
+        raise FastshardError.of(
+            "FS501",
+            "--like: no such file or directory",
+            file=given,
+            help="name a good checkpoint of the same model: a directory, a file of tensors, an index or a config.json",
+        )
+    try:
+        return _read(at, given, opened)
+    except FastshardError as error:
+        raise error_for([_of_reference(f, given) for f in error.findings]) from None
+    except OSError as error:
+        what = f"the reference {given} (--like) cannot be read: {error.strerror}"
+        raise FastshardError.of("FS502", what, file=error.filename or given) from None
+
+
+def _of_reference(finding: Finding, given: str) -> Finding:
+    if finding.severity != "error" or finding.message.startswith("the reference"):
+        return finding
+    return replace(finding, message=f"the reference {given} (--like) cannot be used: {finding.message}")
+
+
+def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
+    if at.is_file() and at.name.endswith(_INDEX):
+        return _of_index(at, given, opened)
+    if at.is_file() and at.suffix == ".json":
+        return _of_config(at, given)
+    if at.is_dir() and (said := Folder.named(at).file("config.json")) and not _holds_more(at):
+        return _of_config(said, given)
+    if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
+        raise FastshardError.of(
+            "FS515",
+            "it is one of several files, and not the whole model",
+            file=given,
+            expected="a whole model",
+            got=at.name,
+            help="name its folder, or its index",
+        )
+    whole = opened(at)
+    config, file = whole.source.model.config, whole.source.model.config_file
+    if file is None or not _is_model(config):
+        config, file = _beside(at)
+    roster = _core.Roster(list(_entries(whole)))
+    places = whole.source.places if at.is_dir() else []
+    return Reference(given, roster, config, file, list(places), whole.files)
+
+
+def _holds_more(folder: Path) -> bool:
+    """True if a folder holds what may be tensors, or further folders, besides the small files of a model."""
+    small = (".json", ".txt", ".model", ".md", ".jinja", ".py", ".tiktoken")
+    found = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    return any(
+        entry.is_dir() or entry.name.endswith(_INDEX) or not entry.name.endswith(small) for entry in found
+    )
+
+
+def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str | None, bool]]:
+    """The model's tensors by its own names: what wrappers put in, what it lies below, and state are no part of them.
+
+    Raises:
+        FastshardError: what is wrong with the checkpoint; ``FS106`` if it holds several copies of the model.
+    """
+    if any(f.severity == "error" for f in whole.findings):
+        raise error_for(whole.findings)
+    source = whole.source
+    if source.other_prefixes:
+        copies = (source.weights_prefix, *source.other_prefixes)
+        raise FastshardError.of(
+            "FS106",
+            "it holds several copies of the model",
+            expected="one",
+            got=", ".join(f"{prefix}*" for prefix in copies),
+            help="give a reference that holds one",
+        )
+    names = source.names or bare([name for name, *_ in whole.tensors])
+    for name, dtype, shape in whole.tensors:
+        own = names.get(name, name)
+        if own.startswith(source.weights_prefix) and not is_state(own):
+            yield own.removeprefix(source.weights_prefix), list(shape), dtype, False
+
+
+def _of_index(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
+    """By an index: headers where all its files lie beside it, else names alone."""
+    content = _json(at, safe_files.MAX_INDEX)
+    listed = content.get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
+        raise FastshardError.of("FS211", "the index has no weight_map", file=given)
+    config, file = _beside(at)
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    known: dict[str, tuple[str, list[int]]] = {}
+    files = []
+    for name in sorted(set(listed.values())):
+        path = at.parent / name
+        if path.parent != at.parent or not safe_files.is_file(path):
+            continue
+        files.append(path)
+        whole = opened(path)
+        if any(f.severity == "error" for f in whole.findings):
+            raise error_for(whole.findings)
+        known |= {
+            tensor: (dtype, shape) for tensor, dtype, shape in whole.tensors if listed.get(tensor) == name
+        }
+        if lost := sorted(t for t, of in listed.items() if of == name and t not in known):
+            raise FastshardError.of(
+                "FS102",
+                f"its index names {len(lost)} tensors that their file does not hold",
+                file=str(path),
+                tensor=lost[0],
+            )
+    names = bare(list(listed))
+    entries: list[tuple[str, list[int | None] | None, str | None, bool]] = []
+    for name in listed:
+        dtype, shape = known.get(name, (None, None))
+        entries.append((names.get(name, name), None if shape is None else list(shape), dtype, False))
+    has_shapes = len(known) == len(listed)
+    total = total if type(total) is int and total > 0 and not has_shapes else None
+    return Reference(given, _core.Roster(entries), config, file, [], files, total, has_shapes)
+
+
+def _of_config(at: Path, given: str) -> Reference:
+    config = _json(at, safe_files.MAX_CONFIG)
+    if not _is_model(config):
+        raise FastshardError.of(
+            "FS211",
+            "it is no model's config",
+            file=given,
+            expected="model_type",
+            got="neither it nor tensors",
+        )
+    refuse_untold(config, given)
+    # A source that is read with this config is judged by the layout table.
+    # Its folder is the user's choice if it was named; what else lies beside a file that was may be anybody's.
+    folder = Folder(at.parent, linked(at.parent), at if Path(given) == at else None)
+    return Reference(given, None, config, at, [folder], [], has_shapes=False)
+
+
+def _json(at: Path, limit: int) -> dict[str, Any]:
+    try:
+        content = json.loads(safe_files.read_text(at, limit, code="FS211"))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=str(at)) from None
+    if not isinstance(content, dict):
+        raise FastshardError.of("FS211", "not a JSON object", file=str(at))
+    return content
+
+
+def _is_model(config: Mapping[str, Any] | None) -> bool:
+    return config is not None and any(key in config for key in _TELLING)
+
+
+def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
+    """The config.json that lies in or beside it, if there is one of a model."""
+    folder = Folder.named(at) if at.is_dir() else Folder(at.parent, linked(at.parent), at)
+    file = folder.file("config.json")
+    if file is None:
+        return None, None
+    config = _json(file, safe_files.MAX_CONFIG)
+    return (config, file) if _is_model(config) else (None, None)
+
+
+def refuse_itself(reference: Reference, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
+    """Whether a reference is the very checkpoint that is held against it.
+
+    Raises:
+        FastshardError: ``FS515`` if it is.
+    """
+    at = Path(reference.path).resolve()
+    held = {path.resolve() for path in files}
+    is_root = not single and at in {root.resolve() for root in roots}
+    if is_root or (held and held <= {path.resolve() for path in reference.files}):
+        raise FastshardError.of(
+            "FS515",
+            "--like names the checkpoint itself, which is like itself whatever it lacks",
+            file=reference.path,
+            help="name another checkpoint of the same model: the one that it was trained from, or an earlier step",
+        )
+
+
+def apart(reference: Reference | None, out: StrPath) -> None:
+    """Whether a reference lies elsewhere than what is to be written.
+
+    Raises:
+        FastshardError: ``FS505`` if it lies at ``out``, or in it.
+    """
+    if reference is None:
+        return
+    at, to = Path(reference.path).resolve(), Path(out).resolve()
+    if at == to or at.is_relative_to(to):
+        raise FastshardError.of(
+            "FS505",
+            "the reference (--like) lies where the result is to be written",
+            file=reference.path,
+            expected="another directory than OUT",
+            got=os.fspath(out),
+            help="choose another OUT",
+        )

@@ -1,0 +1,637 @@
+"""What a source declares of a checkpoint: where each tensor lies, and what the model is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from .._core import Table
+from ..common.errors import FastshardError, Finding, raise_errors
+from ..common.listing import File, Folder
+from . import tables
+from .wrapper_names import put_in, wrapped
+
+#: Ranks of one parallel dimension at most; no run has as many.
+MAX_DEGREE = 1 << 16
+
+
+@dataclass
+class Unit:
+    """Where one file lies in the topology and how its keys become names."""
+
+    file: int
+    under: list[str] = field(default_factory=list)
+    strip: str = ""
+    prefix: str = ""
+    coords: dict[str, int] = field(default_factory=dict)
+    bases: dict[str, int] = field(default_factory=dict)
+    rank: str | None = None
+    #: The only keys wanted below `under`; all if None.
+    only: list[str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        wanted = {} if self.only is None else {"only": self.only}
+        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")} | wanted
+
+
+@dataclass
+class Assembled:
+    """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""
+
+    #: File that messages name.
+    file: int
+    coords: dict[str, int]
+    rank: str | None
+    #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
+    slot: str | None
+    #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
+    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a flat tensor.
+    tensors: list[tuple[str, list[int], list[Any]]]
+    #: True for parameters that are not trained and have no copy.
+    frozen: bool = False
+    #: True for further names, wanted only where the masters are taken.
+    masters_only: bool = False
+    #: The first layer (or expert) that the names count from, as the unit has it that holds the parameters.
+    bases: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        kept = {
+            k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v not in (None, {})
+        } | {"coords": self.coords}
+        return kept | ({"alone": True} if self.frozen else {})
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an adapter makes of a tensor: changes as the core takes them, factors by the names stored."""
+
+    name: str
+    changes: list[dict[str, Any]]
+
+
+@dataclass
+class StateFile:
+    """A file that holds masters and optimizer state, by tensors in it."""
+
+    file: int
+    masters: list[int]
+    #: Moments and steps.
+    state: list[int]
+    #: Keys that lead to steps that are no tensors, and not zero: numbers in the pickle, or what is refused.
+    numbers: list[list[str]] = field(default_factory=list)
+
+
+#: Blocks as the core takes them.
+ListedBlocks: TypeAlias = tuple[
+    list[tuple[str, str, list[int], int]],
+    str,
+    Callable[[str, memoryview], str | None],
+    tuple[list[int], Callable[[list[str]], str | None]] | None,
+    Callable[[bool], str | None] | None,
+]
+
+
+@dataclass
+class Blocks:
+    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
+
+    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
+    #: shape of what is handed on (blocks at the edge are clipped to the array), bytes that decoding takes (they are whole there).
+    tensors: list[tuple[str, str, list[int], int]]
+    #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
+    #: Called from several threads.
+    read: Callable[[str, memoryview], None]
+    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
+    identity: str
+
+    #: The files that hold the blocks.
+    files: list[File]
+    #: Looks whether these are as they were when they were opened; with True, whether their status alone was changed too.
+    look: Callable[[bool], None]
+    #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
+    apart: tuple[list[int], Callable[[list[str]], None]] | None = None
+
+    def listed(self) -> ListedBlocks:
+        """The form that the core takes; findings of a block come back as JSON."""
+
+        def telling(work: Callable[..., None]) -> Callable[..., str | None]:
+            def told(*arguments: Any) -> str | None:
+                try:
+                    work(*arguments)
+                except FastshardError as error:
+                    return json.dumps([finding.to_dict() for finding in error.findings])
+                return None
+
+            return told
+
+        apart = self.apart and (self.apart[0], telling(self.apart[1]))
+        return self.tensors, self.identity, telling(self.read), apart, telling(self.look)
+
+
+@dataclass
+class TreeInfo:
+    """How Orbax names an item and its entries; kept for writing it again."""
+
+    item: str
+    #: key_metadata by array.
+    keys: dict[str, list[dict[str, Any]]]
+    #: Entries that are no arrays: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+    #: What the writer said of the checkpoint.
+    custom: dict[str, Any]
+    #: value_type by array.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as stored.
+    strings: str | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
+
+    family: str
+    #: What names and shapes decide.
+    facts: Mapping[str, bool] = field(default_factory=dict)
+    #: Extents that are known.
+    axes: Mapping[str, int] = field(default_factory=dict)
+    #: What was found out besides, by the dialect's own words.
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Dialect(Protocol):
+    """One framework's words for models; :mod:`fastshard.models` has them."""
+
+    @property
+    def name(self) -> str:
+        """The framework, as messages call it."""
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Any:
+        """The :class:`~fastshard.models.model.Model` that values and tensors tell of.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of the model besides its tensors: for those who must know what it computes, not for the layout engine."""
+
+    family: str | None = None
+    #: Its config as found, for a target that needs one.
+    config: dict[str, Any] | None = None
+    #: The file that it was read from.
+    config_file: Path | None = None
+    #: Whose words the config is in; None where nothing says what the model computes.
+    dialect: Dialect | None = None
+    #: What the tensors tell besides facts, by the dialect's words.
+    features: dict[str, Any] = field(default_factory=dict)
+    #: Whose names the model has, where its config is that of transformers and its names are not.
+    spelling: str | None = None
+    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    no_table: str | None = None
+    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    headless: str | None = None
+    #: The files are what ``save_pretrained`` writes: their config describes them.
+    saved_whole: bool = False
+    #: It is one of several files of a model, looked at by itself.
+    is_part: bool = False
+
+    @property
+    def hf_names(self) -> bool:
+        """True if names in the files are those of Hugging Face."""
+        return self.dialect is not None and self.dialect.name == "transformers" and self.spelling is None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of parameters that an optimizer treats alike."""
+
+    #: Hyperparameters (``lr``, ``betas``, ``weight_decay`` ...), by torch's names.
+    values: dict[str, Any]
+    #: Its parameters, by the names stored; None where only :attr:`decays` tells them.
+    names: frozenset[str] | None = None
+    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names tell.
+    decays: bool | None = None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments that are stored as tensors beside the weights."""
+
+    #: (parameter, slot) by the names stored; a parameter by its own name.
+    slots: dict[str, tuple[str, str]]
+    #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
+    told: Callable[[], tuple[list[Group] | None, list[float]]]
+    #: Why these cannot be slots, if they cannot.
+    refused: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with it."""
+
+    #: True if the files hold fp32 masters (or should).
+    masters: bool = False
+    #: True if the files hold optimizer state (or should), but no masters.
+    moments_only: bool = False
+    #: True if there are moments beside the weights, under names of their own.
+    moments_named: bool = False
+    #: Table for a conversion that takes the step (or not) and the state (or not), where both have such names.
+    rules: Callable[[bool, bool], Table] | None = None
+    #: True if the files say that there are no moments: it never took a step.
+    unstepped: bool = False
+    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    weights: str = "params"
+    #: True if the files hold parameters besides the masters.
+    params_stored: bool = True
+    #: What is wrong with its files; no error where only the parameters are asked for.
+    findings: list[Finding] = field(default_factory=list)
+    #: What of the state cannot be taken; it matters only where that is asked for.
+    unread: list[Finding] = field(default_factory=list)
+    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    untrained: set[str] = field(default_factory=set)
+    #: Of these, the parameters that the files say were not to be trained.
+    frozen: set[str] = field(default_factory=set)
+    #: Files that hold masters.
+    state_files: list[StateFile] = field(default_factory=list)
+    #: Its groups of parameters; None where the files do not tell which parameters each has.
+    groups: list[Group] | None = None
+    #: Moments under names of their own, which a conversion takes as the parameters' slots.
+    beside: Moments | None = None
+    #: Paths of the files that hold nothing but optimizer state.
+    files: set[str] = field(default_factory=set)
+    #: Steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Source:
+    """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds it step by
+    step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`)."""
+
+    framework: str
+    units: list[Unit]
+    #: Name of the layout table; None where tensors are whole as they are.
+    layout: str | None = None
+    #: The table itself, where it is not the one of that name.
+    table: Table | None = None
+    #: The caller's own, which says what the tensors are; it has the name.
+    own_table: Table | None = None
+    model: Description = field(default_factory=Description)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
+    generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
+    degrees: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)
+    #: Sets of positions by name: the axis and the positions, ascending.
+    sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    #: Extents of a block of elements that share a scale, by storage form of the layout.
+    stored: dict[str, list[int]] = field(default_factory=dict)
+    vocab_size: int | None = None
+    pass_unknown: bool = False
+    #: True if something outside the files found states what must exist.
+    provable: bool = False
+    #: True if that is another checkpoint, which it is held against name by name.
+    referenced: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    #: Errors about single tensors: notes where these are not asked for.
+    of_tensors: list[Finding] = field(default_factory=list)
+    step: str | None = None
+    #: Where config and tokenizer are looked for, the nearest first.
+    places: list[Folder] = field(default_factory=list)
+    #: Contents for the manifest.
+    values: dict[str, Any] = field(default_factory=dict)
+    #: Tensor names that an index or metadata file calls for.
+    expected_names: set[str] = field(default_factory=set)
+    #: Names of tensors of which the files that are missing held all, or a part.
+    lost: set[str] = field(default_factory=set)
+    #: True if an index names the tensors of each file, so that these are all that is lost with files.
+    listed: bool = False
+    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
+    weights_prefix: str = ""
+    #: Where further copies of the model begin.
+    other_prefixes: list[str] = field(default_factory=list)
+    #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
+    chosen: bool = False
+    #: True where outputs have the model's own names, not those stored.
+    renames: bool = False
+    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of these.
+    names: dict[str, str] = field(default_factory=dict)
+    #: What an adapter makes of tensors, by the model's own names.
+    adapted: list[Adapted] = field(default_factory=list)
+    #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
+    hidden: set[str] = field(default_factory=set)
+    #: Masters and optimizer slots.
+    assembled: list[Assembled] = field(default_factory=list)
+    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
+    layers_may_repeat: bool = False
+    #: Files that say which rank they are of, and are in its place.
+    placed: set[int] = field(default_factory=set)
+    #: Glob patterns of files that were copied on purpose.
+    copies_accepted: list[str] = field(default_factory=list)
+    #: True if NaN and infinite values are taken as they are.
+    non_finite_accepted: bool = False
+    #: Set for a checkpoint of Orbax.
+    tree: TreeInfo | None = None
+
+    @property
+    def usual_table(self) -> Table | None:
+        """The table of the layout's name."""
+        if self.own_table is not None or self.layout is None:
+            return self.own_table
+        return tables.table(self.layout)
+
+    @property
+    def called(self) -> str:
+        """The model, as messages call it."""
+        return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
+
+    def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
+        """The part that a conversion takes: what begins with the prefix, and no optimizer's state unless it is asked for.
+
+        Args:
+            names_of: names of the tensors in a file, by its number.
+            optimizer: True to make slots of moments that lie beside the weights.
+        """
+        if optimizer and self.optimizer.beside is not None:
+            return self._slots(self.optimizer.beside).weights_only(names_of)
+        if not (self.model.hf_names or self.model.spelling or self.chosen):
+            return self
+        stored = [name for a in self.assembled for name, *_ in a.tensors]
+        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        stored += [name for held in units.values() for _, name in held]
+        own = {name: self.names.get(name, name) for name in stored}
+        if self.other_prefixes:
+            raise FastshardError.of(
+                "FS106",
+                "the checkpoint holds several copies of the model",
+                expected="one",
+                got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
+                help=f"choose with --under, e.g. --under {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
+            )
+        if not (self.weights_prefix or any(map(is_state, own.values()))):
+            return replace(self, findings=[*self.findings, *self._unwrapped()])
+
+        def taken(name: str) -> bool:
+            return own[name].startswith(self.weights_prefix) and not is_state(own[name])
+
+        kept: list[Assembled] = []
+        for group in self.assembled:
+            # The groups' own names, so that what is left needs no others.
+            tensors = [
+                (own[name].removeprefix(self.weights_prefix), shape, pieces)
+                for name, shape, pieces in group.tensors
+                if taken(name)
+            ]
+            kept.append(replace(group, tensors=tensors))
+        only = [
+            replace(unit, only=[key for key, name in units[n] if taken(name)])
+            for n, unit in enumerate(self.units)
+        ]
+        renamed = {
+            name: bare
+            for held in units.values()
+            for _, name in held
+            if taken(name) and (bare := own[name].removeprefix(self.weights_prefix)) != name
+        }
+        left = [
+            name
+            for name in stored
+            if not own[name].startswith(self.weights_prefix) and not is_state(own[name])
+        ]
+        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        is_all = all(map(taken, stored))
+        note = Finding.of(
+            "FS212",
+            f"the model is what lies {where}"
+            + ("" if is_all else "; the rest is not converted")
+            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
+            severity="warning" if left and not self.chosen else "note",
+            tensor=left[0] if left else None,
+        )
+        return replace(
+            self,
+            units=only,
+            assembled=kept,
+            optimizer=self._optimizer_below(),
+            names=renamed,
+            table=self._table_below(),
+            weights_prefix="",
+            findings=[*self.findings, *self._unwrapped(), note],
+        )
+
+    def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
+        """What a merge takes whose config.json is published beside it: all tensors, and the model's under the names that its
+        config is for. Where the checkpoint holds several copies of the model all names stay, and no config goes along.
+
+        Args:
+            names_of: names of the tensors in a file, by its number.
+        """
+        if not self.model.hf_names or self.model.config is None:
+            return self
+        if self.other_prefixes:
+            copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
+            return self._without_config(copies, (self.weights_prefix or self.other_prefixes[0]).rstrip("."))
+        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        stored = [name for held in units.values() for _, name in held]
+        stored += [name for group in self.assembled for name, *_ in group.tensors]
+        names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
+        if not self.adapted and (changed := wrapped(set(names.values()))) is not None:
+            return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
+        if all(name == own for name, own in names.items()):
+            return self
+        by_name: dict[str, str] = {}
+        for name, own in names.items():
+            if by_name.setdefault(own, name) != name:
+                return self._without_config([by_name[own], name], "NAME")
+        assembled = [
+            replace(group, tensors=[(names[name], shape, pieces) for name, shape, pieces in group.tensors])
+            for group in self.assembled
+        ]
+        renamed = {name: names[name] for held in units.values() for _, name in held if names[name] != name}
+        note = Finding.of(
+            "FS212",
+            f"names are written without {self.weights_prefix!r}, as the model of config.json has them",
+            severity="note",
+        )
+        return replace(
+            self,
+            assembled=assembled,
+            optimizer=self._optimizer_below(),
+            names=renamed,
+            renames=True,
+            table=self._table_below(),
+            weights_prefix="",
+            findings=[*self.findings, *self._unwrapped(), *([note] if self.weights_prefix else [])],
+        )
+
+    def as_called(self, names: Mapping[str, str], note: Finding) -> Source:
+        """The source with other names for some of the model's tensors, in what is made of it too.
+
+        Args:
+            names: the new name by the model's own.
+            note: what is said of them.
+        """
+
+        def new(own: str) -> str:
+            return names.get(own, own)
+
+        own = {name: new(own) for name, own in self.names.items()}
+        state = replace(
+            self.optimizer, untrained={new(self.names.get(n, n)) for n in self.optimizer.untrained}
+        )
+        return replace(
+            self,
+            names=own | {name: to for name, to in names.items() if name not in self.names},
+            renames=True,
+            generic=[(new(name), divided, parts) for name, divided, parts in self.generic],
+            adapted=[replace(one, name=new(one.name)) for one in self.adapted],
+            lost={new(self.names.get(name, name)) for name in self.lost},
+            optimizer=state,
+            findings=[*self.findings, note],
+        )
+
+    def _without_config(
+        self,
+        names: list[str],
+        under: str | None,
+        why: str = "the checkpoint holds several copies of the model",
+    ) -> Source:
+        """The source whose names stay, and are none that its config is for."""
+        warning = Finding.of(
+            "FS212",
+            f"config.json is not written: {why}",
+            severity="warning",
+            got=", ".join(names),
+            help=None if under is None else f"choose one with --under, e.g. --under {under}",
+        )
+        model = replace(self.model, dialect=None)
+        return replace(self, model=model, findings=[*self.findings, warning])
+
+    def _below_prefix(self, name: str) -> str:
+        """What a tensor is called in the model; the name stored for one that lies elsewhere."""
+        own = self.names.get(name, name)
+        inside = own.startswith(self.weights_prefix) and not is_state(own)
+        return own.removeprefix(self.weights_prefix) if inside else name
+
+    def _slots(self, moments: Moments) -> Source:
+        """The source with moments as slots of their parameters."""
+        raise_errors(moments.refused)
+        groups, steps = moments.told()
+        assembled: list[Assembled] = []
+        for group in self.assembled:
+            slots: dict[str, list[tuple[str, list[int], list[Any]]]] = {}
+            rest = []
+            for name, shape, pieces in group.tensors:
+                if name in moments.slots:
+                    parameter, slot = moments.slots[name]
+                    slots.setdefault(slot, []).append((parameter, shape, pieces))
+                else:
+                    rest.append((name, shape, pieces))
+            assembled.append(replace(group, tensors=rest))
+            assembled += [
+                replace(group, slot=slot, tensors=tensors, frozen=False) for slot, tensors in slots.items()
+            ]
+        taken = replace(
+            self.optimizer,
+            beside=None,
+            groups=groups,
+            steps={0: steps},
+            moments_named=False,
+            moments_only=True,
+        )
+        return replace(self, assembled=assembled, optimizer=taken)
+
+    def _optimizer_below(self) -> Optimizer:
+        """What is known of the optimizer, by the names that parameters have below the prefix."""
+
+        def below(name: str) -> str:
+            return self.names.get(name, name).removeprefix(self.weights_prefix)
+
+        groups = self.optimizer.groups
+        if groups is not None:
+            groups = [
+                replace(group, names=None if group.names is None else frozenset(map(below, group.names)))
+                for group in groups
+            ]
+        return replace(self.optimizer, groups=groups, untrained=set(map(below, self.optimizer.untrained)))
+
+    @staticmethod
+    def _of_unit(unit: Unit, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Key and name of each tensor of a unit."""
+        under = "".join(f"{part}." for part in unit.under)
+        for name in names:
+            if name.startswith(under):
+                key = name.removeprefix(under)
+                if unit.only is None or key in unit.only:
+                    yield key, unit.prefix + key.removeprefix(unit.strip)
+
+    def _unwrapped(self) -> list[Finding]:
+        """That names are taken without what wrappers have put in."""
+        first = next(iter(self.names.items()), None)
+        if first is None:
+            return []
+        who = put_in(first[0]) or "a wrapper"
+        message = f"{len(self.names)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        return [Finding.of("FS212", message, severity="note")]
+
+    def _table_below(self) -> Table | None:
+        """The table with names as they are below the prefix; None for the one that is called so anyhow."""
+        usual = self.usual_table
+        if self.table is None or usual is None:
+            return None
+        rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
+        same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
+        return None if same else self.table.with_rules(rules)
+
+    def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
+        """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
+        taken = weights or self.optimizer.weights
+        return {
+            "layout": self.usual_table if self.table is None else self.table,
+            "generic": self.generic,
+            "units": [unit.to_dict() for unit in self.units],
+            "assembled": [
+                a.to_dict()
+                for a in self.assembled
+                if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
+            ],
+            "names": self.names,
+            "renamed": self.chosen or self.renames or bool(self.adapted or self.hidden),
+            "adapted": [vars(one) for one in self.adapted],
+            "hidden": sorted(self.hidden),
+            "prefer_assembled": taken == "masters",
+            "untrained": sorted(self.names.get(n, n) for n in self.optimizer.untrained) if optimizer else [],
+            # Moments of masters that are not the parameters are not theirs either.
+            "twins_may_differ": weights == "params" and not optimizer,
+            "layers_may_repeat": self.layers_may_repeat,
+            "placed": sorted(self.placed),
+            "copies_accepted": self.copies_accepted,
+            "non_finite_accepted": self.non_finite_accepted,
+            "degrees": self.degrees,
+            "axes": self.axes,
+            "facts": self.facts,
+            "sets": {name: {"axis": axis, "positions": at} for name, (axis, at) in self.sets.items()},
+            "stored": self.stored,
+            "vocab_size": self.vocab_size,
+            "pass_unknown": self.pass_unknown,
+        }
+
+
+#: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
+_STATE = (
+    "optim.", "optimizer.", "optimizers.", "optimizer_states.", "optimizer_state_dict.", "optimizer_state.", "lr_scheduler",
+    "lr_schedulers.", "scheduler.", "scaler.", "train_state", "dataloader", "loops.", "callbacks.", "rng_state",
+)  # fmt: skip
+
+
+def is_state(name: str) -> bool:
+    """True for a tensor that no model has, by its name."""
+    return name.startswith(_STATE)

@@ -1,0 +1,128 @@
+"""Layout tables of JAX train states, derived from the rules of the weights: layers stacked by a scan, and the
+optimizer's moments beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .._core import Rule, Table
+from ..common.errors import FastshardError
+
+#: How a table treats what is no weight: rules for it, none, or rules that leave it out.
+State = Literal["kept", "absent", "left out"]
+
+#: Moment -> power of the factor that its weight is stored with. A gradient scales inversely.
+MOMENTS = {"mu": -1.0, "nu": -2.0}
+#: A layer's place in a name, where layers lie apart.
+_LAYERS = "layers_{L}"
+#: Why the optimizer's state is not in a result.
+LEFT_OUT = "optimizer state: --optimizer takes it along, towards a layout that holds it"
+NO_STEP = "the step of a train state: the target has no place for it"
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a train state spells the names of what its table declares."""
+
+    #: Where the weights' names begin; the table says `declared` there.
+    root: str
+    declared: str
+    #: Name of a moment, by ``mu`` or ``nu`` and the rest of its weight's name.
+    moment: Callable[[str, str], str]
+    #: Counter of the optimizer.
+    count: str
+    #: Kinds of moments that there are; others have no rules.
+    slots: tuple[str, ...] = tuple(MOMENTS)
+    #: State besides, which is kept as it is: names of scalars.
+    scalars: tuple[str, ...] = ()
+    #: All of the optimizer's state, by name; what no rule names is left out by name too.
+    state: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The table of one train state, for what a result takes of it."""
+
+    weights: Table
+    names: Names
+    #: Axis of the layers, where they are stacked.
+    scan: int | None = None
+    #: Why nothing that needs to know the layers' axis can be made of it.
+    unclear: FastshardError | None = None
+
+    def __call__(self, step: bool, optimizer: bool) -> Table:
+        """The table; what is not taken is left out.
+
+        Raises:
+            FastshardError: if the tensors allow several readings.
+        """
+        if self.unclear is not None:
+            raise self.unclear
+        states: tuple[State, State] = ("left out", "kept")
+        return table(self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
+
+    def whole(self, moments: bool) -> Table:
+        """The table for a merge, which keeps every name; ``moments`` says whether there are any."""
+        return table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
+
+
+def scanned(rule: Rule, axis: int) -> Rule:
+    """The rule of the tensor that a scan over layers stacks along an axis.
+
+    A negative one counts from the end, the axis of layers included. One beyond the last (flax refuses it
+    for vectors) is the last. source: flax core/axes_scan.py
+    """
+    if _LAYERS not in rule.name:
+        return rule
+    at = place(len(rule.dimensions or ()), axis)
+    return rule.stacked("L", at).renamed(rule.name.replace(_LAYERS, "layers"))
+
+
+def place(rank: int, axis: int) -> int:
+    """Dimension of the layers in a stack of tensors of a rank."""
+    return min(axis, rank) if axis >= 0 else max(rank + 1 + axis, 0)
+
+
+def table(
+    weights: Table, names: Names, *, scan: int | None = None, step: State = "kept", optimizer: State = "kept"
+) -> Table:
+    """A table with the names of one train state.
+
+    Args:
+        weights: the table of the weights, layers apart.
+        names: how the train state spells them.
+        scan: axis of the layers, where they are stacked.
+        step: what becomes of the step.
+        optimizer: what becomes of the optimizer's state.
+    """
+    out: list[Rule] = []
+    moments: list[Rule] = []
+    for rule in weights.rules:
+        if rule.name == "step":
+            out += _stated(rule, step, NO_STEP)
+            continue
+        weight = rule if scan is None else scanned(rule, scan)
+        inner = weight.name.removeprefix(names.declared)
+        out.append(weight.renamed(names.root + inner))
+        for slot in names.slots:
+            moment = weight.renamed(names.moment(slot, inner)).slot(slot, MOMENTS[slot])
+            out += _stated(moment, optimizer, LEFT_OUT)
+            moments.append(moment)
+    counters = [names.count, *names.scalars]
+    for i, name in enumerate(counters):
+        counter = Rule.literal(name, "[]", name if i else "count", optional=True)
+        out += _stated(counter, optimizer, LEFT_OUT)
+    if optimizer == "left out":
+        named = set(counters)
+        others = (name for name in names.state if name not in named)
+        out += [Rule.ignoring(name, LEFT_OUT) for name in others if not any(m.matches(name) for m in moments)]
+    return weights.with_rules(out)
+
+
+def _stated(rule: Rule, state: State, reason: str) -> list[Rule]:
+    if state == "left out":
+        return [rule.left_out(reason)]
+    return [rule] if state == "kept" else []

@@ -1,0 +1,39 @@
+"""Names in MaxText's checkpoints: those of a train state, and of the file that says what the model is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from .jax_train_states import MOMENTS, Names
+
+#: dtype and shape by name.
+Arrays = Mapping[str, tuple[str, Sequence[int]]]
+
+#: Name of the yml that says what a model is.
+FILE = "maxtext_model.yml"
+DECLARED = "params.params."
+#: Optax numbers the states of its chain, MaxText's own adam_pax is alone. source: MaxText optimizers/optimizers.py
+MOMENT = re.compile(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:decoder|token_embedder)\.")
+
+
+def names_of(root: str, arrays: Arrays) -> Names:
+    """The spelling of names, for sources and for targets that keep it."""
+    moments = {m[2]: m for name in sorted(arrays) if (m := MOMENT.match(name))}
+    chain = next((m[1] for m in moments.values()), "opt_state.")
+    below = next((m[3] for m in moments.values()), "params.")
+    state = tuple(name for name in arrays if name.startswith("opt_state."))
+    count = f"{chain}count"
+    scalars = tuple(name for name in state if name != count and not arrays[name][1])
+    return Names(root, DECLARED, partial(_moment, chain, below), count, tuple(moments), scalars, state)
+
+
+def _moment(chain: str, below: str, slot: str, inner: str) -> str:
+    return f"{chain}{slot}.{below}{inner}"
+
+
+def default_names() -> Names:
+    """The names of a train state that comes from elsewhere."""
+    return replace(names_of(DECLARED, {}), slots=tuple(MOMENTS))

@@ -1,0 +1,33 @@
+"""Other frameworks' names of models that Hugging Face has: each has a table of its own for a table of Hugging Face."""
+
+from __future__ import annotations
+
+from .tables import names
+
+#: What such tables' names begin with, the framework, and the model types whose computation it shares.
+#: source: torchtitan models/{llama3,qwen3}, OLMo-core nn/hf/convert.py
+_FRAMEWORKS = {
+    "torchtitan": ("torchtitan", ("llama", "qwen3")),
+    "olmo_core": ("OLMo-core", ("llama", "qwen3", "olmo2", "olmo3")),
+}
+
+
+def table_of(spelling: str, layout: str) -> str | None:
+    """Name of the table that a framework has for one of Hugging Face; None if it has none."""
+    name = f"{spelling}.{layout.removeprefix('hf.')}"
+    return name if layout.startswith("hf.") and name in names() else None
+
+
+def tables(layout: str) -> dict[str, str]:
+    """Tables that have other names of a model: by the framework's word for ``--to dcp:...``."""
+    return {spelling: name for spelling in _FRAMEWORKS if (name := table_of(spelling, layout)) is not None}
+
+
+def framework(spelling: str) -> str:
+    """The framework, as messages call it."""
+    return _FRAMEWORKS[spelling][0]
+
+
+def model_types(spelling: str) -> tuple[str, ...]:
+    """The model types that a framework has."""
+    return _FRAMEWORKS[spelling][1]

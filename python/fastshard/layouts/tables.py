@@ -1,0 +1,157 @@
+"""Layout tables: the built-in TOML files and those that a user registers.
+
+A table declares how one framework stores the tensors of one model family; see ``docs/layouts.md``
+for the rule language.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .. import _core
+from ..common import safe_files
+from ..common.errors import FastshardError, from_core
+
+__all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
+
+_FOLDER = Path(__file__).parent
+_registered: dict[str, str] = {}
+#: Those that were parsed, by name.
+_parsed: dict[str, _core.Table] = {}
+
+
+def register(source: str | os.PathLike[str]) -> str:
+    """Adds a user's layout table.
+
+    Args:
+        source: TOML text, or the path of a TOML file.
+
+    Returns:
+        The table's name, as ``layout = "..."`` gives it. It replaces a built-in one of that name.
+
+    Raises:
+        FastshardError: ``FS210`` if the table is not valid; what keeps the file from being read.
+    """
+    text = _text(source)
+    name = _read(text, ()).name
+    before = dict(_registered)
+    _registered[name] = text
+    # Tables that extend the one of that name are made anew of this one.
+    _parsed.clear()
+    try:
+        table(name)
+    except FastshardError:
+        _registered.clear()
+        _registered.update(before)
+        raise
+    return name
+
+
+def parse(source: str | os.PathLike[str]) -> _core.Table:
+    """A table of the caller's own, for one use of it: nothing else finds it.
+
+    Args:
+        source: TOML text, or the path of a TOML file.
+
+    Raises:
+        FastshardError: as :func:`register`.
+    """
+    return _read(_text(source), ())
+
+
+def _text(source: str | os.PathLike[str]) -> str:
+    if isinstance(source, str) and "\n" in source:
+        return source
+    return safe_files.read_text(source, safe_files.MAX_CONFIG, code="FS211")
+
+
+def get(name: str) -> str:
+    """The TOML text of a table.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    if name in _registered:
+        return _registered[name]
+    file = _FOLDER / f"{name}.toml"
+    if not file.is_file():
+        raise KeyError(name)
+    return file.read_text(encoding="utf-8")
+
+
+def is_registered(name: str) -> bool:
+    """True for a user's own table."""
+    return name in _registered
+
+
+def family(name: str) -> str:
+    """The model family that a table belongs to.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    return table(name).family
+
+
+def table(name: str) -> _core.Table:
+    """A table, parsed: what looks names up in it or makes others of it does so on its rules, not on its text.
+
+    Raises:
+        KeyError: if there is none of that name.
+        FastshardError: ``FS210`` if it extends one that has changed, and no longer fits it.
+    """
+    return _table(name, ())
+
+
+def _table(name: str, above: tuple[str, ...]) -> _core.Table:
+    """A table; ``above`` are those that extend it."""
+    if name not in _parsed:
+        _parsed[name] = _read(get(name), (*above, name))
+    return _parsed[name]
+
+
+def _read(text: str, above: tuple[str, ...]) -> _core.Table:
+    """The table that a text declares, and those that it extends.
+
+    Raises:
+        FastshardError: ``FS210`` if it is not valid, or what it extends is not registered or the table itself.
+    """
+    try:
+        extended = _core.Table.extends_of(text)
+        if extended is None:
+            return _core.Table(text)
+        if extended in above:
+            raise FastshardError.of("FS210", f"layout {extended} extends itself, by way of {above[-1]}")
+        base = _table(extended, above) if extended in names() else None
+        return _core.Table(text, base)
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def of_config(config: str, file: str | None = None) -> str | None:
+    """Name of the table that is for a model, as its ``[config]`` says: the user's own before a built-in one.
+
+    Args:
+        config: content of ``config.json``, as JSON.
+        file: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS210`` if two are, ``FS211`` for a value that does not fit.
+    """
+    try:
+        found = [name for name in sorted(_registered) if table(name).is_for(config, file)]
+        found = found or [name for name in names() if table(name).is_for(config, file)]
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    if len(found) > 1:
+        raise FastshardError.of(
+            "FS210", f"layouts {' and '.join(found)} are for the same model_type", file=file
+        )
+    return found[0] if found else None
+
+
+def names() -> list[str]:
+    """Names of all tables."""
+    built_in = {file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml")}
+    return sorted(built_in | set(_registered))

@@ -1,0 +1,85 @@
+"""The one reader of values in configs: numbers and choices that came from anybody's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.config_text import shown
+from ..common.errors import FastshardError
+
+#: Beyond this a float does not tell whole numbers apart.
+_EXACT = 1 << 53
+
+
+def positive_number(config: Mapping[str, Any], key: str, default: float, label: str = "config: ") -> float:
+    """A positive number; YAML reads `1e-5` as text.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    value = config.get(key, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0.0
+    if not 0 < number < float("inf") or isinstance(value, bool):
+        raise refused(f"{label}{key}", "a positive number", value)
+    return number
+
+
+def whole_number(config: Mapping[str, Any], key: str, default: int, label: str = "config: ") -> int:
+    """A positive whole number, as a number of today's formats can be.
+
+    Raises:
+        FastshardError: ``FS211`` if it is none.
+    """
+    number = positive_number(config, key, default, label)
+    if not number.is_integer() or number >= _EXACT:
+        raise refused(f"{label}{key}", "a positive whole number", config.get(key))
+    return int(number)
+
+
+def count(
+    config: Mapping[str, Any], key: str, label: str = "config: ", file: str | None = None
+) -> int | None:
+    """A size that only a whole number may state: no text, no float; None where nothing is stated.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = config.get(key)
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 48
+    ):
+        raise refused(f"{label}{key}", "a positive whole number", value, file)
+    return value
+
+
+def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int | None:
+    """A whole number, negative ones too; None where nothing is stated.
+
+    Raises:
+        FastshardError: ``FS211`` if it is something else.
+    """
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31):
+        raise refused(f"{label}{key}", "a whole number", value)
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool | None:
+    """A choice; None where nothing is stated.
+
+    Raises:
+        FastshardError: ``FS211`` if it is neither on nor off.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise refused(f"{label}{key}", "true or false", value)
+    return value
+
+
+def refused(what: str, expected: str, got: Any, file: str | None = None) -> FastshardError:
+    """What a value is told that is of another kind."""
+    return FastshardError.of("FS211", what, file=file, expected=expected, got=shown(got))

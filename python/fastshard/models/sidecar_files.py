@@ -1,0 +1,217 @@
+"""Files that go along with a model: its config, its tokenizer, code of its own; and where they are looked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..common import safe_files
+from ..common.errors import FastshardError, Finding
+from ..common.listing import Folder, Listing, linked, refuse_unprintable
+from . import tokenizer
+
+#: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
+OTHERS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+#: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
+_SUBFOLDER = "huggingface"
+#: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
+_LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
+#: Code at most that a model brings along.
+_MAX_CODE = 64
+
+
+def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
+    """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors, those
+    above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the tensors, relative to a root.
+        above: whether to look above the checkpoint too.
+    """
+    if listing.single:
+        return []
+    elsewhere = any(_core.is_elsewhere(root) for root in listing.roots)
+    levels: list[list[Folder]] = []
+    for root in listing.roots:
+        at = folder
+        chain = [Folder(root / at if at else root, listing.links_within, sifted=True)]
+        while at:
+            at = at.rpartition("/")[0]
+            chain.append(Folder(root / at if at else root, listing.links_within, sifted=True))
+        # What lies there on other hosts nobody has said.
+        if above and not elsewhere:
+            top = root.absolute().parent
+            is_named = any(top.is_relative_to(other.absolute()) for other in listing.roots)
+            chain.append(Folder(top, listing.links_within, None if is_named else root, sifted=is_named))
+        for i, one in enumerate(chain):
+            levels.extend([] for _ in range(i + 1 - len(levels)))
+            levels[i].append(one)
+    found: dict[Path, Folder] = {}
+    for one in (one for level in levels for one in level):
+        for place in (one, replace(one, path=one.path / _SUBFOLDER)):
+            found.setdefault(place.path, place)
+    return list(found.values())
+
+
+def beside_files(listing: Listing) -> list[Folder]:
+    """The folders of files that were named by themselves."""
+    pairs = zip(listing.roots, listing.named, strict=True)
+    return [Folder(root, listing.links_within, None if root is path else path) for root, path in pairs]
+
+
+def first(folders: Iterable[Folder], name: str) -> Path | None:
+    """The file of this name in the first folder that has it.
+
+    Raises:
+        FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
+    """
+    return next((path for folder in folders if (path := folder.file(name)) is not None), None)
+
+
+def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str, str]:
+    """Of files that go along, by name, those that come from a folder above the checkpoint: where from, relative to it."""
+    above = {f.path: f.beside for f in folders if f.beside is not None and f.beside.is_dir()}
+    found = {}
+    for name, path in paths.items():
+        root = above.get(path.parent)
+        if root is not None:
+            found[name] = f"../{path.relative_to(root.absolute().parent).as_posix()}"
+    return found
+
+
+def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Finding]:
+    """One warning for the files that are not taken since anybody may have put them where they lie.
+
+    Args:
+        folders: where companions were looked for.
+        held: names of those that were found or given; of a tokenizer's files any is enough.
+    """
+    words = () if any(tokenizer.is_of(name) for name in held) else tokenizer.NAMES
+    wanted = [name for name in ("config.json", *OTHERS, *words) if name not in held]
+    left = [
+        (folder.path / name, why)
+        for folder in folders
+        for name in wanted
+        if (why := folder.why_not(name)) is not None
+    ]
+    if not left:
+        return []
+    (path, why), names = left[0], list(dict.fromkeys(path.name for path, _ in left))
+    ways = [f"--tokenizer {path.parent}"] if any(tokenizer.is_of(name) for name in names) else []
+    ways += [f"--config {path.parent / 'config.json'}"] if "config.json" in names else []
+    taken = f"; to take them all the same: {' '.join(ways)}" if ways else ""
+    return [
+        Finding.of(
+            "FS108",
+            f"not taken along: {why}",
+            severity="warning",
+            file=str(path),
+            expected="a folder that only you, root and the checkpoint's owner may write to",
+            got=", ".join(names),
+            help=f"copy what belongs to the model into the checkpoint{taken}",
+        )
+    ]
+
+
+def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
+    """Files that go along besides the tokenizer's and config.json: by name.
+
+    Args:
+        folders: where they are looked for, the nearest first.
+        config: the model's config.json, beside which code of its own lies.
+    """
+    found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
+    if config is None:
+        return found
+    # One that was given by itself lies in a folder that nobody has named.
+    here = next((folder for folder in folders if folder.path == config.parent), None)
+    return found | _code(config, here or Folder(config.parent, linked(config.parent), config))
+
+
+def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
+    """What parts of a checkpoint on several hosts' disks do not agree on: the files at the same place in other roots must
+    hold the same. Of parts that lie on other hosts' disks those who have them say it.
+
+    Args:
+        listing: what the roots hold.
+        paths: files that were taken.
+    """
+    findings = []
+    elsewhere = {root for root in listing.roots if _core.is_elsewhere(root)}
+    for path in paths:
+        taken = next((root for root in listing.roots if path.is_relative_to(root)), None)
+        if taken is None:
+            continue
+        inside = path.relative_to(taken)
+        for root in listing.roots:
+            other = root / inside
+            if other == path or root in elsewhere or not safe_files.is_file(other) or _same(path, other):
+                continue
+            findings.append(
+                Finding.of(
+                    "FS110",
+                    f"two parts of the checkpoint have a {path.name} each, and they differ",
+                    file=str(other),
+                    expected=f"what {path} holds",
+                    got="something else",
+                    help=_right_one(path.name),
+                )
+            )
+    return findings
+
+
+def _right_one(name: str) -> str:
+    if name == "config.json":
+        return "give the right one with --config"
+    return "give the right one with --tokenizer" if tokenizer.is_of(name) else "take the wrong one away"
+
+
+def _same(one: Path, other: Path) -> bool:
+    held = [safe_files.read_bytes(path, safe_files.MAX_TEXT) for path in (one, other)]
+    if held[0] == held[1]:
+        return True
+    if one.suffix != ".json":
+        return False
+    try:
+        first, second = (json.loads(content) for content in held)
+    except (ValueError, RecursionError):
+        return False
+    return bool(_without_paths(first) == _without_paths(second))
+
+
+def _without_paths(value: Any) -> Any:
+    """A config without what tells where it was loaded from, which says nothing of the model."""
+    if isinstance(value, dict):
+        return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
+    return [_without_paths(part) for part in value] if isinstance(value, list) else value
+
+
+def _code(config: Path, folder: Folder) -> dict[str, Path]:
+    """Modules that ``auto_map`` of a config.json needs: those beside it, since they import each other."""
+    try:
+        content = json.loads(safe_files.read_text(config, safe_files.MAX_CONFIG))
+    except ValueError:
+        return {}
+    if not isinstance(content, dict) or not isinstance(content.get("auto_map"), dict):
+        return {}
+    programs = (name for name in folder.names() if name.endswith(".py"))
+    paths = [path for name in programs if (path := folder.file(name)) is not None]
+    if len(paths) > _MAX_CODE:
+        raise FastshardError.of(
+            "FS514",
+            "a model with code of its own (auto_map) whose folder holds other programs too",
+            file=str(config.parent),
+            expected=f"{_MAX_CODE} modules at most",
+            got=str(len(paths)),
+            help="give a folder that holds only the model's with --config",
+        )
+    for path in paths:
+        refuse_unprintable(path.name, path)
+    return {path.name: path for path in paths}

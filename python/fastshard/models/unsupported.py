@@ -1,0 +1,174 @@
+"""The one refusal: what a model computes and a format has no words for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..common.errors import FastshardError, Finding, error_for
+from .model import Lack, Model
+
+#: No bias at all.
+_NONE = (False, False, False, False)
+#: What a set of biases is called.
+_PLACES = (
+    "queries, keys and values",
+    "attention's output",
+    "the MLP's first projections",
+    "the MLP's output",
+)
+
+
+@dataclass(frozen=True)
+class Says:
+    """What one kind of models of a format can be; a field that is None can be anything."""
+
+    #: As messages call it, e.g. ``Llama``.
+    kind: str
+    #: Hubs whose tensors its layout meets.
+    families: Collection[str] = ("llama",)
+    norm: str = "RMSNorm"
+    norm_bias: bool = False
+    gated: bool = True
+    activations: Collection[str] | None = None
+    parallel: Collection[bool] = (False,)
+    #: Shares of a head that may be rotated.
+    shares: Collection[float] | None = (1.0,)
+    #: Kinds of scaled rotary embeddings.
+    scalings: Collection[str] | None = None
+    #: Values that a scaling must have.
+    fixed: tuple[tuple[str, float], ...] = ()
+    #: The base of the rotary embedding is a whole number.
+    whole_base: bool = False
+    #: Attention may be confined to a window.
+    window: bool = False
+    biases: Collection[tuple[bool, bool, bool, bool]] = (_NONE,)
+    qk_norm: Collection[bool] = (False,)
+    grouped: Collection[bool] = (False, True)
+    #: True for mixtures of experts; and whether the weights of the best may be left as they are.
+    experts: bool = False
+    unnormalised: bool = False
+
+    def lacks(self, model: Model) -> list[Lack]:
+        """What of a model these words cannot say."""
+        return [*model.others, *self._block(model), *self._attention(model), *self._experts(model)]
+
+    def _block(self, model: Model) -> Iterator[Lack]:
+        if model.norm != self.norm:
+            yield Lack(model.word("norm"), self.norm, model.norm)
+        elif model.norm_bias != self.norm_bias:
+            yield Lack(model.word("norm"), f"{self.norm} {_with(self.norm_bias)}", _with(model.norm_bias))
+        if model.gated is not None and model.gated != self.gated:
+            yield Lack(model.word("gated", "MLP"), _gated(self.gated), _gated(model.gated))
+        allowed = self.activations
+        if allowed is not None and model.activation is not None and model.activation not in allowed:
+            yield Lack(model.word("activation"), " | ".join(sorted(allowed)), model.activation)
+        if model.parallel is not None and model.parallel not in self.parallel:
+            yield Lack(
+                model.word("parallel", "parallel residual"), _either(self.parallel), _flag(model.parallel)
+            )
+        if model.biases not in self.biases:
+            expected = " | ".join(sorted({_places(biases) for biases in self.biases}))
+            yield Lack(model.word("biases", "set of biases"), expected, _places(model.biases))
+
+    def _attention(self, model: Model) -> Iterator[Lack]:
+        rope = model.rope
+        if model.positions != "rotary":
+            yield Lack(model.word("positions", "position embedding"), "rotary", model.positions)
+        if self.shares is not None and rope.share not in self.shares:
+            shares = " | ".join(f"{share:g}" for share in self.shares)
+            yield Lack(model.word("rope.share", "share of a head that is rotated"), shares, f"{rope.share:g}")
+        if self.scalings is not None and rope.kind not in self.scalings:
+            word = model.word("rope.scaling", "scaling of rotary embeddings")
+            yield Lack(word, " | ".join(self.scalings), rope.kind)
+        else:
+            for key, value in self.fixed if rope.kind != "default" else ():
+                if rope.scaling.get(key, value) != value:
+                    word = model.word("rope.scaling", "scaling of rotary embeddings")
+                    yield Lack(f"{word} ({key})", f"{value:g}", str(rope.scaling[key]))
+        if self.whole_base and rope.base is not None and not float(rope.base).is_integer():
+            yield Lack(
+                model.word("rope.base", "base of rotary embeddings"), "a whole number", f"{rope.base!r}"
+            )
+        if model.window is not None and not self.window:
+            yield Lack(model.word("window", "sliding window"), "none", str(model.window))
+        if model.qk_norm not in self.qk_norm:
+            word = model.word("qk_norm", "norm of queries and keys")
+            yield Lack(word, _either(self.qk_norm), _flag(model.qk_norm))
+        if model.grouped not in self.grouped:
+            word = model.word("grouped", "grouping of heads")
+            yield Lack(word, "as many heads of keys as of queries", "fewer")
+
+    def _experts(self, model: Model) -> Iterator[Lack]:
+        experts = model.experts
+        if (experts is not None) != self.experts:
+            word = model.word("experts", "mixture of experts")
+            yield Lack(word, "experts" if self.experts else "none", "experts" if experts else "none")
+        elif experts is not None and not experts.normalised and not self.unnormalised:
+            word = model.word("experts.normalised", "routing of experts")
+            yield Lack(word, "weights of the best experts that add up to 1", "weights as they are")
+
+
+def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
+    """The first kind that says all of a model, or the one that lacks least, and what it lacks."""
+    found = [(kind, kind.lacks(model)) for kind in kinds]
+    return min(found, key=lambda pair: len(pair[1]))
+
+
+def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
+    """What no kind of a format's models can be: that the tensors meet in no layout, or each thing by its source's name.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    kinds = list(kinds)
+    near = [kind for kind in kinds if model.family in kind.families]
+    if not near:
+        raise FastshardError.of(
+            "FS514",
+            f"no {format} layout for the family {model.family!r}",
+            expected=" | ".join(family for kind in kinds for family in kind.families),
+            got=model.family,
+            help=f"`fastshard merge` writes the tensors under {model.framework}'s own names",
+        )
+    kind, lacking = fitting(model, near)
+    if lacking:
+        raise refused(format, kind, lacking)
+
+
+def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:
+    """What cannot be said, each by its source's name."""
+    return error_for([
+        Finding.of(
+            "FS514",
+            f"{format} has no {kind.kind} model with this {lack.what}",
+            expected=lack.expected,
+            got=lack.got,
+            help=help,
+        )
+        for lack in lacks
+    ])  # fmt: skip
+
+
+def _with(bias: bool) -> str:
+    return "with biases" if bias else "without biases"
+
+
+def _gated(gated: bool) -> str:
+    return "a gated one" if gated else "a plain one"
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def _either(values: Collection[bool]) -> str:
+    return " | ".join(sorted(_flag(value) for value in values))
+
+
+def _places(biases: tuple[bool, ...]) -> str:
+    """Which projections have biases."""
+    places = [place for place, has in zip(_PLACES, biases, strict=True) if has]
+    return (
+        "on all" if len(places) == len(_PLACES) else ("on " + " and ".join(places) if places else "on none")
+    )

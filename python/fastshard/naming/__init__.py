@@ -1,1 +1,0 @@
-"""Names that both readers and writers need: rank files, chunks, trainers' own words."""

@@ -1,0 +1,28 @@
+"""Copies that were made on purpose, as the user says: warnings, which the manifest records."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from ..common.errors import Finding
+
+
+def patterns(accept: Iterable[str]) -> list[str]:
+    """Glob patterns of files that ``copies`` and ``copies=GLOB`` stand for."""
+    said = [what.partition("=") for what in sorted(accept)]
+    return [glob if is_given else "*" for word, is_given, glob in said if word == "copies"]
+
+
+def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:
+    """The findings, with those of copies that were made on purpose as warnings."""
+    return [_accepted(finding, globs) for finding in findings]
+
+
+def _accepted(finding: Finding, globs: Sequence[str]) -> Finding:
+    by = next((glob for glob in globs if fnmatch.fnmatchcase(finding.file or "", glob)), None)
+    if finding.code != "FS303" or by is None:
+        return finding
+    help = "accepted as asked with --accept copies"
+    decided = "accept copies" if by == "*" else f"accept copies={by}"
+    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "help": help, "decided": decided})

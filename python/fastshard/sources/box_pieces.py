@@ -1,0 +1,105 @@
+"""Tensors that ranks hold boxes of, each rank those that its own file names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from ..layouts.declaration import Assembled
+
+#: First index, extent, file, and the tensor in it.
+Piece = tuple[list[int], list[int], int, int]
+
+
+@dataclass
+class _Held:
+    #: Shape of the whole; None where no file states it, and it reaches as far as the boxes do.
+    shape: list[int] | None
+    #: By place: those who hold it, in the order of the files.
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = field(default_factory=dict)
+
+    def whole(self) -> list[int]:
+        if self.shape is not None:
+            return self.shape
+        return [
+            max(lo[d] + size[d] for lo, size in self.boxes) for d in range(len(next(iter(self.boxes))[0]))
+        ]
+
+    def covered(self) -> bool:
+        """True if the boxes have as many elements as the whole."""
+        return sum(prod(size) for _, size in self.boxes) == prod(self.whole())
+
+
+class Boxes:
+    """The boxes of all tensors, by name. What several files hold is a copy, to be compared."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def state(self, name: str, shape: list[int]) -> list[int]:
+        """That a tensor is there and how large; what was stated first, if anything was."""
+        held = self._held.setdefault(name, _Held(shape))
+        if held.shape is None:
+            held.shape = shape
+        return held.shape
+
+    def add(self, name: str, lo: list[int], size: list[int], file: int, number: int) -> None:
+        """A box that a file holds as its tensor `number`."""
+        held = self._held.setdefault(name, _Held(None))
+        held.boxes.setdefault((tuple(lo), tuple(size)), []).append((file, number))
+
+    def names(self) -> list[str]:
+        """All names, in the order of the files."""
+        return list(self._held)
+
+    def shape(self, name: str) -> list[int]:
+        """Shape of the whole."""
+        return self._held[name].whole()
+
+    def shared(self) -> Iterator[tuple[str, list[int], list[int], list[int]]]:
+        """Boxes that several files hold: name, place, extent, and the files."""
+        for name, held in self._held.items():
+            for (lo, size), holders in held.boxes.items():
+                if len(holders) > 1:
+                    yield name, list(lo), list(size), [file for file, _ in holders]
+
+    def overlapping(self) -> Iterator[tuple[str, list[int], list[int], int]]:
+        """Boxes that others hold parts of: name, place, extent, and a file that holds it."""
+        for name, held in self._held.items():
+            full = prod(held.whole())
+            if sum(prod(size) for _, size in held.boxes) > full:
+                (lo, size), holders = list(held.boxes.items())[-1]
+                yield name, list(lo), list(size), holders[0][0]
+
+    def assembled(self, *, holes: bool = True) -> list[Assembled]:
+        """The tensors, and further copies of what ranks hold alike; each copy is as whole as the first one.
+
+        Args:
+            holes: whether to declare tensors that are not covered: they are findings of the core.
+        """
+        sets: list[list[tuple[str, list[int], list[Piece]]]] = []
+        for name, held in self._held.items():
+            if not holes and not held.covered():
+                continue
+            for n in range(max([1, *(len(holders) for holders in held.boxes.values())])):
+                if n == len(sets):
+                    sets.append([])
+                # Where there is no further copy of a box, the first one stands for it.
+                pieces = [
+                    (list(lo), list(size), *holders[n if n < len(holders) else 0])
+                    for (lo, size), holders in held.boxes.items()
+                ]
+                sets[n].append((name, held.whole(), pieces))
+        return [
+            Assembled(
+                next((p[2] for _, _, pieces in tensors for p in pieces), 0),
+                # Copies are those of different ranks: one rank holds nothing twice.
+                {"replica": n} if len(sets) > 1 else {},
+                None,
+                None,
+                tensors,
+                frozen=True,
+            )
+            for n, tensors in enumerate(sets)
+        ]

@@ -1,0 +1,516 @@
+"""Which of a run's steps is taken, the same for every framework.
+
+The step asked for; else the one that the tracker file names; else the newest by number. A newer step that cannot be
+used is never passed over in silence: under its final name it is refused, under a temporary one, or newer than the
+tracker, it is named, since a run may be writing it now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding, error_for
+from ..common.listing import File, Listing
+from .base import Options
+
+#: What writers put before or after the name of a folder that is being written.
+_TEMPORARY = re.compile(
+    r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
+)
+#: Names that are numbered as steps are; other numbered folders may be anything.
+_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
+#: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
+_OPTIMIZER = re.compile(r"^optimizer_\d+$")
+_NUMBER = re.compile(r"\d{1,18}")
+#: Steps that messages name at most.
+_TOLD = 8
+#: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
+_TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+
+
+@dataclass
+class Step:
+    """A step of which something is there."""
+
+    #: The folders that bear its name: root, and path in it; empty where the step was given as CKPT itself.
+    folders: list[tuple[int, str]] = field(default_factory=list)
+    #: False if it was not finished.
+    usable: bool = True
+    #: True if its name says that it is being written.
+    temporary: bool = False
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The step that is taken, and what is to be said of the others."""
+
+    name: str
+    findings: list[Finding]
+    step: Step
+
+
+def plain(name: str) -> str:
+    """A folder's name without what marks one that is being written."""
+    return _TEMPORARY.sub("", name)
+
+
+def number(name: str) -> int:
+    """The last number in a step's name; -1 if there is none."""
+    numbers = _numbers(name)
+    return numbers[-1] if numbers else -1
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in _NUMBER.findall(plain(name)))
+
+
+def _alike(one: str, other: str) -> bool:
+    """True for names that differ in their numbers alone."""
+    return _NUMBER.sub("#", plain(one)) == _NUMBER.sub("#", plain(other))
+
+
+def newer(one: str, than: str) -> bool:
+    """True if a step is newer than another, by the numbers in their names (epoch before step)."""
+    if _alike(one, than):
+        return _numbers(one) > _numbers(than)
+    return number(one) > number(than) >= 0
+
+
+def matching(steps: Iterable[str], wanted: str) -> list[str]:
+    """The steps of this name; without one, those of this number."""
+    names = list(steps)
+    if wanted in names:
+        return [wanted]
+    # A number as a tracker or a person writes it, or the name with fewer zeros.
+    meant = number(wanted) if wanted.isdecimal() or _NUMBERED.search(wanted) else -1
+    same = [n for n in names if meant >= 0 and number(n) == meant]
+    # What a crash left of a step is meant only by its whole name.
+    same = [n for n in same if plain(n) == n] or same
+    return [n for n in same if wanted.isdecimal() or n.isdecimal() or _alike(n, wanted)]
+
+
+def is_step(name: str) -> bool:
+    """True for names that are numbered as steps are; other numbered folders may be anything."""
+    return bool(_NUMBERED.search(plain(name))) and number(name) >= 0
+
+
+def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
+    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as anything,
+    where something else says which is meant."""
+    paths = [folder.split("/") for folder in folders]
+    if len({len(p) for p in paths}) != 1:
+        return None
+    differing = [d for d in range(len(paths[0])) if len({p[d] for p in paths}) > 1]
+    if len(differing) != 1 or not (any_name or all(is_step(p[differing[0]]) for p in paths)):
+        return None
+    return differing[0]
+
+
+def bearing(folder: str) -> str:
+    """The part of a path that ends with what is named as a step; the whole of it if nothing is."""
+    parts = folder.split("/")
+    at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
+    return "/".join(parts[: at + 1])
+
+
+def by_folder(
+    folders: Iterable[tuple[int, str]], any_name: bool = False
+) -> tuple[dict[str, Step], dict[str, str]] | None:
+    """Steps of folders that hold a checkpoint each, and the folder of each step; none if nothing tells them apart."""
+    places = list(folders)
+    paths = sorted({folder for _, folder in places})
+    at = part_of(paths, any_name) if len(paths) > 1 else None
+    if at is None and len(paths) > 1:
+        return None
+    steps: dict[str, Step] = {}
+    held: dict[str, str] = {}
+    for root, folder in places:
+        whole = "/".join(folder.split("/")[: at + 1]) if at is not None else bearing(folder)
+        name = whole.rpartition("/")[2]
+        steps.setdefault(name, Step()).folders.append((root, whole))
+        held[name] = folder
+    return steps, held
+
+
+def folder_of(
+    listing: Listing,
+    places: Iterable[tuple[int, str]],
+    options: Options,
+    trackers: tuple[str, ...] = (),
+) -> tuple[str, Chosen, list[str]]:
+    """The folder of the step that is taken, of those that hold a checkpoint each, and folders inside of it that hold
+    one too: they are no steps.
+
+    Args:
+        listing: what the roots hold.
+        places: root and folder of each; at least one.
+        options: ``step`` and what is accepted.
+        trackers: names of files that name a step.
+
+    Raises:
+        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run; ``FS501`` if none of
+            them is of the step asked for.
+    """
+    whole = sorted(set(places))
+    every = {folder for _, folder in whole}
+    held = [(root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)]
+    aside = {folder for folder in every if _of_optimizer(folder, every)}
+    held = [place for place in held if place[1] not in aside]
+    named_by_file = any(f.name in trackers for f in listing.files)
+    found = by_folder(held) or (by_folder(held, any_name=True) if named_by_file else None)
+    wanted = options.step
+    if wanted is not None and (found is None or not matching(found[0], wanted)):
+        # Nothing orders them, or it is another part of the path; the one asked for may still be one of them.
+        named: list[tuple[int, str]] = []
+        for those in (held, whole):
+            named = [p for p in those if any(matching([part], wanted) for part in p[1].split("/"))]
+            if len({folder for _, folder in named}) == 1:
+                return named[0][1], Chosen(bearing(named[0][1]).rpartition("/")[2], [], Step(named)), []
+        if found is None and not named:
+            _one([], {folder.rpartition("/")[2] or ".": Step() for _, folder in held}, wanted)
+    if found is None:
+        folders = sorted({folder for _, folder in held})
+        raise FastshardError.of(
+            "FS106",
+            "several folders hold a checkpoint",
+            expected="one",
+            got=", ".join(folder or "." for folder in folders[:_TOLD]),
+            help="name the folder that is meant as CKPT, or choose it with --step",
+        )
+    chosen = choose(listing, found[0], options, trackers)
+    folder = found[1][chosen.name]
+    beside = {other for other in aside if other.rpartition("/")[0] == folder.rpartition("/")[0]}
+    return folder, chosen, sorted(beside | {other for other in every if _below(other, folder)})
+
+
+def _of_optimizer(folder: str, every: set[str]) -> bool:
+    """True for a folder of optimizer state beside which the model's lies."""
+    parent, _, name = folder.rpartition("/")
+    return bool(_OPTIMIZER.match(name)) and any(
+        other.rpartition("/")[0] == parent and not _OPTIMIZER.match(other.rpartition("/")[2])
+        for other in every
+    )
+
+
+def within_this(folders: Iterable[str]) -> list[Finding]:
+    """Notes on folders inside of the one that is taken."""
+    return [Finding.of("FS108", "a checkpoint within this one", file=folder) for folder in folders]
+
+
+def _below(folder: str, other: str) -> bool:
+    return folder != other and (other == "" or folder.startswith(f"{other}/"))
+
+
+def choose(
+    listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...] = ()
+) -> Chosen:
+    """The step asked for, else the tracker's, else the newest.
+
+    Args:
+        listing: what the roots hold.
+        steps: by the name that ``--step`` takes; at least one.
+        options: ``step`` and what is accepted.
+        trackers: names of files that name a step.
+
+    Raises:
+        FastshardError: ``FS501`` for a step that is not there; ``FS105`` where the tracker names one; ``FS106``
+            where nothing tells which is meant; ``FS104`` for a newer one that cannot be used.
+    """
+    steps = _marked(steps)
+    outer = _outer(steps)
+    if outer is not None and (options.step is None or matching(outer, options.step)):
+        # The Trainer keeps a framework's own steps in its own.
+        chosen = _choose(listing, outer, options, ())
+        within = {folder for _, folder in outer[chosen.name].folders}
+        inside = {
+            name: replace(step, folders=[f for f in step.folders if f[1].rpartition("/")[0] in within])
+            for name, step in steps.items()
+        }
+        inside = {name: step for name, step in inside.items() if step.folders}
+        files = [f for f in listing.files if f.folder in within]
+        part = replace(listing, files=files)
+        inner = _choose(part, inside, replace(options, step=None), trackers)
+        return Chosen(inner.name, [*chosen.findings, *inner.findings], inside[inner.name])
+    return _choose(listing, steps, options, trackers)
+
+
+def _choose(
+    listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
+) -> Chosen:
+    """Among steps side by side."""
+    if options.step is not None:
+        name = _one(matching(steps, options.step), steps, options.step)
+        return Chosen(name, [], steps[name])
+    usable = [name for name, step in steps.items() if step.usable] or list(steps)
+    tracked = _tracked(listing, trackers)
+    if tracked is not None:
+        file, named = tracked
+        if found := matching(usable, named):
+            name = _one(found, steps, named)
+            said = [*_told(name, steps, file), *_later(listing, name, steps, options, file)]
+            return Chosen(name, said, steps[name])
+        told = _pointing_nowhere(listing, steps, file, named)
+        if "older-step" not in options.accept or not any(step.usable for step in steps.values()):
+            raise error_for([told])
+        name = _newest(usable)
+        return Chosen(name, [_softened(told), *_told(name, steps, None)], steps[name])
+    name = _newest(usable)
+    said = [*_told(name, steps, None), *_later(listing, name, steps, options, None)]
+    return Chosen(name, said, steps[name])
+
+
+def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
+    """What has the name of a folder that is being written is not finished, unless there is nothing else."""
+    if all(plain(name) != name for name in steps):
+        return steps
+    return {
+        name: step if plain(name) == name else replace(step, usable=False, temporary=True)
+        for name, step in steps.items()
+    }
+
+
+def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
+    """Steps that hold steps: ``checkpoint-500/global_step500``."""
+    places = {place for step in steps.values() for place in step.folders}
+    parents = {(root, folder.rpartition("/")[0]) for root, folder in places}
+    folders = {folder for _, folder in parents}
+    if not folders or not all(is_step(folder.rpartition("/")[2]) for folder in folders):
+        return None
+    if len(folders) > 1 and part_of(folders) is None and not _of_hosts(folders):
+        return None
+    for name, step in steps.items():
+        above = {folder.rpartition("/")[0].rpartition("/")[2] for _, folder in step.folders}
+        if len(above) > 1 and is_step(name):
+            return None  # One step under several folders: they are those of hosts.
+    outer: dict[str, Step] = {}
+    for root, folder in sorted(parents):
+        outer.setdefault(bearing(folder).rpartition("/")[2], Step()).folders.append((root, folder))
+    return outer
+
+
+def _of_hosts(folders: Iterable[str]) -> bool:
+    """True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
+    held: dict[str, set[str]] = {}
+    for folder in folders:
+        above, _, step = folder.rpartition("/")
+        held.setdefault(above, set()).add(step)
+    return (
+        len(held) > 1
+        and part_of(held, any_name=True) is not None
+        and len(set(map(frozenset, held.values()))) == 1
+    )
+
+
+def _tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | None:
+    """The tracker file nearest to the directories given, and what it names."""
+    files = [f for f in listing.files if f.name in trackers]
+    if not files:
+        return None
+    depth = min(f.path.count("/") for f in files)
+    named = {f: listing.read_text(f, limit=4096).strip() for f in files if f.path.count("/") == depth}
+    first = next(iter(named))
+    other = next((f for f, text in named.items() if text != named[first]), None)
+    if other is not None:
+        raise FastshardError.of(
+            "FS107",
+            "tracker files of the directories given name different steps",
+            file=str(listing.roots[other.root] / other.path),
+            expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
+            got=shown(named[other]),
+            help="give the directories of one save only, or choose a step that all hold with --step",
+        )
+    return first, named[first]
+
+
+def _have(steps: Iterable[str]) -> str:
+    names = sorted(steps, key=lambda n: (_numbers(n), n))
+    more = f"{len(names) - _TOLD} more, " if len(names) > _TOLD else ""
+    return more + ", ".join(names[-_TOLD:])
+
+
+def no_steps(wanted: str) -> FastshardError:
+    """The error for a step that is asked of what holds none."""
+    return FastshardError.of(
+        "FS501",
+        f"there is no step {shown(wanted)}: this checkpoint has no steps",
+        help="leave out --step, or name the folder that holds the steps as CKPT",
+    )
+
+
+def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
+    # What lies in the root itself has no name that could be asked for.
+    if not any(name.strip(".") for name in steps):
+        raise no_steps(wanted)
+    if not found:
+        raise FastshardError.of(
+            "FS501",
+            f"there is no step {shown(wanted)}",
+            expected=f"one of {_have(steps)}",
+            help="choose one of these with --step",
+        )
+    if len(found) > 1:
+        raise FastshardError.of(
+            "FS106",
+            f"several folders are of step {shown(wanted)}",
+            expected="one",
+            got=_have(found),
+            help="give the whole name of the one that is meant with --step, or name its folder as CKPT",
+        )
+    return found[0]
+
+
+def _newest(names: list[str]) -> str:
+    """The newest by number.
+
+    Raises:
+        FastshardError: ``FS106`` if there are several and none is numbered, or two have the same number.
+    """
+    numbered = [n for n in names if _numbers(n)]
+    candidates = numbered or names
+    best = candidates[0]
+    for name in candidates[1:]:
+        if newer(name, best):
+            best = name
+    rivals = [n for n in candidates if n != best and not newer(best, n)]
+    if rivals:
+        raise FastshardError.of(
+            "FS106",
+            "several steps are there, and nothing says which is the newest",
+            expected="one",
+            got=_have([best, *rivals]),
+            help="choose one of these with --step",
+        )
+    return best
+
+
+def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Finding]:
+    """What is said first where there was a choice."""
+    others = [n for n in steps if n != name]
+    if not others:
+        return []
+    why = f"{tracker.path} names it" if tracker else "the newest by number"
+    message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {_have(others)}"
+    return [Finding.of("FS112", message, help="--step takes another")]
+
+
+def _later(
+    listing: Listing, name: str, steps: Mapping[str, Step], options: Options, tracker: File | None
+) -> list[Finding]:
+    """Steps that are newer than the one taken.
+
+    Raises:
+        FastshardError: ``FS104`` for one under its final name, unless ``older-step`` is accepted or a tracker speaks
+            for the one taken.
+    """
+    known = {folder for step in steps.values() for folder in step.folders}
+    later = {
+        (step.folders[0][1] if step.folders else "") or n: step.temporary
+        for n, step in steps.items()
+        if newer(n, name)
+    }
+    for path, temporary in _beside(listing, steps[name], name, known):
+        later.setdefault(path, temporary)
+    findings = []
+    for other, temporary in sorted(later.items(), key=lambda item: (_numbers(item[0]), item[0])):
+        if tracker is not None or temporary:
+            why = (
+                "newer than the step that the tracker names" if tracker and not temporary else "not finished"
+            )
+            finding = Finding.of(
+                "FS104",
+                f"a newer step is there, {why}: a run may be writing it now",
+                severity="warning",
+                file=other,
+                got=f"step {name} is taken",
+                help="--step takes another",
+            )
+        else:
+            finding = Finding.of(
+                "FS104",
+                "a newer step has its final name and cannot be used",
+                severity="warning" if "older-step" in options.accept else None,
+                decided="accept older-step" if "older-step" in options.accept else None,
+                file=other,
+                expected="the files of a whole step",
+                got=f"{name} is the newest that can be read",
+                help=f"bring back what it lacks; to take the older one give --step {name} or --accept older-step",
+            )
+        findings.append(finding)
+    errors = [f for f in findings if f.severity == "error"]
+    if errors:
+        raise error_for(errors)
+    return findings
+
+
+def _beside(
+    listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
+) -> Iterator[tuple[str, bool]]:
+    """Folders beside a step's that are named as newer ones are and hold nothing that was recognised: path, and
+    whether the name is a temporary one."""
+    if not is_step(name):
+        return
+    for root in sorted({root for root, _ in step.folders}):
+        for folder in sorted({folder for r, folder in step.folders if r == root and folder}):
+            parent = folder.rpartition("/")[0]
+            own = _entries(listing.roots[root] / folder)
+            for entry in _folders(listing.roots[root] / parent):
+                path = f"{parent}/{entry}" if parent else entry
+                if (root, path) in known or not _alike(entry, name) or _numbers(entry) <= _numbers(name):
+                    continue
+                # A bare number may name anything, a year for one: it is a step if it holds what steps hold, or nothing.
+                held = _entries(listing.roots[root] / path)
+                if not plain(entry).isdecimal() or plain(entry) != entry or not held or held & own:
+                    yield path, plain(entry) != entry
+
+
+def _folders(path: Path) -> list[str]:
+    """Names of the folders in a folder; empty ones are in no listing of files."""
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return sorted(e.name for e in entries if e.is_dir())
+    return []
+
+
+def _entries(path: Path) -> set[str]:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return {plain(e.name) for e in entries}
+    return set()
+
+
+def refuse_lone_trackers(listing: Listing) -> None:
+    """For what no adapter takes.
+
+    Raises:
+        FastshardError: ``FS105`` if a tracker file is there, and no step that it could name.
+    """
+    for tracker in _TRACKERS:
+        tracked = _tracked(listing, (tracker,))
+        if tracked is not None:
+            raise error_for([_pointing_nowhere(listing, {}, *tracked)])
+
+
+def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:
+    beside = listing.roots[file.root] / file.folder
+    there = any(matching([entry], named) for entry in _folders(beside))
+    there = there or bool(matching(steps, named))
+    have = _have(n for n, step in steps.items() if step.usable) or "none"
+    accept = f", or take {have} with --accept older-step" if steps else ""
+    return Finding.of(
+        "FS104" if there else "FS105",
+        "the tracker file names a step that cannot be used"
+        if there
+        else "the tracker file names a step that is not there",
+        file=file.path,
+        expected=f"one of {have}",
+        got=shown(named),
+        help=f"copy {shown(named)} from where it was saved, or choose a step that is there with --step{accept}",
+    )
+
+
+def _softened(finding: Finding) -> Finding:
+    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "decided": "accept older-step"})

@@ -1,0 +1,405 @@
+"""torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write them.
+
+torch checks neither coverage nor checksums when it loads; both are checked here.
+source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...common.errors import FastshardError, Finding
+from ...common.formatting import some
+from ...common.listing import File, Listing
+from ...layouts.dcp_names import METADATA, chunk_name
+from ...layouts.declaration import Assembled, Source
+from .. import hf_config, model_prefix
+from ..base import Contents, Found, Options, missing
+from ..choose_step import folder_of
+from ..index_files import safe_relative
+from ..zero.flat_state import tensors_below
+from . import metadata as dcp_metadata
+from . import optim
+
+#: Megatron-LM's tracker holds the iteration's number or ``release``.
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+#: torch's own extension, by name and major version. source: torch/distributed/checkpoint/_extension.py
+_ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
+
+
+def _known(transforms: list[str]) -> bool:
+    """True if the core undoes what a record went through."""
+    names = [(name, version.partition(".")[0]) for name, _, version in (t.partition("/") for t in transforms)]
+    return names in ([], [(_ZSTD, _ZSTD_VERSION)])
+
+
+#: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the like.
+_EXTRA_STATE = re.compile(r"(^|\.)_extra_state(\.|$)")
+#: Names that a finding gives at most.
+_TOLD = 8
+#: Records that are looked into at most: those that hold tensors are the largest.
+_MAX_LOOKED_INTO = 256
+
+
+@dataclass
+class _Records(Source):
+    """A source whose modules may have state of their own: a merge keeps what of it is tensors, no model has a place for it."""
+
+    def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
+        """As for every source, without modules' own state."""
+        taken = super().weights_only(names_of, optimizer)
+        own = [n for a in taken.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
+        if not own:
+            return taken
+        kept = [
+            replace(a, tensors=[t for t in a.tensors if not _EXTRA_STATE.search(t[0])])
+            for a in taken.assembled
+        ]
+        note = Finding.of(
+            "FS212",
+            f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
+            severity="note",
+            tensor=own[0],
+            got=some(own, _TOLD),
+        )
+        return replace(taken, assembled=kept, findings=[*taken.findings, note])
+
+
+#: name, shape, pieces of a tensor
+_Tensors = list[tuple[str, list[int], list[Any]]]
+
+
+class Framework(Protocol):
+    """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
+
+    def take(
+        self, source: Source, found: Found, listing: Listing, contents: Contents, tensors: _Tensors
+    ) -> _Tensors | None:
+        """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
+
+
+class Dcp:
+    """Directories with ``.metadata``."""
+
+    name = "dcp"
+
+    def __init__(self, frameworks: Sequence[Framework] = ()) -> None:
+        self._frameworks = frameworks
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
+        if listing.single:
+            return None
+        metadata = [f for f in listing.files if f.name == METADATA]
+        of_ranks = [(f, int(m[1])) for f in listing.files if (m := dcp_metadata.OF_RANK.match(f.name))]
+        loose = [f for f in listing.files if f.name.endswith(".distcp")]
+        if not metadata and not of_ranks:
+            if loose:
+                raise FastshardError.of(
+                    "FS104",
+                    "there is no .metadata: the save was not finished, or was finished on another node",
+                    file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
+                    expected="the file that the coordinator writes last",
+                    got=f"{len(loose)} .distcp files",
+                    help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
+                )
+            return None
+        places = [(f.root, f.folder) for f in (*metadata, *(f for f, _ in of_ranks))]
+        folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
+        ranks: dict[int, list[File]] = {}
+        for file, rank in of_ranks:
+            if file.folder == folder:
+                ranks.setdefault(rank, []).append(file)
+        trackers = [f for f in metadata if f.folder == folder]
+        findings: list[Finding] = []
+        if trackers:
+            described = dcp_metadata.read(listing, dcp_metadata.one_of(listing, trackers))
+            if ranks:
+                dcp_metadata.same_save(described, dcp_metadata.of_ranks(listing, ranks, []), trackers[0])
+        else:
+            described = dcp_metadata.of_ranks(listing, ranks, findings)
+            findings += dcp_metadata.ranks_without(listing, folder, ranks)
+        found = self._found(listing, folder, chosen.name or None, described)
+        found.findings[:0] = [*chosen.findings, *findings]
+        for other in within:
+            found.findings.append(
+                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
+            )
+        return found
+
+    def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
+        findings: list[Finding] = []
+        metadata = f"{folder}/{METADATA}" if folder else METADATA
+        copies: dict[str, list[File]] = {}
+        for one in listing.within(folder):
+            copies.setdefault(one.name, []).append(one)
+        stored = {entry["file"] for entry in described["stored"]} | {"common.pt"}
+        inside = {
+            name: dcp_metadata.one_of(listing, found) if name in stored else found[0]
+            for name, found in copies.items()
+        }
+        files: list[File] = []
+        index: dict[str, int] = {}
+        records: dict[int, list[tuple[int, int, str, bool]]] = {}
+        #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies
+        places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
+        whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
+        objects = set(described["objects"])
+        values: optim.Objects = {}
+        lacking: dict[str, list[str]] = {}
+        dcp_metadata.as_records(described, metadata)
+        dcp_metadata.apart(described["stored"], metadata)
+        seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for entry in described["stored"]:
+            name, file = entry["name"], entry["file"]
+            if not safe_relative(file):
+                findings.append(
+                    Finding.of(
+                        "FS603",
+                        "a file name in .metadata leaves the directory",
+                        file=metadata,
+                        tensor=name,
+                        got=repr(file),
+                        help="do not use this checkpoint: such metadata is made to read other files",
+                    )
+                )
+                continue
+            if file not in inside:
+                lacking.setdefault(file, []).append(name)
+                continue
+            if name in objects:
+                if _known(entry["transforms"]):
+                    path = listing.roots[inside[file].root] / inside[file].path
+                    values[name] = (path, entry["offset"], entry["len"])
+                continue
+            if not _known(entry["transforms"]):
+                raise FastshardError.of(
+                    "FS514",
+                    "records that went through a storage extension other than torch's Zstandard: not read",
+                    file=inside[file].path,
+                    tensor=name,
+                    expected=f"{_ZSTD}/{_ZSTD_VERSION}, or none",
+                    got=", ".join(entry["transforms"]),
+                    help="load it where the extension is known, and save it again without",
+                )
+            if file not in index:
+                index[file] = len(files)
+                files.append(inside[file])
+            at = entry["at"] or []
+            record = name if whole.get(name) == at else chunk_name(name, at)
+            if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
+                raise FastshardError.of(
+                    "FS106",
+                    "two tensors of .metadata cannot be told apart by their names",
+                    file=inside[file].path,
+                    tensor=record,
+                    help="save it again with names that do not end in brackets",
+                )
+            places.setdefault((name, tuple(at)), []).append((index[file], record))
+            records.setdefault(index[file], []).append(
+                (entry["offset"], entry["len"], record, bool(entry["transforms"]))
+            )
+        for file, names in lacking.items():
+            place = f"{folder}/{file}" if folder else file
+            rank = re.match(r"^__(\d+)_", file)
+            findings.append(
+                missing(
+                    place,
+                    f"rank {rank[1]}" if rank else None,
+                    f"{len(names)} records by .metadata, e.g. of {names[0]}",
+                    f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
+                )
+            )
+        if "common.pt" in inside:
+            files.append(inside["common.pt"])
+        named = {entry["file"] for entry in described["stored"]}
+        for name, file in sorted(inside.items()):
+            if name.endswith(".distcp") and name not in named:
+                findings.append(Finding.of("FS108", ".metadata does not name this file", file=file.path))
+        notes = {
+            "folder": folder,
+            "described": described,
+            "places": places,
+            "objects": values,
+            "lacking": set().union(*lacking.values(), ()),
+        }
+        return Found(self, "torch DCP", files, findings, step=step, notes=notes, records=records)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Every tensor as boxes; the metadata states all shapes."""
+        described, places = found.notes["described"], found.notes["places"]
+        source: Source = _Records(
+            found.framework, units=[], step=found.step, pass_unknown=True, provable=True
+        )
+        # What .metadata of a rank that is missing would name, nothing tells.
+        source.listed = not any(
+            f.code == "FS101" and f.file and f.file.endswith(METADATA) for f in found.findings
+        )
+        source.vocab_size = options.vocab_size
+        source.values = {
+            k: v
+            for k, v in {"version": described["version"], "objects": described["objects"]}.items()
+            if v not in (None, [])
+        }
+        by_record = {
+            i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
+            for i in found.records
+        }
+        tensors: list[Any] = []
+        #: Further copies of tensors that several ranks hold, to be compared.
+        copies: list[list[Any]] = []
+        for entry in described["tensors"]:
+            name = entry["name"]
+            chunks: list[list[Any]] = []
+            for lo, size in entry["chunks"]:
+                place = places.get((name, tuple(lo)))
+                if place is not None and not all(contents.readable(file) for file, _ in place):
+                    source.lost.add(name)
+                if place is None:
+                    if name not in found.notes["lacking"] and 0 not in size:
+                        source.findings.append(_unstored(found, name, lo))
+                    continue
+                held = []
+                for file, record in place:
+                    number = by_record[file].get(record)
+                    if number is not None:
+                        held.append((lo, size, file, number))
+                        self._same_dtype(source, found, contents, entry, file, number)
+                if held:
+                    chunks.append(held)
+            if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
+                tensors.append((name, entry["shape"], [held[0] for held in chunks]))
+                for n in range(1, max(map(len, chunks), default=1)):
+                    copies += [[]] if len(copies) < n else []
+                    copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
+            else:
+                source.lost.add(name)
+        if source.listed:
+            source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
+        names = [entry["name"] for entry in described["tensors"]]
+        for framework in self._frameworks:
+            named = framework.take(source, found, listing, contents, tensors)
+            if named is not None:
+                tensors = named
+                break
+        else:
+            paths = {entry["name"]: entry["path"] for entry in described["tensors"] if entry["path"]}
+            self._model(source, found, listing, options, names, paths)
+            optim.attach(source, contents, tensors, found.notes["objects"])
+            source.findings += _not_carried(described["objects"], found.notes["objects"], alone=not tensors)
+        if found.files:
+            # Masters, which a framework may have declared, are held against these.
+            sets = [tensors, *copies]
+            source.assembled[:0] = [
+                Assembled(0, {"replica": n} if copies else {}, None, None, one, frozen=True)
+                for n, one in enumerate(sets)
+            ]
+        return source
+
+    @staticmethod
+    def _same_dtype(
+        source: Source, found: Found, contents: Contents, entry: dict[str, Any], file: int, number: int
+    ) -> None:
+        stored = contents.tensors(file)[number]["torch_dtype"]
+        if entry["dtype"] and stored != entry["dtype"]:
+            source.findings.append(
+                Finding.of(
+                    "FS202",
+                    "dtype of a chunk",
+                    file=found.files[file].path,
+                    tensor=entry["name"],
+                    expected=f"{entry['dtype']} by .metadata",
+                    got=stored,
+                    help="the metadata and the files are of different saves: copy both from one",
+                )
+            )
+
+    @staticmethod
+    def _model(
+        source: Source,
+        found: Found,
+        listing: Listing,
+        options: Options,
+        names: list[str],
+        paths: dict[str, list[str]],
+    ) -> None:
+        """A Hugging Face model by its config.json and its names, whatever they are below."""
+        config, path = hf_config.config_of(listing, found.notes["folder"], options)
+        model_prefix.recognise(source, names, config, options.under, paths)
+        if config is None:
+            return
+        hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+def _hole(entry: dict[str, Any]) -> Iterator[Finding]:
+    """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts for none of it."""
+    whole = math.prod(entry["shape"])
+    lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
+    if lacking > 0:
+        yield Finding.of(
+            "FS205",
+            f"{lacking} of {whole} elements are in no chunk",
+            tensor=entry["name"],
+            expected=f"chunks that tile {entry['shape']}",
+            got=f"chunks at {', '.join(str(lo) for lo, _ in entry['chunks'][:8])}",
+        )
+
+
+def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[Finding]:
+    """What records that are no tensors hold, and results do not.
+
+    Args:
+        names: of all such records.
+        objects: those that can be read.
+        alone: True if there are no others.
+    """
+    findings = []
+    if own := [name for name in names if _EXTRA_STATE.search(name)]:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
+                severity="note",
+                tensor=own[0],
+                got=some(own, _TOLD),
+            )
+        )
+    others = [name for name in objects if not _EXTRA_STATE.search(name)]
+    others.sort(key=lambda name: -objects[name][2])
+    if holding := sorted(n for n in others[:_MAX_LOOKED_INTO] if _holds_tensors(objects[n])):
+        findings.append(
+            Finding.of(
+                "FS514" if alone else "FS212",
+                f"{len(holding)} records are objects that hold tensors (in tuples, or saved with flatten_state_dict=False): "
+                "they are not carried",
+                severity="error" if alone else "warning",
+                tensor=holding[0],
+                got=some(holding, _TOLD),
+                help="load it with torch, and save it again with every tensor under a name of its own",
+            )
+        )
+    return findings
+
+
+def _holds_tensors(place: tuple[Path, int, int]) -> bool:
+    try:
+        return bool(tensors_below(optim.read_object(place)))
+    except FastshardError:
+        # What cannot be looked into is not carried either way, and manifests name it.
+        return False
+
+
+def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
+    folder = found.notes["folder"]
+    return Finding.of(
+        "FS205",
+        f"the chunk at {lo} is stored nowhere",
+        file=f"{folder}/{METADATA}" if folder else METADATA,
+        tensor=name,
+        help="the metadata was written before all ranks were done: take another step",
+    )

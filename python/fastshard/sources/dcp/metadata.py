@@ -1,0 +1,206 @@
+"""What a ``.metadata`` of torch.distributed.checkpoint says, and those of ranks that saved each for itself say together.
+
+source: torch/distributed/checkpoint/{metadata,filesystem}.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Collection
+from typing import Any
+
+from ... import _core
+from ...common import safe_files
+from ...common.dtypes import TORCH_NAMES, item_size
+from ...common.errors import FastshardError, Finding, from_core
+from ...common.listing import File, Listing
+from ...layouts.dcp_names import METADATA
+from ..base import lacking, missing
+from ..index_files import safe_relative
+
+#: Metadata of a rank that saved for itself.
+OF_RANK = re.compile(r"^__(\d{1,9})\.metadata$")
+#: Records of a rank.
+_RECORDS = re.compile(r"^__(\d{1,9})_\d+\.distcp$")
+#: safetensors name by torch dtype.
+_SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
+
+
+def one_of(listing: Listing, copies: list[File]) -> File:
+    """One of several directories' files of the same name: they must be copies of each other.
+
+    Raises:
+        FastshardError: ``FS106`` if they are not.
+    """
+    paths = [listing.roots[file.root] / file.path for file in copies]
+    for path, file in zip(paths[1:], copies[1:], strict=True):
+        if not safe_files.same(paths[0], path):
+            raise FastshardError.of(
+                "FS106",
+                "the directories given have different files of this name: they are of different saves",
+                file=file.path,
+                expected="one, or copies of it",
+                got=f"{paths[0]}, {path}",
+                help="give the directories of one save only",
+            )
+    return copies[0]
+
+
+def read(listing: Listing, file: File) -> dict[str, Any]:
+    """What a file of metadata says.
+
+    Raises:
+        FastshardError: if it cannot be read.
+    """
+    try:
+        told: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path)))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    return told
+
+
+def apart(stored: list[dict[str, Any]], path: str) -> None:
+    """Records must not share bytes: torch writes one after another.
+
+    Raises:
+        FastshardError: ``FS206`` if two do.
+    """
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in filter(lambda e: safe_relative(e["file"]), stored):
+        ranges.setdefault(entry["file"], []).append(
+            (entry["offset"], entry["offset"] + entry["len"], entry["name"])
+        )
+    for file, found in ranges.items():
+        found.sort()
+        for (_, end, first), (start, _, second) in itertools.pairwise(found):
+            if start < end:
+                raise FastshardError.of(
+                    "FS206",
+                    f"two records share bytes of {file}",
+                    file=path,
+                    tensor=second,
+                    expected=f"a place of its own after {first}",
+                    got=f"offset {start}, before {end}",
+                    help="the metadata is damaged: take another step",
+                )
+
+
+def as_records(described: dict[str, Any], path: str) -> None:
+    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
+    safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
+    that either.
+
+    Raises:
+        FastshardError: ``FS514`` for such a checkpoint.
+    """
+    extents = {
+        (e["name"], tuple(lo)): (e["dtype"], math.prod(size))
+        for e in described["tensors"]
+        for lo, size in e["chunks"]
+    }
+    for entry in described["stored"]:
+        dtype, count = extents.get((entry["name"], tuple(entry["at"] or ())), (None, 0))
+        item = item_size(_SAFETENSORS[dtype]) if dtype in _SAFETENSORS else 0
+        if not entry["transforms"] and 0 < count * item == entry["len"]:
+            raise FastshardError.of(
+                "FS514",
+                "the files are of the safetensors form, beside a .metadata that does not say where in them tensors lie",
+                file=path,
+                tensor=entry["name"],
+                expected="records as torch.save writes them",
+                got=f"{entry['len']} bytes, which its data take alone",
+                help="save it with HuggingFaceStorageWriter, whose files are read, or with SerializationFormat.TORCH_SAVE",
+            )
+
+
+def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> dict[str, Any]:
+    """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
+
+    Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
+
+    Raises:
+        FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    objects: dict[str, None] = {}
+    stored: list[dict[str, Any]] = []
+    chunks: set[tuple[Any, ...]] = set()
+    version = None
+    for rank in sorted(ranks):
+        file = one_of(listing, ranks[rank])
+        told = read(listing, file)
+        version = version or told["version"]
+        objects |= dict.fromkeys(told["objects"])
+        stored += told["stored"]
+        for entry in told["tensors"]:
+            first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
+            for code, key in (("FS201", "shape"), ("FS202", "dtype")):
+                if first[key] != entry[key]:
+                    raise FastshardError.of(
+                        code,
+                        f"{key} of a tensor, by the metadata of ranks",
+                        file=file.path,
+                        tensor=entry["name"],
+                        rank=f"rank {rank}",
+                        expected=str(first[key]),
+                        got=str(entry[key]),
+                        help="the ranks' files are of different saves: take them all from one",
+                    )
+            for lo, size in entry["chunks"]:
+                if (entry["name"], *lo, *size) not in chunks:
+                    chunks.add((entry["name"], *lo, *size))
+                    first["chunks"].append([lo, size])
+    folder = next(iter(ranks.values()))[0].folder
+    for first_rank, last in lacking(ranks, 0, max(ranks)):
+        name, end = (f"__{rank}{METADATA}" for rank in (first_rank, last))
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"rank {first_rank}",
+                "metadata of a rank between others",
+                f"copy {name} and its .distcp files from the node that ran this rank",
+                upto=end if end != name else None,
+            )
+        )
+    return {"tensors": list(tensors.values()), "objects": list(objects), "stored": stored, "version": version}
+
+
+def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list[Finding]:
+    """Ranks whose records are there and whose metadata, which alone names them, is not."""
+    there = {int(m[1]) for file in listing.within(folder) if (m := _RECORDS.match(file.name))}
+    return [
+        missing(
+            f"{folder}/__{rank}{METADATA}" if folder else f"__{rank}{METADATA}",
+            f"rank {rank}",
+            f"the metadata of this rank: __{rank}_*.distcp is there",
+            "copy it from the node that ran this rank",
+        )
+        for rank in sorted(there - set(ranks))
+    ]
+
+
+def same_save(described: dict[str, Any], of_ranks: dict[str, Any], tracker: File) -> None:
+    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over.
+
+    Raises:
+        FastshardError: ``FS106`` if they do not.
+    """
+
+    def places(told: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in told["stored"]}
+
+    if odd := places(of_ranks) - places(described):
+        name, _, file, *_ = min(odd)
+        raise FastshardError.of(
+            "FS106",
+            "a .metadata of all ranks, and those of single ranks, say different things of their files",
+            file=tracker.path,
+            tensor=name,
+            expected="one save in a folder",
+            got=f"{file}, by the metadata of its rank",
+            help=f"remove {METADATA}, or __*{METADATA}: whichever is of the older save",
+        )

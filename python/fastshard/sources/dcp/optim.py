@@ -1,0 +1,195 @@
+"""Moments beside the weights of a DCP checkpoint: ``optim.state.PARAMETER.SLOT``, and groups among the records that are no tensors.
+
+torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each hyperparameter
+(flattened); both become names that are joined with dots.
+source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flatten_optim_state_dict)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ... import _core
+from ...common.errors import Finding, from_core
+from ...layouts.declaration import Group, Moments, Source
+from ..base import Contents
+from ..zero.flat_state import scalar
+
+#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
+_MOMENT = re.compile(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
+_STEP = "step"
+#: Bytes of a step: a float or an integer.
+_SCALAR = 8
+
+#: A record that is no tensor: file, offset and bytes by name.
+Objects = dict[str, tuple[Path, int, int]]
+
+
+def attach(
+    source: Source,
+    contents: Contents,
+    tensors: list[tuple[str, list[int], list[Any]]],
+    objects: Objects,
+) -> None:
+    """Adds what the names tell of an optimizer to a declaration.
+
+    Args:
+        source: the declaration, which knows where the model begins.
+        contents: of all files.
+        tensors: name, shape and pieces of every tensor.
+        objects: the records that are no tensors.
+    """
+    own = {name: source.names.get(name, name) for name, *_ in tensors}
+    shapes = {own[name]: shape for name, shape, _ in tensors}
+    slots: dict[str, tuple[str, str]] = {}
+    refused: list[Finding] = []
+    steps: list[tuple[int, int]] = []
+    scalars: dict[str, tuple[int, int]] = {}
+    tops: dict[str, None] = {}
+    bare: str | None = None
+    for name, shape, pieces in tensors:
+        scalar = (pieces[0][2], pieces[0][3]) if not shape and len(pieces) == 1 else None
+        match = _MOMENT.match(own[name])
+        if match is None or (
+            match["top"] is None and own[name] in shapes and shapes.get(match["name"]) is None
+        ):
+            if scalar is not None and "param_groups." in own[name]:
+                # A learning rate that is a tensor, as compiled optimizers have it.
+                scalars[own[name]] = scalar
+            continue
+        parameter = next(
+            (p for p in (source.weights_prefix + match["name"], match["name"]) if p in shapes), None
+        )
+        if parameter is None:
+            continue
+        if match["slot"] == _STEP:
+            steps += [] if scalar is None else [scalar]
+        elif shape == shapes[parameter]:
+            slots[name] = (parameter, match["slot"])
+            tops[match["top"] or ""] = None
+            bare = bare or match["name"]
+        elif shape:
+            refused.append(
+                Finding.of(
+                    "FS514",
+                    f"the optimizer's {match['slot']} has another shape than its parameter (factored or quantised)",
+                    tensor=own[name],
+                    expected=str(shapes[parameter]),
+                    got=str(shape),
+                    help="do without --optimizer, or `fastshard merge --optimizer`, which keeps it as it is",
+                )
+            )
+    if not (slots or refused):
+        return
+    refused += _not_of_one(source, list(tops), bare, shapes)
+    trained = {parameter for parameter, _ in slots.values()}
+    state = set(slots)
+    weights = {name for name in shapes if name.startswith(source.weights_prefix) and name not in state}
+    source.optimizer = replace(
+        source.optimizer,
+        moments_named=True,
+        untrained={name for name in weights if name not in trained and not _MOMENT.match(name)},
+        beside=Moments(
+            slots,
+            lambda: (
+                _groups(
+                    _values(contents, objects, scalars, next(iter(tops), "")),
+                    source.weights_prefix,
+                    set(shapes),
+                ),
+                [_number(contents, file, number) for file, number in steps],
+            ),
+            refused,
+        ),
+    )
+
+
+def _not_of_one(
+    source: Source, tops: list[str], bare: str | None, shapes: dict[str, list[int]]
+) -> list[Finding]:
+    """That there are several optimizers, or several models that the one may be of."""
+    if len(tops) > 1:
+        return [
+            Finding.of(
+                "FS514",
+                "the checkpoint holds the state of several optimizers",
+                expected="one",
+                got=", ".join(f"{top}*" for top in sorted(tops)),
+                help="`fastshard merge --optimizer` keeps them under their own names",
+            )
+        ]
+    ends = f".{bare}"
+    copies = sorted(name.removesuffix(bare or "") for name in shapes if name == bare or name.endswith(ends))
+    copies = [prefix for prefix in copies if not _MOMENT.match(f"{prefix}{bare}")]
+    if len(copies) > 1 and source.weights_prefix != "model.":
+        return [
+            Finding.of(
+                "FS514",
+                "which of the copies of the model the optimizer is of is not told",
+                expected="model.*, which a trainer's optimizer steps",
+                got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
+                help="do without --optimizer: averaged weights have no moments",
+            )
+        ]
+    return []
+
+
+def read_object(place: tuple[Path, int, int]) -> Any:
+    """The value of a record that is no tensor, by its file, offset and bytes.
+
+    Raises:
+        FastshardError: if it cannot be read.
+    """
+    try:
+        return json.loads(_core.dcp_object(*place))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+def _number(contents: Contents, file: int, number: int) -> float:
+    """The value of a scalar."""
+    value = scalar(contents, file, number, contents.tensors(file)[number]["dtype"])
+    return float("nan") if value is None else value
+
+
+def _values(
+    contents: Contents, objects: Objects, scalars: dict[str, tuple[int, int]], top: str
+) -> dict[str, dict[str, Any]]:
+    """What the records below ``param_groups.`` say: by group or parameter, by key."""
+    begin = f"{top}param_groups."
+    found: dict[str, dict[str, Any]] = {}
+    for name in (*objects, *scalars):
+        which, _, key = name.removeprefix(begin).rpartition(".")
+        if name.startswith(begin) and which:
+            value = read_object(objects[name]) if name in objects else _number(contents, *scalars[name])
+            found.setdefault(which, {})[key] = value
+    return found
+
+
+def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> list[Group] | None:
+    """Groups of parameters by the records ``param_groups.N.KEY``, or ``param_groups.PARAMETER.KEY``."""
+
+    def called(parameter: Any) -> str | None:
+        return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)
+
+    if found and all(which.isdigit() for which in found):
+        groups = []
+        for which in sorted(found, key=int):
+            values = found[which]
+            listed = values.pop("params", None)
+            members = [called(p) for p in listed] if isinstance(listed, list) else [None]
+            if None in members:
+                return None
+            groups.append(Group(values, frozenset(m for m in members if m is not None)))
+        return groups
+    alike: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for which, values in found.items():
+        parameter = called(which)
+        if parameter is None:
+            return None
+        alike.setdefault(json.dumps(values, sort_keys=True), (values, set()))[1].add(parameter)
+    return [Group(values, frozenset(members)) for values, members in alike.values()] or None

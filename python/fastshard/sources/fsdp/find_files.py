@@ -1,0 +1,162 @@
+"""The files of ranks: how trainers name them, and which of several saves is taken.
+
+source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py, accelerate utils/fsdp_utils.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ..base import Options, counted
+from ..choose_step import folder_of, is_step, within_this
+from ..dcp.metadata import one_of
+
+#: Of each rank: the model, and beside it the optimizer and the rest of the trainer's state. verl, SkyRL
+_WORLD = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
+#: accelerate, where it does not use torch.distributed.checkpoint.
+_ACCELERATE = re.compile(r"^(pytorch_model_fsdp|optimizer)(?:_(\d+))?_rank_?(\d+)\.bin$")
+#: Any other trainer's.
+_ANY = re.compile(r"^(.*?[._-])?rank[_-]?(\d+)\.(?:pt|pth|bin)$")
+_KINDS = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
+#: source: verl trainer; Megatron-LM has the same name for it
+_TRACKERS = ("latest_checkpointed_iteration.txt",)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a file's name says."""
+
+    file: File
+    kind: str
+    rank: int
+    #: Ranks of the run.
+    world: int | None
+
+
+@dataclass
+class Saved:
+    """The files of one save."""
+
+    folder: str
+    step: str | None
+    #: By rank; of each kind.
+    model: dict[int, File] = field(default_factory=dict)
+    optim: dict[int, File] = field(default_factory=dict)
+    extra: dict[int, File] = field(default_factory=dict)
+    #: Ranks of the run by the files' names.
+    world: int | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+
+def named(file: File, *, any_name: bool = False) -> Named | None:
+    """What the name of a rank's file says; None for other files.
+
+    Raises:
+        FastshardError: ``FS106`` for a rank that no run has.
+    """
+    if match := _WORLD.match(file.name):
+        return Named(file, match[1], counted(match[3], file), counted(match[2], file))
+    if match := _ACCELERATE.match(file.name):
+        # Of several models of one trainer each has its own number.
+        kind, index = _KINDS[match[1]], match[2] or "0"
+        return Named(file, kind if index == "0" else f"{kind} {index}", counted(match[3], file), None)
+    if any_name and (match := _ANY.match(file.name)):
+        return Named(file, _kind(match[1] or ""), counted(match[2], file), None)
+    return None
+
+
+def _kind(stem: str) -> str:
+    """What a file of any other trainer holds: the model, unless its name says something else."""
+    if "optim" in stem.lower():
+        return "optim"
+    return (
+        "extra_state"
+        if re.search(r"rng|random|sched|extra|scaler|data", stem.lower())
+        else f"model {stem}".strip()
+    )
+
+
+def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Saved | None:
+    """The save that is taken; None if there is none.
+
+    Raises:
+        FastshardError: ``FS106`` if several models or runs lie there and nothing chooses; as
+            :func:`fastshard.sources.choose_step.choose`.
+    """
+    found = [one for f in listing.files if (one := named(f, any_name=any_name)) is not None]
+    models = [one for one in found if one.kind.partition(" ")[0] == "model"]
+    if not models or listing.single:
+        return None
+    folder, step, said = _taken(listing, {(one.file.root, one.file.folder) for one in models}, options)
+    inside = [one for one in found if one.file.folder == folder]
+    if any_name:
+        kinds = sorted({one.kind for one in inside if one.kind.startswith("model")})
+        if len(kinds) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several sets of ranks' files lie in one folder",
+                file=folder or None,
+                expected="one",
+                got=", ".join(f"{kind.removeprefix('model').strip()}rank*" for kind in kinds),
+                help="keep those of the model there, or move the others away",
+            )
+        inside = [replace(one, kind=one.kind.partition(" ")[0]) for one in inside]
+    save = Saved(folder, step, findings=said)
+    worlds = {one.world for one in inside if one.kind == "model"}
+    if len(worlds) > 1:
+        raise FastshardError.of(
+            "FS106",
+            "files of runs of several sizes lie in one folder: one run was continued with another number of ranks",
+            file=folder or None,
+            expected="one",
+            got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
+            help="keep those of one run there: the newer, by their times, is most likely meant",
+        )
+    save.world = worlds.pop()
+    for kind, held in (("model", save.model), ("optim", save.optim), ("extra_state", save.extra)):
+        copies: dict[int, list[File]] = {}
+        for one in inside:
+            if one.kind == kind and one.world == save.world:
+                copies.setdefault(one.rank, []).append(one.file)
+        held.update({rank: one_of(listing, copies[rank]) for rank in sorted(copies)})
+    return save
+
+
+def _taken(
+    listing: Listing, places: set[tuple[int, str]], options: Options
+) -> tuple[str, str | None, list[Finding]]:
+    """The folder taken, the step's name, and what is to be said of others.
+
+    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``): of several the caller chooses.
+    """
+    parts = {folder: _part(folder) for _, folder in places}
+    models = sorted(set(parts.values()))
+    asked = [part for part in (options.step or "").split("/") if part]
+    if len(models) > 1:
+        meant = [part for part in asked if part in models]
+        if len(meant) != 1:
+            raise FastshardError.of(
+                "FS106",
+                "the checkpoint holds several models",
+                expected="one",
+                got=", ".join(model or "." for model in models),
+                help=f"choose with --step, e.g. --step {models[0] or models[1]}, or name the folder of the one that is meant",
+            )
+        asked = [part for part in asked if part != meant[0]]
+        places = {(root, folder) for root, folder in places if parts[folder] == meant[0]}
+    elif len(asked) > 1 and models[0] in asked:
+        asked.remove(models[0])
+    options = replace(options, step="/".join(asked) or None)
+    folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
+    name = chosen.name if is_step(chosen.name) else None
+    return folder, name, [*chosen.findings, *within_this(within)]
+
+
+def _part(folder: str) -> str:
+    """The name of a model among those of one step: what is below the folder that is named as one."""
+    parts = folder.split("/") if folder else []
+    steps = [d for d, part in enumerate(parts) if is_step(part)]
+    return "/".join(parts[steps[-1] + 1 :] if steps else parts)

@@ -1,0 +1,64 @@
+"""FSDP1's LOCAL_STATE_DICT: flat parameters, which name nothing.
+
+With ``use_orig_params`` the pieces of each parameter lie beside them, views of one storage: in the order of the ranks they
+are the elements of the parameter. What shape that has only a model's config tells. Without it there are no names either.
+source: torch/distributed/fsdp/{_state_dict_utils,_flat_param}.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ...common.errors import FastshardError
+
+#: source: torch/distributed/fsdp/_common_utils.py
+_FLAT = "_flat_param"
+
+#: Pieces of a parameter: elements, file, tensor in it, first element there.
+Range = tuple[int, int, int, int]
+
+
+def is_flat(told: Mapping[int, dict[str, Any]]) -> bool:
+    """True if ranks tell of flat parameters."""
+    return any(part["path"][-1].endswith(_FLAT) for one in told.values() for part in one["parts"])
+
+
+def pieces(
+    files: Mapping[int, int], listed: Mapping[int, list[dict[str, Any]]]
+) -> tuple[dict[str, list[Range]], set[str]]:
+    """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each rank.
+
+    Args:
+        files: those of the ranks.
+        listed: the tensors in them, by rank.
+
+    Raises:
+        FastshardError: ``FS514`` where flat parameters have no names beside them.
+    """
+    found: dict[str, list[Range]] = {}
+    whole: set[str] = set()
+    flats = 0
+    for rank, file in sorted(files.items()):
+        tensors = listed[rank]
+        storages = {t["storage"] for t in tensors if t["path"][-1].endswith(_FLAT)}
+        flats += len(storages)
+        for number, tensor in enumerate(tensors):
+            name = ".".join(tensor["path"])
+            if tensor["path"][-1].endswith(_FLAT):
+                continue
+            empty = tensor["shape"] == [0]
+            if not empty and tensor["storage"] not in storages:
+                whole.add(name)
+                continue
+            found.setdefault(name, [])
+            if not empty:
+                found[name].append((prod(tensor["shape"]), file, number, 0))
+    if flats and not found:
+        raise FastshardError.of(
+            "FS514",
+            "flat parameters of FSDP1 (LOCAL_STATE_DICT) name no parameter and tell no shape",
+            help="save with StateDictType.SHARDED_STATE_DICT, or from FSDP with use_orig_params=True",
+        )
+    return {name: ranges for name, ranges in found.items() if name not in whole}, whole

@@ -1,0 +1,202 @@
+"""The files of ranks of one kind: whether all are there, and each where it says that it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import FastshardError, Finding
+from ..base import Contents, Found, lacking, missing
+from ..renamed_files import places
+from .placements import Unreadable, box
+
+
+@dataclass
+class Ranks:
+    """The files of one kind, each with what it says of its place."""
+
+    found: Found
+    contents: Contents
+    #: By rank, by the files' names.
+    files: dict[int, int]
+    findings: list[Finding] = field(default_factory=list)
+    #: True if a file is missing, cannot be read, or is not the one that its name says.
+    broken: bool = False
+    #: What each file says of parts.
+    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, file in self.files.items():
+            self.told[rank] = self.contents.distributed(file)
+            self.broken |= not self.contents.readable(file)
+        self._all_there()
+        self._where_they_say()
+        self._one_mesh()
+
+    def label(self, rank: int) -> str:
+        """The rank in the field's words."""
+        return f"rank {rank}"
+
+    def path(self, rank: int) -> str:
+        """Path of a rank's file."""
+        return self.found.files[self.files[rank]].path
+
+    def parameters(self) -> set[str]:
+        """Names of what is divided: of buffers each rank has its own copy."""
+        return {".".join(part["path"]) for told in self.told.values() for part in told["parts"]}
+
+    def paths(self) -> dict[str, list[str]]:
+        """Keys of nested dicts that lead to each tensor, by its name."""
+        parts = [part["path"] for told in self.told.values() for part in told["parts"]]
+        files = [file for file in self.files.values() if self.contents.readable(file)]
+        parts += [tensor["path"] for file in files for tensor in self.contents.tensors(file)]
+        return {".".join(path): path for path in parts}
+
+    def aliases(self) -> set[str]:
+        """Further names of tied parameters: they lie where another one does, on every rank that has any of them."""
+        found: dict[str, bool] = {}
+        for file in self.files.values():
+            owners: dict[tuple[Any, ...], str] = {}
+            for tensor in self.contents.tensors(file) if self.contents.readable(file) else ():
+                if 0 in tensor["shape"]:
+                    continue
+                name = ".".join(tensor["path"])
+                place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
+                is_alias = owners.setdefault(place, name) != name
+                found[name] = found.get(name, True) and is_alias
+        return {name for name, is_alias in found.items() if is_alias}
+
+    def boxes_of(self, rank: int, part: dict[str, Any]) -> list[tuple[list[int], list[int], int]]:
+        """The boxes of one tensor that a rank holds, with the tensor of the file that each is.
+
+        Raises:
+            FastshardError: ``FS514`` for a placement that tells of no box.
+        """
+        if "shards" in part:
+            return [(shard["lo"], shard["size"], shard["tensor"]) for shard in part["shards"]]
+        try:
+            held = box(part["shape"], self.told[rank]["meshes"][part["mesh"]], part)
+        except Unreadable as why:
+            raise FastshardError.of(
+                "FS514",
+                f"a DTensor whose part of the whole is not read: {why}",
+                file=self.path(rank),
+                rank=self.label(rank),
+                tensor=".".join(part["path"]),
+                help="redistribute it to Shard or Replicate before saving, or save with torch.distributed.checkpoint",
+            ) from None
+        return [] if held is None else [(*held, part["tensor"])]
+
+    def _all_there(self) -> None:
+        """Ranks must all be there: by the files' names, else by what the files say, else up to the last one."""
+        world = self.found.notes["world"]
+        why = f"{world} ranks by the files' names"
+        stated = [n for told in self.told.values() for n in _worlds(told)]
+        usual = Counter(stated).most_common(1)[0][0] if stated else None
+        if world is None:
+            world = usual or max(self.files, default=0) + 1
+            why = f"{world} ranks by the meshes" if usual else f"ranks 0 to {world - 1} by the other files"
+        elif usual is not None and usual > world:
+            self.broken = True
+            first = next(r for r, told in self.told.items() if usual in _worlds(told))
+            self.findings.append(
+                Finding.of(
+                    "FS110",
+                    "the mesh has more ranks than the file's name says",
+                    file=self.path(first),
+                    rank=self.label(first),
+                    expected=str(world),
+                    got=str(usual),
+                    help="the files were renamed, or ranks are missing: copy all files of this step again",
+                )
+            )
+        held = self.found.files[next(iter(self.files.values()))]
+        for rank, last in lacking(self.files, 0, world - 1):
+            self.broken = True
+            name, end = (_renumbered(held.name, n) for n in (rank, last))
+            self.findings.append(
+                missing(
+                    f"{held.folder}/{name}" if held.folder else name,
+                    self.label(rank),
+                    why,
+                    f"copy {name} from the node that ran rank {rank}, or name that node's directory as a further CKPT",
+                    upto=end if last > rank else None,
+                )
+            )
+        for rank in [rank for rank in self.files if rank >= world]:
+            self.broken = True
+            self.findings.append(
+                Finding.of(
+                    "FS108", f"rank {rank} of {world}: a leftover of a wider run?", file=self.path(rank)
+                )
+            )
+            del self.files[rank], self.told[rank]
+
+    def _where_they_say(self) -> None:
+        """A file's own account of its rank must be that of its name."""
+        for rank, told in self.told.items():
+            own = {n for mesh in told["meshes"] if (n := mesh["rank"]) is not None}
+            own |= {n for part in told["parts"] if (n := part.get("rank")) is not None}
+            if not own - {rank}:
+                continue
+            self.broken = True
+            inside = places(self.contents.archive(self.files[rank]) or "")
+            if inside.get("rank", rank) != rank:
+                # The name that torch.save left in the archive says so already.
+                continue
+            self.findings.append(
+                Finding.of(
+                    "FS113",
+                    "the file was saved by another rank, as its tensors say",
+                    file=self.path(rank),
+                    rank=self.label(rank),
+                    expected=f"rank {rank}",
+                    got=", ".join(f"rank {n}" for n in sorted(own)),
+                    help="it was copied over this rank's own file: copy that from the node that wrote it",
+                )
+            )
+
+    def _one_mesh(self) -> None:
+        """All ranks divide a tensor over the same mesh."""
+        held: dict[int, tuple[tuple[Any, ...], ...]] = {
+            rank: tuple(
+                sorted({(*mesh["shape"], *(mesh["names"] or ())) for mesh in told["meshes"]}, key=str)
+            )
+            for rank, told in self.told.items()
+            if told["meshes"]
+        }
+        usual = Counter(held.values()).most_common(1)[0][0] if held else ()
+        for rank, meshes in held.items():
+            if meshes == usual:
+                continue
+            self.broken = True
+            self.findings.append(
+                Finding.of(
+                    "FS110",
+                    "ranks divide the model over different meshes",
+                    file=self.path(rank),
+                    rank=self.label(rank),
+                    expected=f"{_meshes(usual)} as on the other ranks",
+                    got=_meshes(meshes),
+                    help="the file is of another run: copy the right one from the node that ran this rank",
+                )
+            )
+
+
+def _worlds(told: dict[str, Any]) -> list[int]:
+    """Ranks of the run, by a file's meshes and groups."""
+    worlds = [mesh["ranks"] for mesh in told["meshes"]] + [part.get("ranks") for part in told["parts"][:1]]
+    return [max(n for n in worlds if n)] if any(worlds) else []
+
+
+def _renumbered(name: str, rank: int) -> str:
+    """The name of another rank's file of the same save."""
+    return re.sub(
+        r"\d+(?=\D*$)", lambda m: f"{rank:0{len(m[0])}d}" if m[0][0] == "0" else str(rank), name, count=1
+    )
+
+
+def _meshes(meshes: tuple[tuple[Any, ...], ...]) -> str:
+    return "; ".join("x".join(map(str, mesh)) for mesh in meshes)

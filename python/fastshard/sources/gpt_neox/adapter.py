@@ -1,0 +1,337 @@
+"""GPT-NeoX checkpoints: names, arguments and configs in DeepSpeed's files, pipeline and sequential form.
+
+source: gpt-neox megatron/checkpointing.py, DeepSpeed runtime/engine.py and pipe/module.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from typing import Any
+
+from ...common.errors import FastshardError, Finding
+from ...common.listing import Listing
+from ...layouts.declaration import MAX_DEGREE, Source, Unit
+from ..base import Contents, Found, Options, as_dict, missing
+from ..zero import optimizer_state
+from ..zero.cross_checks import same_step
+from ..zero.pipeline_names import pipeline_names
+from . import config as neox_config
+from . import features
+
+#: Files that are missed one after another are told one by one up to here; of more, the first and last.
+_ONE_BY_ONE = 16
+
+_STEP = re.compile(r"^(?:global_step)?(\d+)$")
+
+
+def _in(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _number(name: str) -> int:
+    match = _STEP.match(name)
+    return int(match[1]) if match else -1
+
+
+class GptNeox:
+    """The dialect of DeepSpeed checkpoints that GPT-NeoX writes: its layer names and arguments."""
+
+    def take(
+        self,
+        found: Found,
+        listing: Listing,
+        contents: Contents,
+        states: list[dict[str, Any]],
+        options: Options,
+    ) -> tuple[Source, optimizer_state.Naming] | None:
+        """The declaration, and the names of masters, where the names or the arguments are GPT-NeoX's.
+
+        Raises:
+            FastshardError: ``FS514`` under ZeRO-3, where no file holds a whole shard.
+        """
+        if not _is_neox(found, contents, states):
+            return None
+        found.framework = "GPT-NeoX"
+        if found.notes["sliced"]:
+            raise FastshardError.of(
+                "FS514",
+                "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
+                file=found.files[0].path,
+                help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
+            )
+        source = self.declare(found, listing, contents, options)
+        return source, pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
+
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+        """Topology, axes and facts from the rank files' arguments and the saved YAML."""
+        notes = found.notes
+        ranks: list[int] = notes["ranks"]
+        states: list[dict[str, Any]] = []
+        for i in range(len(ranks)):
+            content = values(i)
+            states.append(content if isinstance(content, dict) else {})
+        source = Source(framework=found.framework, units=[], step=found.step)
+        yaml, yaml_path = neox_config.read(listing, notes["places"], options, source.findings)
+        args = neox_config.arguments(states)
+        _same_run(found, states, source.findings)
+        model = neox_config.Model.of(args, yaml, yaml_path, source.findings)
+        source.facts, source.axes = model.facts, dict(model.axes)
+        source.provable = model.layers is not None and model.tp is not None
+        keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")
+        source.values = {k: states[0][k] for k in keys if states and k in states[0]}
+        if notes["pipeline"]:
+            self._pipeline(found, model, source)
+            _rank_files(found, states, source.findings)
+        else:
+            self._sequential(found, model, source, states)
+        features.apply(found, source, model, values, own_layout=options.layout is not None)
+        if options.vocab_size:
+            source.vocab_size = options.vocab_size
+        return source
+
+    def _pipeline(self, found: Found, model: neox_config.Model, source: Source) -> None:
+        notes = found.notes
+        layers: list[tuple[int, int]] = notes["layers"]
+        offset = len(notes["ranks"])
+        tp = model.tp or _degree(rank for _, rank in layers)
+        source.degrees = {"tp": tp}
+        have: dict[int, set[int]] = {}
+        for i, (layer, rank) in enumerate(layers):
+            if rank >= tp:
+                source.findings.append(
+                    Finding.of(
+                        "FS108",
+                        f"tp rank {rank} of a tp {tp} checkpoint: a leftover?",
+                        file=found.files[offset + i].path,
+                    )
+                )
+                continue
+            have.setdefault(layer, set()).add(rank)
+            source.units.append(
+                Unit(file=offset + i, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}")
+            )
+        count = model.layers
+        if count is None:
+            # Gaps at 1 and N+2 are normal: no tensors live there. The last one is before the norm.
+            blocks = {layer for layer in have if layer <= neox_config.MAX_LAYERS}
+            gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
+            count = max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
+        model.bounded(count, tp)
+        expected = [0, *range(2, count + 2), count + 3]
+        if source.facts.get("tied") is False:
+            expected.append(count + 4)
+        elif "tied" not in source.facts:
+            source.facts["tied"] = count + 4 not in have
+            if not source.facts["tied"]:
+                expected.append(count + 4)
+        why = f"num_layers {count} and model_parallel_size {tp} in the checkpoint's arguments"
+        absent = [layer for layer in expected if layer not in have]
+        got = f"layers {_listed(expected, have)}"
+        for first, last in _runs(absent):
+            names = [self._file(notes, layer, rank) for layer in {first, last} for rank in {0, tp - 1}]
+            names.sort()
+            one = first == last
+            source.findings.append(
+                Finding.of(
+                    "FS103",
+                    f"layer {first:02d}: none of its files is there"
+                    if one
+                    else f"layers {first:02d} to {last:02d}: none of their files is there",
+                    file=_in(notes["folder"], self._file(notes, first, 0)),
+                    expected=why,
+                    got=got,
+                    help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
+                    f"from the pipeline {'stage that owned the layer' if one else 'stages that owned the layers'}",
+                )
+            )
+        for layer in expected:
+            if layer in have:
+                _missing_ranks(
+                    source, notes["folder"], have[layer], tp, why, partial(self._file, notes, layer)
+                )
+        wanted = set(expected)
+        for i, (layer, _) in enumerate(layers):
+            if layer not in wanted:
+                source.findings.append(
+                    Finding.of(
+                        "FS108",
+                        f"layer {layer} of a {count}-layer model",
+                        file=found.files[offset + i].path,
+                        severity="error",
+                        help="a leftover of another run in the same folder? move it away",
+                    )
+                )
+
+    @staticmethod
+    def _file(notes: dict[str, Any], layer: int, rank: int) -> str:
+        layer_width, rank_width = notes["widths"]
+        model = f"-model_{rank:0{rank_width}d}" if rank_width else ""
+        return f"layer_{layer:0{layer_width}d}{model}-model_states.pt"
+
+    def _sequential(
+        self, found: Found, model: neox_config.Model, source: Source, states: list[dict[str, Any]]
+    ) -> None:
+        ranks: list[int] = found.notes["ranks"]
+        if states and states[0].get("module") is None:
+            raise FastshardError.of(
+                "FS101",
+                "the rank files hold no tensors, and no layer file is there",
+                file=found.files[0].path,
+                expected="layer_LL-model_TT-model_states.pt beside it",
+                got="none",
+                help="copy the layer files of this step from the nodes that wrote them",
+            )
+        module = states[0].get("module") if states else None
+        tp = model.tp or _degree(ranks)
+        model.bounded(model.layers or 1, tp)
+        source.degrees = {"tp": tp}
+        why = f"model_parallel_size {tp} in the checkpoint's arguments"
+        for i, rank in enumerate(ranks):
+            if rank >= tp:
+                source.findings.append(
+                    Finding.of(
+                        "FS108", f"rank {rank} of a tp {tp} checkpoint: a leftover?", file=found.files[i].path
+                    )
+                )
+            else:
+                source.units.append(
+                    Unit(
+                        file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}"
+                    )
+                )
+        _missing_ranks(source, found.notes["folder"], set(ranks), tp, why, _rank_file)
+        if "tied" not in source.facts and isinstance(module, dict):
+            source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
+
+
+def _rank_file(rank: int) -> str:
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def _degree(ranks: Iterable[int]) -> int:
+    """The degree that ranks in names tell of; numbers that no run has do not count."""
+    return max((rank for rank in ranks if rank < MAX_DEGREE), default=0) + 1
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """First and last of each run of ascending numbers; those of a short run one by one."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [
+        ends
+        for run in runs
+        for ends in ([(run[0], run[-1])] if len(run) > _ONE_BY_ONE else [(n, n) for n in run])
+    ]
+
+
+def _listed(expected: list[int], have: Container[int]) -> str:
+    """The layers that are there; of many, where they begin and end."""
+    if len(expected) <= 4 * _ONE_BY_ONE:
+        return ",".join(f"{layer:02d}" if layer in have else "_" for layer in expected)
+    runs = _runs([layer for layer in expected if layer in have])
+    texts = [f"{first:02d}" if first == last else f"{first:02d}-{last:02d}" for first, last in runs]
+    return ",".join([*texts[:_ONE_BY_ONE], "..."] if len(texts) > _ONE_BY_ONE else texts)
+
+
+def _missing_ranks(
+    source: Source, folder: str, have: set[int], tp: int, why: str, file_of: Callable[[int], str]
+) -> None:
+    """Files that ranks of one layer, or of the whole, must have written."""
+    for first, last in _runs([rank for rank in range(tp) if rank not in have]):
+        names, ranks = file_of(first), f"tp {first}"
+        if last > first:
+            names, ranks = f"{names} to {file_of(last)}", f"tp {first} to {last}"
+        node = f"copy {names} from the node that ran tp rank {first}"
+        source.findings.append(
+            missing(
+                _in(folder, file_of(first)),
+                ranks,
+                why,
+                node if last == first else f"copy {names} from the nodes that ran tp ranks {first} to {last}",
+            )
+        )
+
+
+def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+    """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
+    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
+    if not worlds:
+        return
+    for first, last in _runs(sorted(set(range(worlds[0])) - set(ranks))):
+        more = "" if first == last else f" to {last}"
+        findings.append(
+            Finding.of(
+                "FS101",
+                "missing file: it holds no weights, but what step this rank's files are of cannot be compared",
+                severity="warning",
+                file=_in(folder, _rank_file(first)),
+                rank=f"mp rank {first}{more}",
+                expected=f"mp_world_size {worlds[0]} in the other rank files",
+                got="no such file",
+                help=f"copy {_rank_file(first)}{more and f' to {_rank_file(last)}'} from the node that ran mp rank {first}{more}",
+            )
+        )
+
+
+def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+    """The rank files must tell of one step and one set of arguments."""
+    findings += same_step(found, states, "mp rank")
+    step = _number(found.step or "")
+    iteration = states[0].get("iteration") if states else None
+    if isinstance(iteration, int) and step >= 0 and iteration != step:
+        findings.append(
+            Finding.of(
+                "FS107",
+                "the folder is named for another step than its files tell of",
+                file=found.files[0].path,
+                expected=str(step),
+                got=str(iteration),
+                help="take all files from one step",
+            )
+        )
+    each = [(i, neox_config.arguments_of(s)) for i, s in enumerate(states)]
+    known = [(i, args) for i, args in each if args is not None]
+    for i, args in known:
+        for key in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "padded_vocab_size",
+            "model_parallel_size",
+        ):
+            if args.get(key) != known[0][1].get(key):
+                findings.append(
+                    Finding.of(
+                        "FS110",
+                        f"args.{key} differs between ranks",
+                        file=found.files[i].path,
+                        expected=str(known[0][1].get(key)),
+                        got=str(args.get(key)),
+                        help="the files belong to different runs",
+                    )
+                )
+
+
+def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
+    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    for state in states:
+        args = as_dict(state.get("args"))
+        args = as_dict(args.get("state")) if "__class__" in args else args
+        if "padded_vocab_size" in args or "model_parallel_size" in args:
+            return True
+        if any(str(name).startswith("sequential.") for name in as_dict(state.get("module"))):
+            return True
+    first = len(found.notes["ranks"])
+    layers = range(first, first + len(found.notes["layers"]))
+    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in as_dict(contents(i)))
+
+
+def _sequential_name(name: str) -> str:
+    return name.removeprefix("sequential.")

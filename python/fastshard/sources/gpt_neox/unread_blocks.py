@@ -1,0 +1,47 @@
+"""Blocks of GPT-NeoX other than attention and MLP: told by the names of their tensors, and not read."""
+
+from __future__ import annotations
+
+from ...common.errors import Finding
+from ...layouts.declaration import Unit
+from ..base import Contents, Found
+
+#: What begins the names in a layer, by kind, and the setting that makes it.
+#: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py (init_specs)
+_BEGINNINGS = {
+    "a mixture of experts (moe_num_experts)": ("mlp.router.", "mlp.experts.", "mlp.deepspeed_moe.", "mlp.moe."),
+    "Mamba blocks (attention_config: mamba)": ("mixer.",),
+    "RWKV blocks (attention_config: rwkv)": ("att.", "ffn."),
+    "gMLP blocks (attention_config: gmlp or amlp)": ("sgu.", "input_linear."),
+}  # fmt: skip
+
+
+def others(found: Found, units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:
+    """One finding for each kind of block that is not read, where its first tensor is.
+
+    Args:
+        found: the checkpoint's files.
+        units: where they lie.
+        names: those of all tensors, without their layer's number.
+        contents: what the files hold.
+    """
+    findings = []
+    for kind, beginnings in _BEGINNINGS.items():
+        ends = tuple(name for name in names if name.startswith(beginnings))
+        if not ends:
+            continue
+        held = ((unit, ".".join(t["path"])) for unit in units for t in contents.tensors(unit.file))
+        unit, tensor = next((unit, name) for unit, name in held if name.endswith(ends))
+        findings.append(
+            Finding.of(
+                "FS514",
+                f"GPT-NeoX with {kind}: not read",
+                severity="error",
+                file=found.files[unit.file].path,
+                rank=unit.rank,
+                tensor=tensor,
+                expected="attention and MLP in each layer",
+                help="describe its tensors in a layout of your own (--layout FILE.toml)",
+            )
+        )
+    return findings

@@ -1,0 +1,335 @@
+"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names that stay."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .._core import Table
+from ..common import safe_files
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding, raise_errors
+from ..common.listing import Folder, Listing
+from ..layouts import naming_schemes, tables
+from ..layouts.declaration import Source, is_state
+from ..layouts.wrapper_names import bare, wrapped
+from ..models import config_json, huggingface, sidecar_files
+from .base import Options
+
+#: What a layer's tensor is called, and what precedes the word.
+_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+#: What critics and reward models have in the place of an output layer.
+_VALUE_HEAD = re.compile(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
+#: Keys that tell a config of Hugging Face from others of the name.
+_TELLING = {"model_type", "architectures", "transformers_version"}
+#: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
+_PLAIN = ("fp8",)
+
+
+def config_of(
+    listing: Listing, folder: str, options: Options, *, above: bool = True
+) -> tuple[dict[str, Any] | None, Path | None]:
+    """The model's config: the one given, else config.json where :func:`fastshard.models.sidecar_files.places` finds it, else that
+    of a reference.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the tensors.
+        options: what the caller said.
+        above: whether to look above the checkpoint too.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ on it.
+    """
+    if options.config is not None:
+        path = Path(options.config_path) if options.config_path else None
+        # What is published as config.json is the file itself, if it is JSON.
+        return options.config, path if path is not None and path.suffix == ".json" else None
+    places = sidecar_files.places(listing, folder, above=above)
+    path = next((path for place in places if (path := _config_in(listing, place))), None)
+    if path is None:
+        return options.lent or (None, None)
+    label = _label(listing, path)
+    try:
+        config = json.loads(safe_files.read_text(path, safe_files.MAX_TEXT, label=label))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=label) from None
+    if not isinstance(config, dict):
+        raise FastshardError.of("FS211", "config.json is not an object", file=label)
+    raise_errors(sidecar_files.differing(listing, [path]))
+    return config, path
+
+
+def _config_in(listing: Listing, place: Folder) -> Path | None:
+    """The config.json of a folder; below a root one that the listing has: what is wrong with others it has said."""
+    path = place.path / "config.json"
+    inside = _inside(listing, path)
+    if inside is None:
+        return place.file("config.json")
+    return None if listing.find(inside.as_posix()) is None else path
+
+
+def _inside(listing: Listing, path: Path) -> Path | None:
+    """The path relative to the root that holds it; None if none does."""
+    return next((path.relative_to(root) for root in listing.roots if path.is_relative_to(root)), None)
+
+
+def _label(listing: Listing, path: Path) -> str:
+    """The path as messages name it."""
+    return str(_inside(listing, path) or path)
+
+
+def describe(
+    source: Source,
+    listing: Listing,
+    config: dict[str, Any] | None,
+    path: Path | None,
+    names: Collection[str],
+    *,
+    outer: str = "",
+) -> None:
+    """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
+
+    Where none does the names stay what they are, and the declaration says why in :attr:`.Description.no_table`.
+
+    Args:
+        source: the declaration.
+        listing: what the roots hold.
+        config: content of config.json, if there is one.
+        path: its file.
+        names: of the tensors stored.
+        outer: where the model's own names begin.
+    """
+    if config is None or not (source.model.hf_names or config.keys() & _TELLING):
+        return
+    label = None if path is None else _label(listing, path)
+    if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
+        raise FastshardError.of(
+            "FS211",
+            "a config of transformers that is no model's",
+            file=label,
+            expected="model_type or architectures",
+            got="neither",
+            help="give the model's config.json; generation_config.json says nothing of the model",
+        )
+    model = replace(source.model, config=config, config_file=path)
+    source.names = bare(names)
+    names = [source.names.get(n, n) for n in names]
+    apart = tuple(source.other_prefixes)
+    names = [
+        n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
+    ]
+    stored = {name.removeprefix(outer) for name in names}
+    if (changed := wrapped(stored)) is not None:
+        # A trainer's names are no longer those that its config is for.
+        source.model = replace(model, no_table=f"{changed[1]} has changed the names ({changed[0]})")
+        return
+    layout = config_json.layout_of(config, label)
+    why = _why_not(config, layout, names)
+    source.model = replace(model, dialect=huggingface.DIALECT, no_table=why)
+    strange = why is not None or not any(_LAYER.match(name) for name in names)
+    if layout is not None and strange and (found := _spelled(layout, stored)) is not None:
+        _take_spelling(source, config, label, found, stored, outer)
+        return
+    if layout is not None and why == _other_names(config) and "auto_map" not in config:
+        # transformers' own class would find none of its tensors, and load what it makes up.
+        source.model = replace(source.model, dialect=None)
+    if layout is None or why is not None:
+        return
+    base = _base(tables.table(layout))
+    begins = None if _names_most(layout, stored) else _beginning(names)
+    prefix = f"{outer}{base}" if begins is None else begins
+    kind = config_json.architecture_of(config)
+    source.layout, family, headless = layout, layout.removeprefix("hf."), None
+    # The table's own names, too, where the model's begin otherwise.
+    stored |= {_own(name, base, prefix.removeprefix(outer)) for name in stored}
+    source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
+    source.stored = config_json.blocks(config, layout, label)
+    source.provable = True
+    if outer or prefix != base:
+        table = _prefixed(layout, base, prefix.removeprefix(outer))
+        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
+    # What lies around the model may end as its own base does.
+    if (kind is None and not prefix.removeprefix(outer).endswith(base)) or (
+        kind is not None and not kind.is_causal
+    ):
+        headless = kind.name if kind else "a model without a head, by the names of its tensors"
+        source.facts["head"] = by_names
+        source.findings += _own_head(kind, stored)
+    elif source.facts.get("head") and not by_names and (value := _value_head(stored)) is not None:
+        headless = f"a model with a value head ({value})"
+        source.facts["head"] = False
+        source.findings.append(
+            Finding.of(
+                "FS212",
+                f"the model has a value head ({value}) and no output layer over the vocabulary",
+                severity="note",
+                tensor=value,
+            )
+        )
+    source.model = replace(source.model, family=family, headless=headless)
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
+def _spelled(layout: str, names: Collection[str]) -> str | None:
+    """The framework whose names most of the tensors have."""
+    for spelling, name in naming_schemes.tables(layout).items():
+        table = tables.table(name)
+        if 2 * sum(table.rule_of(one) is not None for one in names) > len(names):
+            return spelling
+    return None
+
+
+def _take_spelling(
+    source: Source,
+    config: dict[str, Any],
+    label: str | None,
+    spelling: str,
+    names: Collection[str],
+    outer: str,
+) -> None:
+    """Puts on a declaration a table that has another framework's names of the model."""
+    model_type, framework = config.get("model_type"), naming_schemes.framework(spelling)
+    if model_type not in naming_schemes.model_types(spelling):
+        why = f"{framework} has no model of the type {shown(model_type)}: nothing says how its tensors are laid out there"
+        source.model = replace(source.model, dialect=None, no_table=why)
+        return
+    name = str(naming_schemes.tables(str(config_json.layout_of(config)))[spelling])
+    table = tables.table(name)
+    source.layout = name
+    if outer:
+        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    source.axes, source.facts, source.sets = config_json.described(config, label, names, name)
+    source.provable = True
+    source.model = replace(source.model, spelling=framework, family=table.family, no_table=None)
+    if source.vocab_size:
+        source.axes.pop("V", None)
+
+
+def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
+    """The declaration by the caller's own table, which says what the tensors are; the config still gives axes and facts."""
+    model = replace(source.model, family=table.family, no_table=None, headless=None)
+    optimizer = replace(source.optimizer, rules=None)
+    source = replace(
+        source, layout=table.name, table=None, own_table=table, generic=[], pass_unknown=False, model=model,
+        optimizer=optimizer,
+    )  # fmt: skip
+    config = model.config
+    own = table if table.has_config else None
+    source = replace(source, names=bare(names))
+    names = [source.names.get(n, n) for n in names]
+    label = None if model.config_file is None else str(model.config_file)
+    if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
+        return source
+    axes, facts, sets = config_json.described(config, label, names, own)
+    if source.vocab_size:
+        axes.pop("V", None)
+    if "tp" in source.degrees:
+        # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows the true one.
+        axes.pop("P", None)
+        axes |= {k: v for k, v in source.axes.items() if k == "P"}
+    model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, table, label)
+    return replace(source, axes=axes, facts=facts, sets=sets, stored=stored, provable=True, model=model)
+
+
+def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -> str | None:
+    """Why a model has no table; None if it has one."""
+    model_type = config.get("model_type")
+    if layout is None:
+        return f"model_type {shown(model_type)} has no table"
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if isinstance(quantised, dict) and method not in _PLAIN:
+        return f"quantization_config ({shown(method)}) stores other tensors than the table has"
+    if not _is_of(layout, names):
+        return _other_names(config)
+    return None
+
+
+def _other_names(config: dict[str, Any]) -> str:
+    return f"the tensors have other names than a {shown(config.get('model_type'))} of transformers"
+
+
+def _beginning(names: Iterable[str]) -> str | None:
+    """What precedes ``layers.N`` in most names; None where there are no such names."""
+    found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
+    return found.most_common(1)[0][0] if found else None
+
+
+def _base(table: Table) -> str:
+    """What the table's names of layers begin with: those of the model itself, without its head."""
+    names = (rule.name.partition("layers.{L") for rule in table.rules)
+    begins = next((before for before, found, _ in names if found), "")
+    # One spelling will do: the others are known by the rules.
+    return begins.strip("()").partition("|")[0]
+
+
+def _of_layers(table: Table) -> Table:
+    """The rules of a layer's tensors, their names from ``layers.`` on."""
+    named = ((rule, rule.name.find("layers.{L")) for rule in table.rules)
+    return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
+
+
+def _is_of(layout: str, names: Iterable[str]) -> bool:
+    """True if the tensors of layers are called as the table calls them, most of them; and if there are none."""
+    rules = _of_layers(tables.table(layout))
+    layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
+    fitting = sum(rules.rule_of(name) is not None for name in layered)
+    return 2 * fitting >= len(layered)
+
+
+def _names_most(layout: str, names: Iterable[str]) -> bool:
+    """True if the table names most of the tensors of layers as they are."""
+    table = tables.table(layout)
+    layered = [name for name in names if _LAYER.match(name)]
+    return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
+
+
+def _own(name: str, base: str, prefix: str) -> str:
+    """What the table calls a tensor, by the name that it is stored under."""
+    if name.startswith(prefix):
+        return base + name.removeprefix(prefix)
+    return name.removeprefix(prefix.removesuffix(base)) if prefix.endswith(base) else name
+
+
+def _prefixed(layout: str, base: str, prefix: str) -> Table:
+    """The table with the names as they are stored, so that a merge keeps them."""
+    table = tables.table(layout)
+    outer = prefix.removesuffix(base) if prefix.endswith(base) else ""
+
+    def stored(name: str) -> str:
+        return prefix + name.removeprefix(base) if name.startswith(base) else outer + name
+
+    return table.with_rules([rule.renamed(stored(rule.name)) for rule in table.rules])
+
+
+def _value_head(names: Iterable[str]) -> str | None:
+    """The tensor of a critic or reward model that is saved under the config of the language model it was made of.
+
+    source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl models/modeling_value_head.py
+    """
+    return next((name for name in names if _VALUE_HEAD.search(name)), None)
+
+
+def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:
+    """What an architecture has in the place of the output layer must be there."""
+    if kind is None:
+        return []
+    stored = tuple(names)
+    return [
+        Finding.of(
+            "FS102",
+            f"architectures says {kind.name}, which has this tensor",
+            tensor=head,
+            help="the file that holds it is missing or was cut short: copy it again",
+        )
+        for head in kind.head
+        if not any(name == head or name.endswith(f".{head}") for name in stored)
+    ]

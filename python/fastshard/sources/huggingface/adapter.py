@@ -1,0 +1,320 @@
+"""Hugging Face checkpoints: one file or several with an index, safetensors or ``.bin``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+from ...common import safe_files
+from ...common.config_text import shown
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Description, Source, Unit
+from ...models import huggingface, sidecar_files
+from .. import hf_config, model_prefix
+from ..base import Contents, Found, Options, lacking, missing
+from ..choose_step import Chosen, folder_of, is_step
+from ..index_files import read_json, safe_relative
+from . import index_mismatch
+from .shard_offsets import not_whole, zeroed
+
+#: (index, single file): safetensors first, as transformers prefers it.
+_FORMS = [
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+]
+_SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
+_SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
+
+
+def slices_as_wholes(
+    listing: Listing, folder: str, files: list[File], contents: Contents, layout: str
+) -> list[Finding]:
+    """A warning for an index that names a file as that of a tensor of which several files hold slices: whoever follows
+    it loads one slice as the whole. ``verify`` makes it an error.
+
+    Args:
+        listing: what the roots hold.
+        folder: where the index would lie.
+        files: those of the ranks.
+        contents: what they hold.
+        layout: what the files are, for people.
+
+    Raises:
+        FastshardError: ``FS211`` for an index that is not JSON.
+    """
+    file = listing.find(f"{folder}/{_FORMS[0][0]}" if folder else _FORMS[0][0])
+    index = read_json(listing, file, safe_files.MAX_INDEX) if file is not None else None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if file is None or not isinstance(weight_map, dict):
+        return []
+    holders: dict[str, set[str]] = {}
+    for i, held in enumerate(files):
+        for tensor in contents.tensors(i):
+            holders.setdefault(".".join(tensor["path"]), set()).add(held.name)
+    false = sorted(t for t, name in weight_map.items() if len(holders.get(t, ())) > 1 and name in holders[t])
+    if not false:
+        return []
+    return [
+        Finding.of(
+            "FS208",
+            f"the index names one file for each of {len(false)} tensors of which several files hold slices",
+            severity="warning",
+            file=file.path,
+            tensor=false[0],
+            expected=f"no index beside {layout}",
+            got=str(weight_map[false[0]]),
+            help="remove the index: whoever follows it loads one slice as the whole tensor",
+        )
+    ]
+
+
+class HuggingFace:
+    """Directories that ``save_pretrained`` or fastshard wrote, and single tensor files."""
+
+    name = "hf"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for an index, a single model file, or numbered shards without an index."""
+        if listing.single:
+            files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
+            return Found(self, "Hugging Face", files[:1], notes={"folder": files[0].folder})
+        held = self._folder(listing, options)
+        if held is None:
+            return None
+        folder, chosen = held
+        inside = {f.name: f for f in reversed(listing.within(folder))}
+        found = self._found(listing, folder, inside)
+        if chosen is not None:
+            found.findings[:0] = chosen.findings
+            found.step = chosen.name if is_step(chosen.name) else None
+        names: dict[str, list[File]] = {}
+        for file in listing.within(folder):
+            names.setdefault(file.name, []).append(file)
+        for file in found.files:
+            copies = names.get(file.name, []) if file.folder == folder else []
+            if len(copies) > 1:
+                raise FastshardError.of(
+                    "FS106",
+                    "several of the directories given have a file of this name",
+                    file=file.path,
+                    expected="one",
+                    got=", ".join(str(listing.roots[f.root]) for f in copies),
+                    help="give only the directory that is meant; slices of several ranks need a config.json beside them",
+                )
+        return found
+
+    @staticmethod
+    def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
+        """The folder that holds a model: ``checkpoint-N`` by the rule of steps, models side by side by ``--step``.
+
+        Raises:
+            FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.
+        """
+        holding = [
+            folder
+            for folder in listing.folders()
+            if any(
+                f.name in names or _SHARD.match(f.name) for names in _FORMS for f in listing.within(folder)
+            )
+        ]
+        if not holding:
+            return None
+        if "" in holding and options.step is None:
+            # The directory given is the model itself.
+            return "", None
+        folders = set(holding)
+        places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
+        folder, chosen, _ = folder_of(listing, places, options)
+        return folder, chosen
+
+    def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
+        for index, single in _FORMS:
+            if (
+                index in inside
+                and single in inside
+                and not index_mismatch.is_for(listing, inside, index, single)
+            ):
+                stale = index_mismatch.without_files(inside[index], single)
+                return Found(self, "Hugging Face", [inside[single]], [stale], notes={"folder": folder})
+            if index in inside:
+                return self._from_index(listing, inside[index], inside)
+            if single in inside:
+                return Found(self, "Hugging Face", [inside[single]], notes={"folder": folder})
+        shards = [(f, m) for f in inside.values() if (m := _SHARD.match(f.name))]
+        return self._without_index(folder, shards)
+
+    def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found:
+        content = read_json(listing, index, safe_files.MAX_INDEX)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
+        findings = []
+        files: dict[str, File] = {}
+        if odd := next((tensor for tensor, name in weight_map.items() if not isinstance(name, str)), None):
+            raise FastshardError.of(
+                "FS211",
+                "the index names no file for this tensor",
+                file=index.path,
+                tensor=str(odd),
+                expected="a file's name",
+                got=shown(weight_map[odd]),
+            )
+        counts = Counter(weight_map.values())
+        for tensor, name in weight_map.items():
+            if not safe_relative(name):
+                findings.append(
+                    Finding.of(
+                        "FS603",
+                        "a file name in the index leaves the directory",
+                        file=index.path,
+                        tensor=str(tensor),
+                        got=repr(name),
+                        help="do not use this checkpoint: such an index is made to read other files",
+                    )
+                )
+            elif name not in files:
+                path = f"{index.folder}/{name}" if index.folder else name
+                file = inside.get(name) or listing.find(path)
+                if file is None:
+                    count = counts[name]
+                    findings.append(
+                        missing(
+                            path,
+                            None,
+                            f"{count} tensors by {index.name}",
+                            "copy it from where the checkpoint was saved",
+                        )
+                    )
+                    files[name] = File(-1, path, 0)
+                else:
+                    files[name] = file
+        present = [f for f in files.values() if f.root >= 0]
+        order = {f.path: i for i, f in enumerate(present)}
+        expected = {
+            str(t): order[files[n].path]
+            for t, n in weight_map.items()
+            if n in files and files[n].path in order
+        }
+        lost = [str(t) for t, n in weight_map.items() if n in files and files[n].root < 0]
+        findings += index_mismatch.numbers(index, files)
+        metadata = content.get("metadata")
+        counted = metadata.get("total_size") if isinstance(metadata, dict) else None
+        notes = {
+            "folder": index.folder, "index": index.path, "weight_map": expected, "whole_files": True, "counted": counted,
+            "lost": lost,
+        }  # fmt: skip
+        # Files of the same naming that the index does not name are leftovers.
+        for name, file in inside.items():
+            if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
+                findings.append(Finding.of("FS108", "the index does not name this file", file=file.path))
+        return Found(self, "Hugging Face", present, findings, notes=notes)
+
+    def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found:
+        """Shards named ``-0000i-of-0000n`` state their number themselves."""
+        findings = []
+        groups: dict[tuple[str, str, str], dict[int, File]] = {}
+        for file, match in shards:
+            groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = file
+        if len(groups) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several sets of shards lie in one folder, and no index says which is the model",
+                file=folder or None,
+                expected="one",
+                got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
+                help="keep one of them there, or add its index",
+            )
+        ((stem, total, suffix), have) = next(iter(groups.items()))
+        count = int(total)
+        if count > 100_000:
+            raise FastshardError.of(
+                "FS514", f"{count} shards by the file name", file=next(iter(have.values())).path
+            )
+        first = 0 if 0 in have else 1
+        for i, last in lacking(have, first, first + count - 1):
+            name, end = (f"{stem}-{n:05d}-of-{total}.{suffix}" for n in (i, last))
+            findings.append(
+                missing(
+                    f"{folder}/{name}" if folder else name,
+                    None,
+                    f"{count} shards by the file names",
+                    "copy it from where it was saved",
+                    upto=end if last > i else None,
+                )
+            )
+        findings.append(
+            Finding.of(
+                "FS108",
+                "there is no index; taking the shards by their names",
+                severity="note",
+                file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
+            )
+        )
+        return Found(
+            self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder}
+        )
+
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+        """Units are whole files; config.json gives the axes where the model type is known."""
+        source = Source(
+            framework=found.framework,
+            step=found.step,
+            units=[Unit(file=i) for i in range(len(found.files))],
+            pass_unknown=True,
+            layers_may_repeat=True,
+            model=Description(
+                dialect=huggingface.DIALECT, saved_whole=True, is_part=_is_part(listing, found.files)
+            ),
+            expected_names=set(found.notes.get("weight_map", {})),
+            lost=set(found.notes.get("lost", ())),
+            listed="weight_map" in found.notes,
+            vocab_size=options.vocab_size,
+        )
+        counted, index = found.notes.get("counted"), found.notes.get("index")
+        slices = not_whole(found.files, values, index, counted)
+        source.findings += slices
+        source.findings += zeroed(listing, found.notes["folder"], found.files, values)
+        folder = found.notes["folder"]
+        # A model's own folder says what it is; that of a step may leave it to the one above.
+        above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
+        source.places = sidecar_files.places(listing, folder, above=above)
+        config, path = hf_config.config_of(listing, folder, options, above=above)
+        names = _in_order(values, len(found.files))
+        if _by_a_trainer(values, found):
+            source.model = replace(source.model, saved_whole=False)
+        is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
+        if is_torch or options.under is not None or all(name.startswith("module.") for name in names):
+            model_prefix.recognise(source, names, config, options.under, _paths(values, len(found.files)))
+        if config is not None:
+            hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
+        if source.layout is None and index is not None and not slices:
+            # Elsewhere a table says what there must be.
+            source.findings += index_mismatch.sizes(index, counted, found.files, values, config)
+        return source
+
+
+def _is_part(listing: Listing, files: list[File]) -> bool:
+    """True for a file that was given by itself and is one of several by its name."""
+    shards = [_SHARD.match(file.name) for file in files]
+    return listing.single and any(match is not None and int(match[3]) > 1 for match in shards)
+
+
+def _in_order(contents: Contents, files: int) -> list[str]:
+    """Names of all tensors, in the files' order."""
+    return list(
+        dict.fromkeys(name for i in range(files) if contents.readable(i) for name in contents.listed(i))
+    )
+
+
+def _paths(contents: Contents, files: int) -> dict[str, list[str]]:
+    """Keys of nested dicts that lead to each tensor, by its name."""
+    readable = (i for i in range(files) if contents.readable(i))
+    return {".".join(t["path"]): t["path"] for i in readable for t in contents.tensors(i)}
+
+
+def _by_a_trainer(contents: Contents, found: Found) -> bool:
+    """True for what ``torch.save`` of a script or of Lightning wrote: a state dict below a key."""
+    torch_files = (i for i, file in enumerate(found.files) if not file.name.endswith(".safetensors"))
+    return any(len(t["path"]) > 1 for i in torch_files if contents.readable(i) for t in contents.tensors(i))

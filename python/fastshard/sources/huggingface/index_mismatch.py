@@ -1,0 +1,144 @@
+"""Index files beside what they should describe: other files, other numbers of files, other sizes.
+
+What transformers makes of each is told in docs/guides/index_files.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...common import safe_files
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ..base import Contents, lacking
+from ..index_files import read_json
+
+#: Names that say how many files there are.
+_SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
+#: The most that a name may count to here; further numbers are no files'.
+_MOST = 100_000
+#: What is stored once for two names, by parts of these.
+_TIED = ("embed", "wte", "shared", "lm_head", "output")
+
+
+def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str) -> bool:
+    """True if an index beside a file of the whole model names that file; False if nothing that it names is there.
+
+    Raises:
+        FastshardError: ``FS106`` if it names others that are there: transformers takes the single file, readers that follow
+            the index the others. ``FS211`` if it is not JSON.
+    """
+    content = read_json(listing, inside[index], safe_files.MAX_INDEX)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        return True
+    named = sorted({name for name in weight_map.values() if isinstance(name, str)})
+    if named == [single]:
+        return True
+    there = [name for name in named if name in inside and name != single]
+    if not there:
+        return single in named
+    raise FastshardError.of(
+        "FS106",
+        f"{single} and an index of other files lie in one folder: transformers takes the one, other readers follow the index",
+        file=inside[index].path,
+        expected="one of the two",
+        got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
+        help=f"remove the one that is stale, or name the file itself: {inside[single].path}",
+    )
+
+
+def without_files(index: File, single: str) -> Finding:
+    """That an index is of no use: a file of the whole model was saved over what it names."""
+    return Finding.of(
+        "FS108",
+        f"the index names files that are not there; {single} is taken, as transformers does",
+        file=index.path,
+        help="remove the index",
+    )
+
+
+def numbers(index: File, named: Iterable[str]) -> list[Finding]:
+    """A warning for an index that names fewer files than their names count.
+
+    Args:
+        index: the index.
+        named: names of the files that it names.
+    """
+    shards: dict[tuple[str, str, str], set[int]] = {}
+    for name in named:
+        if match := _SHARD.match(name):
+            shards.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    findings = []
+    for (stem, total, suffix), have in shards.items():
+        first = 0 if 0 in have else 1
+        if not 0 < int(total) <= _MOST:
+            continue
+        absent = list(lacking(dict.fromkeys(have), first, first + int(total) - 1))
+        if absent:
+            findings.append(
+                Finding.of(
+                    "FS101",
+                    "the files' names count more files than the index names",
+                    severity="warning",
+                    file=f"{index.folder}/" * bool(index.folder)
+                    + f"{stem}-{absent[0][0]:05d}-of-{total}.{suffix}",
+                    expected=f"{int(total)} files by their names",
+                    got=f"{len(have)} in {index.name}",
+                    help="an export that dropped files writes such an index: compare the tensors with the model's",
+                )
+            )
+    return findings
+
+
+def sizes(
+    index: str, counted: Any, files: list[File], contents: Contents, config: Mapping[str, Any] | None
+) -> list[Finding]:
+    """A warning where files hold fewer bytes of tensors than the index counts, a note where they hold more.
+
+    Args:
+        index: path of the index.
+        counted: its ``total_size``.
+        files: those that it names.
+        contents: what they hold.
+        config: content of the model's config.json, if there is one.
+    """
+    number = isinstance(counted, int | float) and not isinstance(counted, bool)
+    if not number or not all(contents.readable(i) for i in range(len(files))):
+        return []
+    each: list[tuple[str, str, int]] = []
+    storages: dict[tuple[int, int], int] = {}
+    for i in range(len(files)):
+        for tensor in contents.tensors(i):
+            each.append((".".join(tensor["path"]), tensor["dtype"], tensor["storage_bytes"]))
+            storages[i, tensor["storage"]] = tensor["storage_bytes"]
+    held, once = sum(size for *_, size in each), sum(storages.values())
+    flags = sum(size for _, dtype, size in each if dtype == "BOOL")
+    # Older versions of transformers count an eighth of a byte for a bool, mlx-lm the files.
+    usual = {held, once, held - flags + flags / 8, once - flags + flags / 8, sum(file.size for file in files)}
+    if config is None or config.get("tie_word_embeddings") is not False:
+        usual |= {held + size for name, _, size in each if any(word in name for word in _TIED)}
+    if any(abs(counted - size) < 1 for size in usual):
+        return []
+    lacks = counted > max(held, once)
+    if counted in (2 * held, 4 * held, held / 2, held / 4):
+        message = "the index counts the bytes of another dtype than its files hold"
+    elif lacks:
+        message = "the index counts more bytes of tensors than its files hold"
+    else:
+        message = "the index counts fewer bytes of tensors than its files hold"
+    return [
+        Finding.of(
+            "FS102" if lacks else "FS215",
+            message,
+            severity="warning" if lacks else "note",
+            file=index,
+            expected=f"{counted:,} bytes (total_size)",
+            got=f"{held:,} bytes, {abs(counted - held):,} {'fewer' if lacks else 'more'}",
+            help="something may be gone from the index and the files alike: compare the tensors with the model's"
+            if lacks
+            else "write the index anew",
+        )
+    ]

@@ -1,0 +1,159 @@
+"""Rank shards of torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
+
+The files state neither the number of ranks nor the shape of the whole: what is there must tile it, and
+axes that tensors share (or a config) show a rank that is missing at the end.
+source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts import tables
+from ...layouts.declaration import Description, Source
+from ...models import config_json, huggingface
+from .. import hf_config
+from ..base import Contents, Found, Options, lacking, missing
+from ..box_pieces import Boxes
+from ..choose_step import folder_of, is_step, within_this
+from .adapter import slices_as_wholes
+from .shard_offsets import INFO, offsets
+
+_SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
+#: Beyond any run.
+_MAX_RANKS = 100_000
+
+
+class HfRankShards:
+    """Directories of ``shard-RRRRR-model-0000I-of-0000N.safetensors``."""
+
+    name = "hf_rank_shards"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for shards, unless a consolidated checkpoint lies above them."""
+        if listing.single:
+            return None
+        matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
+        if not matched:
+            return None
+        above = {f.folder for f in listing.files if f.name == "model.safetensors.index.json"}
+        # What was consolidated is read from where it was put together.
+        matched = [
+            (f, m)
+            for f, m in matched
+            if not any(f.folder != a and (a == "" or f.folder.startswith(a + "/")) for a in above)
+        ]
+        if not matched:
+            return None
+        folder, chosen, within = folder_of(listing, [(f.root, f.folder) for f, _ in matched], options)
+        inside = sorted(
+            ((f, m) for f, m in matched if f.folder == folder), key=lambda t: (t[0].name, t[0].root)
+        )
+        findings: list[Finding] = [*chosen.findings, *within_this(within)]
+        for file, match in inside:
+            if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
+                raise FastshardError.of(
+                    "FS106",
+                    "the file's name counts otherwise than torch's writer does",
+                    file=file.path,
+                    expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
+                    got=file.name,
+                    help="remove the file if it is no part of this save",
+                )
+        parts: dict[int, set[int]] = {}
+        for _, match in inside:
+            parts.setdefault(int(match[1]), set()).add(int(match[3]))
+        first = inside[0][1]
+        each = max(int(m[4]) for _, m in inside)
+        gaps = [(rank, last, 1, each) for rank, last in lacking(parts, 1, max(parts))]
+        gaps += [(r, r, part, last) for r, held in parts.items() for part, last in lacking(held, 1, each)]
+        for rank, last_rank, part, last_part in sorted(gaps):
+
+            def name(r: int, p: int, first: re.Match[str] = first) -> str:
+                width, digits = len(first[1]), len(first[3])
+                return f"shard-{r:0{width}d}-{first[2]}-{p:0{digits}d}-of-{first[4]}.safetensors"
+
+            one, end = name(rank, part), name(last_rank, last_part)
+            findings.append(
+                missing(
+                    f"{folder}/{one}" if folder else one,
+                    f"rank {rank - 1}",
+                    "a shard between others, by the file names",
+                    f"copy {one} from the node that ran rank {rank - 1}",
+                    upto=end if end != one else None,
+                )
+            )
+        ranks = [int(m[1]) - 1 for _, m in inside]
+        files: list[File] = [f for f, _ in inside]
+        step = chosen.name if is_step(chosen.name) else None
+        notes = {"folder": folder, "ranks": ranks}
+        return Found(self, "Hugging Face rank shards", files, findings, step=step, notes=notes)
+
+    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+        """Tensors as boxes; the whole reaches as far as the boxes do."""
+        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source.model = Description(dialect=huggingface.DIALECT)
+        source.vocab_size = options.vocab_size
+        boxes = Boxes()
+        for i, file in enumerate(found.files):
+            begins = _offsets(contents(i), file)
+            for number, tensor in enumerate(contents.tensors(i)):
+                name = ".".join(tensor["path"])
+                lo = begins.get(name, [0] * len(tensor["shape"]))
+                if len(lo) != len(tensor["shape"]):
+                    raise FastshardError.of(
+                        "FS601",
+                        f"{INFO}: offsets of the tensor",
+                        file=file.path,
+                        tensor=name,
+                        expected=f"{len(tensor['shape'])} numbers",
+                        got=str(lo),
+                    )
+                boxes.add(name, lo, tensor["shape"], i, number)
+        for name, lo, size, holders in boxes.shared():
+            # What no rank divides is in the file of every rank.
+            if size != boxes.shape(name):
+                raise _twice(found.files, name, lo, holders)
+        source.assembled += boxes.assembled()
+        names = boxes.names()
+        config, path = hf_config.config_of(listing, found.notes["folder"], options)
+        hf_config.describe(source, listing, config, path, names)
+        if config is None and (layout := config_json.layout_by_names(names)) is not None:
+            source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
+            facts = tables.table(layout).describe(None, names)[1]
+            # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one head each.
+            source.facts = facts | {"tied": not facts["head"]}
+            source.axes = {} if facts.get("qk_norm") else {"d": 1}
+        source.findings += slices_as_wholes(
+            listing, found.notes["folder"], found.files, contents, "shards of ranks"
+        )
+        return source
+
+
+def _twice(files: list[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
+    """A part of a tensor that two files hold."""
+    return FastshardError.of(
+        "FS206",
+        "two files hold the same part of the tensor",
+        file=files[holders[1]].path,
+        tensor=name,
+        expected=f"only {files[holders[0]].path}",
+        got=f"offset {lo} in both",
+        help="one of the two is of another save: keep the one that belongs here",
+    )
+
+
+def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
+    told = offsets(metadata)
+    if told is None:
+        raise FastshardError.of(
+            "FS601",
+            f"a rank shard without a readable {INFO}",
+            file=file.path,
+            help="the file was not written by HuggingFaceStorageWriter, or is damaged",
+        )
+    return told

@@ -1,0 +1,124 @@
+"""Where the tensors of a file begin in those that it holds slices of, as torch's ``HuggingFaceStorageWriter`` says.
+
+source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safetensors}.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ...common.errors import Finding
+from ...common.listing import File, Listing
+from ..base import Contents
+
+#: The key of a safetensors file's metadata.
+INFO = "DCP_SHARDING_INFO"
+#: Where the writer keeps what it consolidates.
+_SHARDED = re.compile(r"(^|/)sharded/shard-\d+-[^/]+\.safetensors$")
+#: Bytes at most of one element.
+_ELEMENT = 16
+
+
+def offsets(metadata: Any) -> dict[str, list[int]] | None:
+    """The first index of each tensor in the whole; None for a file that says nothing readable of it."""
+    text = metadata.get(INFO) if isinstance(metadata, dict) else None
+    try:
+        info = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(info, dict) and all(
+        isinstance(v, dict)
+        and isinstance(v.get("saved_offsets"), list)
+        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in v["saved_offsets"])
+        for v in info.values()
+    )
+    return {name: v["saved_offsets"] for name, v in info.items()} if good and info is not None else None
+
+
+def not_whole(files: list[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
+    """Findings for files of whole tensors that hold a rank's slices.
+
+    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to write leaves
+    its own. Where that was the first rank, what the index counts of all ranks tells.
+
+    Args:
+        files: those of the model.
+        contents: what they hold.
+        index: path of the index that names them, if there is one.
+        counted: bytes of tensors by the index, if it says so.
+    """
+    told = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
+    written = {i: places for i, places in told.items() if places is not None}
+    help_ = (
+        "the other slices were written over: save it again with save_distributed=True, or take another step"
+    )
+    for i, places in written.items():
+        for tensor in contents.tensors(i):
+            name = ".".join(tensor["path"])
+            if any(places.get(name, ())):
+                return [
+                    Finding.of(
+                        "FS208",
+                        "the file holds a rank's slices, by what its writer says of them",
+                        file=files[i].path,
+                        tensor=name,
+                        expected="the whole tensor, from its first element on",
+                        got=f"{tensor['shape']} from {places[name]} on",
+                        help=help_,
+                    )
+                ]
+    if index is None or not files or len(written) < len(files):
+        return []
+    held = sum(tensor["storage_bytes"] for i in written for tensor in contents.tensors(i))
+    if not isinstance(counted, int) or counted <= held:
+        return []
+    return [
+        Finding.of(
+            "FS208",
+            "the index counts more than its files hold, as if a rank's slices were taken for the whole",
+            file=index,
+            expected=f"{counted} bytes of tensors",
+            got=f"{held} bytes",
+            help=help_,
+        )
+    ]
+
+
+def zeroed(listing: Listing, folder: str, files: list[File], contents: Contents) -> list[Finding]:
+    """A warning for 0-d tensors that torch's consolidation has made zero, which it does whatever they were.
+
+    Args:
+        listing: what the roots hold.
+        folder: that of the model.
+        files: those of the model.
+        contents: what they hold.
+    """
+    below = [
+        f
+        for f in listing.files
+        if _SHARDED.search(f.path) and f.folder.rpartition("sharded")[0].rstrip("/") == folder
+    ]
+    if not below:
+        return []
+    zero = [
+        (".".join(tensor["path"]), files[i].path)
+        for i in range(len(files))
+        if contents.readable(i)
+        for number, tensor in enumerate(contents.tensors(i))
+        if not tensor["shape"] and not any(contents.bytes(i, number, _ELEMENT))
+    ]
+    if not zero:
+        return []
+    return [
+        Finding.of(
+            "FS313",
+            f"{len(zero)} tensors of no dimensions are zero: torch's consolidation makes that of every one",
+            severity="warning",
+            file=zero[0][1],
+            tensor=zero[0][0],
+            got=", ".join(name for name, _ in zero[:8]),
+            help=f"take the shards that it was made of: {below[0].folder}",
+        )
+    ]

@@ -1,0 +1,231 @@
+"""Plain per-rank safetensors directories: ``tp_rank_NN.safetensors``, with or without ``layout.json``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from ..._core import Rule, Table
+from ...common.config_text import shown
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from ...layouts.declaration import Source, Unit
+from .. import hf_config
+from ..base import Contents, Found, Options, counted, lacking, missing
+from ..choose_step import folder_of, is_step, within_this
+from ..index_files import read_json
+from .adapter import slices_as_wholes
+
+_RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
+_KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
+#: Beyond any run.
+_MAX_DEGREE = 1 << 16
+#: Tensors whose rows are the vocabulary, in the frameworks that write such directories.
+_VOCABULARY = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
+)
+
+
+def _positive(layout: dict[str, Any], key: str, path: str) -> int | None:
+    value = layout.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FastshardError.of(
+            "FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
+        )
+    return value
+
+
+class TpSafetensors:
+    """One safetensors file per tensor-parallel rank, under Hugging Face names or any other."""
+
+    name = "tp-safetensors"
+
+    def detect(self, listing: Listing, options: Options) -> Found | None:
+        """Looks for files numbered by rank in one folder."""
+        if listing.single:
+            return None
+        places = [(f.root, f.folder) for f in listing.files if _RANK.match(f.name)]
+        if not places:
+            return None
+        folder, chosen, within = folder_of(listing, places, options)
+        ranks: dict[int, list[File]] = {}
+        stems = set()
+        for file in listing.within(folder):
+            if match := _RANK.match(file.name):
+                ranks.setdefault(counted(match[2], file), []).append(file)
+                stems.add((file.name[: match.start(2)], len(match[2])))
+        layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
+        layout = read_json(listing, layout_file) if layout_file else None
+        if layout is not None and not isinstance(layout, dict):
+            raise FastshardError.of("FS211", "layout.json is not an object", file="layout.json")
+        findings = [*chosen.findings, *within_this(within)]
+        path = layout_file.path if layout_file else "layout.json"
+        tp = max(ranks) + 1
+        why = f"ranks 0..{max(ranks)} by the other files"
+        if layout is not None:
+            stated = _positive(layout, "tp", path)
+            if stated is None:
+                raise FastshardError.of(
+                    "FS211",
+                    "layout.json: tp",
+                    file=path,
+                    expected="the tensor-parallel degree",
+                    got="nothing",
+                )
+            if stated > _MAX_DEGREE:
+                raise FastshardError.of(
+                    "FS211",
+                    "layout.json: tp",
+                    file=path,
+                    expected=f"at most {_MAX_DEGREE}",
+                    got=str(stated),
+                )
+            tp, why = stated, f"tp {stated} by layout.json"
+            for key in sorted(set(layout) - _KNOWN_KEYS):
+                findings.append(
+                    Finding.of(
+                        "FS108",
+                        f"layout.json: unknown key {key!r} is not used",
+                        file=path,
+                        severity="warning",
+                    )
+                )
+        if len(stems) == 1:
+            stem, width = stems.pop()
+            for rank, last in lacking(ranks, 0, tp - 1):
+                name, end = (f"{stem}{r:0{width}d}.safetensors" for r in (rank, last))
+                findings.append(
+                    missing(
+                        f"{folder}/{name}" if folder else name,
+                        f"tp {rank}",
+                        why,
+                        f"copy {name} from the node that ran tp rank {rank}",
+                        upto=end if last > rank else None,
+                    )
+                )
+        files, notes = [], []
+        for rank in sorted(ranks):
+            for file in ranks[rank]:
+                if rank >= tp:
+                    findings.append(
+                        Finding.of(
+                            "FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path
+                        )
+                    )
+                else:
+                    files.append(file)
+                    notes.append(rank)
+        return Found(
+            self,
+            "per-rank safetensors",
+            files,
+            findings,
+            step=chosen.name if is_step(chosen.name) else None,
+            notes={"folder": folder, "ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
+        )
+
+    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+        """Axes from config.json where the model is known, else dimensions from layout.json."""
+        layout: dict[str, Any] | None = found.notes["layout"]
+        path: str = found.notes["layout_path"]
+        config, config_path = hf_config.config_of(listing, found.notes["folder"], options)
+        source = Source(
+            framework=found.framework,
+            step=found.step,
+            units=[
+                Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
+                for i, rank in enumerate(found.notes["ranks"])
+            ],
+            degrees={"tp": found.notes["tp"]},
+        )
+        hf_config.describe(source, listing, config, config_path, values.names())
+        if source.layout is not None:
+            # Each rank holds rows of the padded vocabulary: its extent comes from the shards.
+            source.axes.pop("P", None)
+            source.vocab_size = source.axes.get("V")
+        if layout is not None:
+            source.provable = True
+            if vocab := _positive(layout, "vocab_size", path):
+                if source.axes.get("V", vocab) != vocab:
+                    source.findings.append(
+                        Finding.of(
+                            "FS215",
+                            "vocab_size of layout.json and of the config differ",
+                            file=path,
+                            expected=str(source.axes["V"]),
+                            got=str(vocab),
+                            help="find out from the tokenizer which is right, and correct the other file",
+                        )
+                    )
+                source.vocab_size = vocab
+                source.axes.pop("V", None)
+            if padded := _positive(layout, "padded_vocab_size", path):
+                source.axes["P"] = padded
+            dims = _divided(layout.get("tp_dim") or {}, path)
+            source.expected_names = set(dims)
+            if source.layout is None:
+                source.layout, source.model = "layout.json", replace(source.model, family="layout.json")
+                source.table = _own_table(dims, source)
+                source.axes = {k: v for k, v in source.axes.items() if k == "P"}
+        if source.layout is None and options.layout is None:
+            source.findings.append(
+                Finding.of(
+                    "FS106",
+                    "nothing says along which dimension the ranks divide each tensor",
+                    file=found.notes["folder"] or ".",
+                    help="give the model's config.json (--config), or write a layout.json with tp and tp_dim",
+                )
+            )
+        if options.vocab_size:
+            source.vocab_size = options.vocab_size
+            source.axes.pop("V", None)
+        source.findings += slices_as_wholes(
+            listing, found.notes["folder"], found.files, values, "files of tensor-parallel ranks"
+        )
+        return source
+
+
+def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
+    """``tp_dim`` of a layout.json: the dimension that ranks divide, and the parts of a fused tensor along it.
+
+    Raises:
+        FastshardError: ``FS211`` for a value that it cannot have.
+    """
+    if not isinstance(stated, dict):
+        raise FastshardError.of(
+            "FS211", "layout.json: tp_dim", file=path, expected="an object by tensor names", got=shown(stated)
+        )
+    divided: dict[str, tuple[int | None, list[int]]] = {}
+    for name, value in stated.items():
+        dim, parts = (value.get("dim"), value.get("parts")) if isinstance(value, dict) else (value, [])
+        sizes = isinstance(parts, list) and all(_is_number(n, 1 << 40) and n > 0 for n in parts)
+        if not sizes or not (_is_number(dim, 64) or (dim is None and not parts)):
+            raise FastshardError.of(
+                "FS211",
+                "layout.json: tp_dim",
+                file=path,
+                tensor=name,
+                expected='a dimension, null, or {"dim": dimension, "parts": sizes of the parts of a fused tensor}',
+                got=shown(value),
+            )
+        divided[name] = dim, list(parts or ())
+    return divided
+
+
+def _is_number(value: Any, below: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+
+
+def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
+    """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
+    padded, vocab = source.axes.get("P"), source.vocab_size
+    # The only rank has all of the rows, whose dimension nothing divides.
+    whole = (None, 0) if source.degrees.get("tp") == 1 else (0,)
+    of_words = [n for n, (d, parts) in dims.items() if d in whole and not parts and _VOCABULARY.search(n)]
+    rows = of_words if padded and vocab else []
+    source.generic = [(name, *divided) for name, divided in dims.items() if name not in rows]
+    rules = [Rule.literal(name, f"[V~P, H{i}]", name) for i, name in enumerate(rows)]
+    return Table.of("layout.json", "V", {"tp": ["V~P"]}, rules)

@@ -1,0 +1,125 @@
+"""Index files: JSON that names the files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..common import safe_files
+from ..common.errors import FastshardError, Finding
+from ..common.formatting import counted
+from ..common.listing import File, Listing
+
+
+def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) -> Any:
+    """Content of a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        FastshardError: ``FS211`` if it is not JSON.
+    """
+    try:
+        return json.loads(listing.read_text(file, limit))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=file.path) from None
+
+
+def safe_relative(name: object) -> bool:
+    """True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
+    if not isinstance(name, str) or not name or len(name) > 4096:
+        return False
+    parts = PurePosixPath(name).parts
+    return not (
+        name.startswith("/")
+        or "\\" in name
+        or any(ord(c) < 32 or c == "\x7f" for c in name)
+        or ".." in parts
+        or (len(name) > 1 and name[1] == ":")
+    )
+
+
+def disagreeing(
+    weight_map: Mapping[str, int], held: Mapping[int, set[str]], paths: Mapping[int, str], *, whole: bool
+) -> Iterator[Finding]:
+    """Where an index and its files disagree on names: ``FS102`` for tensors that no file holds, a warning for those that
+    another file holds, or the same one under a name that begins otherwise; ``FS108`` for what the index does not name.
+
+    Args:
+        weight_map: number of the file that the index sends each tensor to.
+        held: names of the tensors in each file that could be read.
+        paths: of the files, by their numbers.
+        whole: True if every file holds whole tensors, so that one is the same wherever it lies.
+    """
+    ghosts = [name for name, file in weight_map.items() if file in held and name not in held[file]]
+    unnamed = {file: sorted(names - weight_map.keys()) for file, names in held.items()}
+    elsewhere = {name: file for file, names in held.items() for name in names} if whole else {}
+    # A file that could not be read may hold the rest.
+    moved = [name for name in ghosts if name in elsewhere]
+    gone = [name for name in ghosts if name not in elsewhere]
+    others = {name: file for file, names in unnamed.items() for name in names}
+    prefix = _prefix(gone, others, weight_map) if whole else None
+    if moved:
+        yield Finding.of(
+            "FS102",
+            f"the index sends {counted(len(moved), 'tensor')} to other files than hold them; each is taken from where it lies",
+            severity="warning",
+            file=paths[weight_map[moved[0]]],
+            tensor=moved[0],
+            expected=f"{paths[elsewhere[moved[0]]]} in the index",
+            got=paths[weight_map[moved[0]]],
+            help="write the index anew: readers that follow it find nothing there",
+        )
+    if prefix is not None:
+        in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
+        yield Finding.of(
+            "FS102",
+            f"names begin otherwise in the index than in the files: {in_files}; the files' are taken",
+            severity="warning",
+            file=paths[weight_map[gone[0]]],
+            tensor=gone[0],
+            help="write the index anew: readers that follow it find nothing",
+        )
+        return
+    for name in gone:
+        yield Finding.of(
+            "FS102",
+            "the index names this tensor, its file does not hold it",
+            file=paths[weight_map[name]],
+            tensor=name,
+            help="the file was cut short or belongs to another save: copy it again",
+        )
+    for file, names in unnamed.items():
+        if names:
+            many = len(names) > 1
+            yield Finding.of(
+                "FS108",
+                f"the index does not name {f'{len(names)} tensors of this file' if many else 'this tensor'}",
+                file=paths[file],
+                tensor=names[0],
+            )
+
+
+def _prefix(
+    gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]
+) -> tuple[str, str] | None:
+    """What names begin with in an index and in its files, where nothing else differs: each in the file that it is sent to."""
+    if not gone or len(gone) != len(unnamed):
+        return None
+    first = gone[0]
+    for other in unnamed:
+        at = first.removesuffix(other), other.removesuffix(first)
+        # One of the two is the other's end, from a dot on.
+        if (first != at[0] + other or not at[0].endswith(".")) and (
+            other != at[1] + first or not at[1].endswith(".")
+        ):
+            continue
+        before = (at[0], "") if len(first) > len(other) else ("", at[1])
+        renamed = {
+            before[1] + name.removeprefix(before[0]): name for name in gone if name.startswith(before[0])
+        }
+        if renamed.keys() == unnamed.keys() and all(
+            weight_map[own] == unnamed[name] for name, own in renamed.items()
+        ):
+            return before
+    return None

@@ -1,0 +1,147 @@
+"""Whether a table says what the tensors of a torch_dist checkpoint are; where none does they are merged as ``.metadata`` has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._core import Rule, Table
+from ...layouts.declaration import Evidence, Source
+from ...models import megatron
+from ...models.model import Lack, Model
+from . import arguments
+
+#: Layers that may differ are numbered from the first of all. source: transformer_block.py (non_homogeneous_layers)
+_LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
+#: What every block of the tables has, by its spellings.
+_BLOCK = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("self_attention.linear_qkv.weight",),
+    ("self_attention.linear_proj.weight",),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+)
+_DENSE = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+_ROUTER = "mlp.router.weight"
+_EXPERTS = "mlp.experts."
+_ENDS = (
+    ("embedding.word_embeddings.weight",),
+    ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+)
+#: What may have a row for each word, or is a moment of it. source: megatron/core/models (LanguageModelEmbedding, output_layer, lm_head)
+_WORDS = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$")
+#: Axes that shapes alone do not tell.
+_HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
+#: Biases that a table has in all such layers or in none.
+_TOGETHER = (("self_attention.linear_proj.bias", "mlp.linear_fc1.bias", "mlp.linear_fc2.bias"),)
+
+
+@dataclass(frozen=True)
+class Unnamed:
+    """Megatron-LM's dialect for a model that no table here describes: whoever asks what it computes is told what has no name."""
+
+    lack: Lack
+    name: str = megatron.DIALECT.name
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of the arguments, which has more than any other framework has words for."""
+        model = megatron.DIALECT.read(values, evidence)
+        return replace(model, others=(*model.others, self.lack))
+
+
+def is_numbered(names: Collection[str]) -> bool:
+    """True if layers are stored one by one, not stacked."""
+    return any((match := _LAYER.match(name)) and match[1] for name in names)
+
+
+def unnamed(
+    table: Table,
+    shapes: Mapping[str, list[int]],
+    axes: Mapping[str, int],
+    facts: Mapping[str, bool],
+    args: Mapping[str, Any],
+) -> Lack | None:
+    """What of a model the table does not describe; None for a model that it is for.
+
+    Args:
+        table: the table of Megatron-LM's blocks.
+        shapes: whole shapes of the weights, by name.
+        axes: extents that the arguments state.
+        facts: what holds of the model.
+        args: the run's arguments.
+    """
+    for name in shapes:
+        if table.rule_of(name) is None:
+            return Lack("tensor", "one that Llama or Mixtral has", name)
+    layers: dict[str | None, set[str]] = {}
+    for name in shapes:
+        if match := _LAYER.match(name):
+            layers.setdefault(match[1], set()).add(match[2])
+    moe = facts["moe"]
+    needed = [*_BLOCK, *((name,) for name in ((_ROUTER,) if moe else _DENSE))]
+    for number, held in layers.items():
+        first = next(iter(layers.values()))
+        where = "" if number is None else f" in layer {number}"
+        for names in needed:
+            if not held.intersection(names):
+                return Lack("set of tensors", f"{names[0]}{where}", "none")
+        odd = sorted(held ^ first) or sorted(held.intersection(_DENSE) if moe else ())
+        if moe and not any(name.startswith(_EXPERTS) for name in held):
+            return Lack("set of tensors", f"experts{where}", "none")
+        for together in _TOGETHER:
+            biases = {name for name in together if name.removesuffix("bias") + "weight" in held}
+            if facts["linear_bias"] and not biases <= held:
+                odd += sorted(biases - held)
+        if odd:
+            return Lack(
+                "set of tensors",
+                f"the same in all layers, {odd[0]} in each or in none",
+                f"one{where or ' only'}",
+            )
+    for names in _ENDS:
+        if not shapes.keys() & set(names):
+            return Lack("set of tensors", names[0], "none")
+    if missing := [word for axis, word in _HEADS.items() if axis not in axes]:
+        # Rows of queries, keys and values tell of no heads.
+        return Lack("set of arguments", ", ".join(missing), "none")
+    # A shape fits one of two rules, by what the arguments say of the MLP.
+    applying = table.with_rules([rule for rule in table.rules if _applies(rule, facts.get("gated"))])
+    if applying.misfits({name: tuple(shape) for name, shape in shapes.items()}, dict(axes)):
+        for name, shape in shapes.items():
+            told = applying.shape(name, dict(axes)) or []
+            if len(told) != len(shape) or any(a not in (None, b) for a, b in zip(told, shape, strict=True)):
+                return Lack(f"shape of {name}", str(told), str(shape))
+        return Lack("set of shapes", "one that a Llama or Mixtral has", "another")
+    found = arguments.beyond(args) if facts["moe"] else None
+    return Lack(*found) if found else None
+
+
+def _applies(rule: Rule, gated: bool | None) -> bool:
+    """False for the rule of a gated first projection where the model has a plain one, and the other way round."""
+    if "linear_fc1" not in rule.name or rule.dimensions is None or ".layer_norm_" in rule.name:
+        return True
+    return gated is None or any("gate:" in dimension for dimension in rule.dimensions) == gated
+
+
+def leave_unnamed(
+    source: Source, lack: Lack, shapes: Mapping[str, list[int]], args: Mapping[str, Any]
+) -> None:
+    """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known all the same."""
+    source.layout, source.pass_unknown, source.axes = None, True, {}
+    source.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
+    source.model = replace(source.model, dialect=Unnamed(lack))
+
+
+def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:
+    """Rules for what has a row for each word of the padded vocabulary."""
+    held = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
+    embeddings = [shape[0] for name, shape in held.items() if name.endswith("word_embeddings.weight")]
+    stated = megatron.size(args, "padded_vocab_size")
+    rows = next(
+        iter([*embeddings, *([stated] if stated else []), *(shape[0] for shape in held.values())]), None
+    )
+    for n, (name, shape) in enumerate(held.items()):
+        if shape[0] == rows:
+            others = [f"n{n}d{d}" for d in range(1, len(shape))]
+            yield Rule.literal(name, f"[{', '.join(['V~P', *others])}]", name)

@@ -1,0 +1,164 @@
+"""Where a model's own names begin: trainers save it below names of theirs, beside what is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..common.errors import FastshardError
+from ..layouts import naming_schemes
+from ..layouts import tables as layouts
+from ..layouts.declaration import Source, is_state
+from ..layouts.wrapper_names import bare
+from ..models import config_json
+
+#: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
+_PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
+_DDP = "module."
+_TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+#: Names that a message gives at most.
+_TOLD = 8
+#: What no model has below a part that it calls "model".
+_NOT_BELOW_MODEL = {"model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"}
+#: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
+_WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+
+
+def recognise(
+    source: Source,
+    names: Iterable[str],
+    config: dict[str, Any] | None,
+    under: str | None = None,
+    paths: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Puts on a declaration where the model begins, and where further copies of it do.
+
+    Args:
+        source: the declaration.
+        names: of all tensors.
+        config: the model's, if there is one.
+        under: where the caller says that it begins.
+        paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and no list of
+            usual names is asked.
+
+    Raises:
+        FastshardError: ``FS515`` if nothing lies there.
+    """
+    stored = list(dict.fromkeys(names))
+    source.names = bare(stored)
+    own = [source.names.get(name, name) for name in stored]
+    if under is None:
+        if config is not None:
+            containers = _containers(source, stored, paths) if paths else None
+            found = _fitting(own, config) if containers is None else _of_containers(containers, config)
+            source.weights_prefix, *source.other_prefixes = found
+        return
+    outer = f"{under}."
+    inside = [name.removeprefix(outer) for name in own if name.startswith(outer)]
+    if not inside:
+        tops = sorted({name.partition(".")[0] for name in own if "." in name})
+        raise FastshardError.of(
+            "FS515",
+            f"under: nothing lies below {under!r}",
+            expected=f"one of {', '.join(tops[:_TOLD])}",
+            got=under,
+            help="name what stands before the model's own names",
+        )
+    inner = [""] if config is None else _fitting(inside, config)
+    source.chosen, source.weights_prefix = True, outer + inner[0]
+    source.other_prefixes = [outer + prefix for prefix in inner[1:]]
+
+
+def _containers(
+    source: Source, stored: Sequence[str], paths: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]] | None:
+    """The dicts that hold a model's weights: what precedes their names, and the names in them, which are the module's own.
+
+    None where the paths do not tell of every tensor.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in stored:
+        keys = paths.get(name)
+        own = source.names.get(name, name)
+        outer = "".join(f"{key}." for key in keys[:-1]) if keys else ""
+        if not keys or not own.startswith(outer):
+            return None
+        if not is_state(own):
+            groups.setdefault(outer, []).append(own.removeprefix(outer))
+    # Loose values of a trainer (a counter, a generator's state) have names without dots, as slots of an optimizer do.
+    holding = {
+        outer: names for outer, names in groups.items() if any("." in name for name in names)
+    } or groups
+    every = {outer: set(names) for outer, names in holding.items()}
+    return {
+        outer: names
+        for outer, names in holding.items()
+        if not any(_is_state_of(name, every[other]) for other in holding if other != outer for name in names)
+    }
+
+
+def _is_state_of(name: str, weights: set[str]) -> bool:
+    """True for the state that torch's optimizers have of one of these: ``state.NAME.exp_avg``."""
+    begin, _, rest = name.partition(".")
+    return begin == "state" and rest.rpartition(".")[0] in weights
+
+
+def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
+    """Where a model's own names may begin, by the dicts that hold its tensors: in each of these places is one."""
+    found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
+    if found:
+        return list(dict.fromkeys(found))
+    return [outer + _unwrapped(names) for outer, names in containers.items()] or [""]
+
+
+def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
+    """What precedes a model's own names within a module that has it as a part, by its embedding."""
+    telling = _telling(config)
+    found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
+    fitting = [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
+    if telling is not _TELLING:
+        return fitting
+    # Where no table knows the model, the embedding may be that of one of its parts.
+    return [prefix for prefix in fitting if all(name.startswith(prefix) for name in names)]
+
+
+def _unwrapped(names: Sequence[str]) -> str:
+    """The attribute that DistributedDataParallel has put in. source: torch/nn/parallel/distributed.py"""
+    return _DDP if all(name.startswith(_DDP) for name in names) else ""
+
+
+def _telling(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names by which a model is known wherever it lies: that of its embedding, as its tables have it."""
+    layout = config_json.layout_of(config)
+    if layout is None:
+        return _TELLING
+    tables = [layouts.table(name) for name in (layout, *naming_schemes.tables(layout).values())]
+    rules = [rule.name for table in tables for rule in table.rules]
+    return tuple(name for name in rules if "embed" in name and not set("{(") & set(name)) or _TELLING
+
+
+def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
+    """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
+    names = set(listed)
+    telling = _telling(config)
+    found = (
+        name.removesuffix(own)
+        for name in listed
+        for own in telling
+        if name.endswith(own) and not is_state(name)
+    )
+    if fitting := [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]:
+        return fitting
+    weights = {name for name in names if not is_state(name)}
+    # torch names the optimizer's state by the names that the model itself gives its parameters.
+    for state in (name.removeprefix("optim.").removeprefix("state.") for name in names - weights):
+        own = state.rpartition(".")[0]
+        if fitting := [p for p in _PREFIXES if p + own in weights]:
+            return fitting[:1]
+    inner = [p for p in _PREFIXES if p and weights and all(name.startswith(p) for name in weights)]
+    if not inner:
+        return [""]
+    begins = {name.removeprefix(inner[0]).partition(".")[0] for name in weights}
+    # Many models call what is without a head "model" themselves.
+    nested = inner[0] != "model." or weights != names or begins & _NOT_BELOW_MODEL
+    return [inner[0] if nested or config.get("model_type") in _WITHOUT_BASE else ""]

@@ -1,0 +1,81 @@
+"""The files of stores as they were when these were opened."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import _core
+from ...common.errors import FastshardError
+from ...common.listing import File, Listing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Files:
+    """The files that hold the blocks of a checkpoint."""
+
+    def __init__(self, listing: Listing, files: list[File]) -> None:
+        self.files = files
+        self._roots = [os.fspath(root) for root in listing.roots]
+        # Of those on other hosts their owners look whether they are as they were.
+        elsewhere = {i for i, root in enumerate(listing.roots) if _core.is_elsewhere(root)}
+        import numpy as np
+
+        self._here = np.array([file.root not in elsewhere for file in files], dtype=bool)
+        self._then = self._stamps(list(range(len(files))))
+
+    def _path(self, file: File) -> str:
+        return os.path.join(self._roots[file.root], file.path)  # noqa: PTH118 - once for every chunk
+
+    def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time where a
+        filesystem makes them up."""
+        import numpy as np
+
+        stamps = np.full((len(numbers), 3), -1, dtype=np.int64)
+        for row, number in enumerate(numbers):
+            try:
+                stat = os.stat(self._path(self.files[number]))  # noqa: PTH116 - once for every chunk
+            except OSError:
+                continue
+            stamps[row] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        return stamps
+
+    def identity(self) -> str:
+        """Names, sizes and times of all files, condensed."""
+        digest = hashlib.blake2b(digest_size=32)
+        for file, (size, mtime, _) in zip(self.files, self._then.tolist(), strict=True):
+            digest.update(os.fsencode(f"{file.path}\0{size}\0{mtime}\n"))
+        return digest.hexdigest()
+
+    def look(self, status: bool) -> None:
+        """Looks whether the files are as they were.
+
+        Args:
+            status: whether permissions and names count too.
+
+        Raises:
+            FastshardError: ``FS506`` with the first that is not.
+        """
+        import numpy as np
+
+        here = np.flatnonzero(self._here)
+        fields = 3 if status else 2
+        differs = (self._stamps(here.tolist())[:, :fields] != self._then[here, :fields]).any(axis=1)
+        if not differs.any():
+            return
+        path = Path(self._path(self.files[int(here[np.argmax(differs)])]))
+        raise FastshardError.of(
+            "FS506",
+            "changed while it was read",
+            file=str(path),
+            expected="the size and the times of the start"
+            if status
+            else "the size and the modification time of the start",
+            got="others" if path.exists() else "no such file",
+            help="wait until nothing changes the checkpoint, then run again",
+        )

@@ -1,0 +1,320 @@
+"""Where the arrays of a checkpoint lie: steps and items, committed or not, over the directories given.
+
+source: orbax/checkpoint/_src/path/{atomicity,step}.py, .../serialization/ocdbt_process_spec.py; paxml/checkpoint_paths.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.errors import FastshardError, Finding
+from ...common.listing import File, Listing
+from .. import choose_step
+from ..base import Options
+from .zarr_metadata import METADATA
+
+#: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
+_TEMPORARY = re.compile(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
+#: A step's folder: a number, with or without a prefix.
+_STEP = re.compile(r"^(?:.*[_-])?(\d{1,18})$")
+#: The same without prefixes that a host's folder may have as well (``node_1``).
+_PLAIN_STEP = re.compile(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
+#: The store of one process, or of what it wrote of replicated arrays.
+_PROCESS = re.compile(r"^ocdbt\.process_(?:replica_)?([A-Za-z0-9]{1,64})$")
+#: Below an array's folder: a chunk of zarr v2 or v3, with either separator.
+_CHUNK = re.compile(r"^(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
+
+
+@dataclass(frozen=True)
+class Process:
+    """The store of one process in an item's directory; it may have two."""
+
+    #: Name of its folder.
+    folder: str
+    #: Its number in the run, or the id that the run gave it.
+    id: int | str
+
+    @property
+    def key(self) -> tuple[bool, int, str]:
+        """For an order of them."""
+        return isinstance(self.id, str), self.id if isinstance(self.id, int) else 0, self.folder
+
+
+def process_of(folder: str) -> Process | None:
+    """The process whose store a folder of this name is."""
+    match = _PROCESS.match(folder)
+    if match is None:
+        return None
+    return Process(folder, int(match[1]) if match[1].isdecimal() and len(match[1]) < 10 else match[1])
+
+
+@dataclass
+class Place:
+    """One directory with an item's arrays."""
+
+    root: int
+    #: Relative to the root; empty for the root itself.
+    folder: str
+    #: Step and item by the names of the folders, without what marks temporary ones.
+    step: str | None
+    item: str
+    committed: bool = True
+    #: OCDBT: the stores of processes in it.
+    processes: list[Process] = field(default_factory=list)
+    #: OCDBT: True if the processes' stores were merged.
+    merged: bool = False
+    #: Arrays as plain folders: relative path of each metadata file.
+    plain: list[File] = field(default_factory=list)
+    #: Folders in it that look like a further item: nothing says which of the two is meant.
+    within: list[str] = field(default_factory=list)
+
+    @property
+    def ocdbt(self) -> bool:
+        """True if the arrays lie in a key-value store of their own."""
+        return self.merged or bool(self.processes)
+
+    def path(self, listing: Listing) -> Path:
+        """The directory."""
+        return listing.roots[self.root] / self.folder if self.folder else listing.roots[self.root]
+
+    def label(self, listing: Listing) -> str:
+        """As messages name it."""
+        return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
+
+    def inside(self, name: str) -> str:
+        """Path of a file in it, relative to the root; for the empty name what all of them begin with."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:
+        """Files in it, or in a folder of it: path from there, and the file."""
+        prefix = self.inside(f"{below}/" if below else "")
+        for file in listing.files:
+            if file.root == self.root and file.path.startswith(prefix):
+                yield file.path[len(prefix) :], file
+
+
+def find(listing: Listing) -> list[Place]:
+    """All directories with arrays."""
+    places: dict[tuple[int, str], Place] = {}
+
+    def place(root: int, folder: str) -> Place:
+        if (root, folder) not in places:
+            step, item, temporary = _named(listing.roots[root], folder)
+            places[root, folder] = Place(root, folder, step, item, committed=not temporary)
+        return places[root, folder]
+
+    for file in listing.files:
+        name, folder = file.name, file.folder
+        if name == "_METADATA":
+            place(file.root, folder)
+        elif name == "manifest.ocdbt":
+            parent, _, last = folder.rpartition("/")
+            process = process_of(last)
+            if process:
+                place(file.root, parent).processes.append(process)
+            else:
+                place(file.root, folder).merged = True
+        elif name in METADATA and folder:
+            place(file.root, folder.rpartition("/")[0]).plain.append(file)
+    for root, folder in _chunk_folders(listing, places.values()):
+        place(root, folder)
+    for found in places.values():
+        if found.processes and not found.merged:
+            # The last step of a save is to merge what the processes wrote.
+            found.committed = False
+    return _outermost(places)
+
+
+def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, str]]:
+    """Root and folder of what a process other than the first left on its own disk: chunks, and nothing that says of
+    which arrays. That they are arrays' is told by the names of those that are described elsewhere.
+
+    source: measured with Orbax 0.6.3 without OCDBT; 0.12 without a store of array metadata
+    """
+    names = {file.folder.rpartition("/")[2] for place in places for file in place.plain}
+    found: set[tuple[int, str]] = set()
+    seen: set[tuple[int, str]] = set()
+    for file in listing.files if names else ():
+        if (file.root, file.folder) in seen:
+            continue
+        parts = file.path.split("/")
+        for depth, part in enumerate(parts[:-1]):
+            if part in names and _CHUNK.match("/".join(parts[depth + 1 :])):
+                seen.add((file.root, file.folder))
+                found.add((file.root, "/".join(parts[:depth])))
+                break
+    return found
+
+
+def chunk_without_metadata(listing: Listing) -> File | None:
+    """A file by which a folder shows itself as that of a process that wrote chunks and nothing else."""
+    found = None
+    for file in listing.files:
+        folder, _, last = file.path.rpartition("/")
+        marked = any(_TEMPORARY.search(part) for part in folder.split("/"))
+        # zarr v3 keeps chunks in folders of their own.
+        array, _, inner = folder.partition("/c/") if "/c/" in folder else (folder, "", "")
+        if not (array and _CHUNK.match(f"{inner}/{last}" if inner else last)):
+            return None
+        # Names of variables have dots; folders of numbered files need not be arrays.
+        if marked or "." in array.rpartition("/")[2]:
+            found = found or file
+    return found
+
+
+def _outermost(places: dict[tuple[int, str], Place]) -> list[Place]:
+    """Without what lies inside another: a part of a store is no item of its own."""
+    kept = []
+    for (root, folder), place in places.items():
+        parts = folder.split("/") if folder else []
+        above = (("/".join(parts[:n]), parts[n]) for n in range(len(parts)))
+        outer = next(((places[root, up], name) for up, name in above if (root, up) in places), None)
+        if outer is None:
+            kept.append(place)
+        elif not (outer[0].ocdbt and outer[1].startswith("ocdbt.")):
+            outer[0].within.append(folder)
+    return kept
+
+
+def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
+    """Step, item, and whether a folder on the way is temporary."""
+    root = root.resolve()
+    inside = len(folder.split("/")) if folder else 0
+    full = (root / folder).parts[-2:]
+    steps, names, temporary = [], [], False
+    for depth, part in enumerate(reversed(full)):
+        name = _TEMPORARY.sub("", part)
+        if depth < inside:
+            step = bool(_STEP.match(name))
+            marked = name != part
+        else:
+            # The directory given and what is above it may be called anything.
+            above = root if depth == inside else root.parent
+            step = bool(_PLAIN_STEP.match(name)) or (
+                bool(_STEP.match(name)) and (above / "_CHECKPOINT_METADATA").is_file()
+            )
+            marked = name != part and (step or ".orbax-checkpoint-tmp" in part)
+        names.append(name)
+        steps.append(step)
+        temporary = temporary or marked
+    if steps and steps[0]:
+        return names[0], "", temporary
+    return (names[1] if len(steps) > 1 and steps[1] else None), (names or [""])[0], temporary
+
+
+def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
+    """Without directories that were given twice, or one within the other."""
+    found: dict[Path, Place] = {}
+    for place in places:
+        found.setdefault(place.path(listing).resolve(), place)
+    return list(found.values())
+
+
+def _steps(listing: Listing, places: list[Place]) -> dict[str, choose_step.Step]:
+    """The steps that places are of. One whose arrays are in no committed directory is not finished: that it has its
+    final name all the same makes it one that cannot be used."""
+    found: dict[str, choose_step.Step] = {}
+    names: dict[int, str] = {}
+    for place in places:
+        # The folders of one step may have several names: 4000 and checkpoint_4000 on two hosts.
+        name = names.setdefault(choose_step.number(place.step or ""), place.step or "")
+        known = name in found
+        step = found.setdefault(name, choose_step.Step(usable=False, temporary=True))
+        step.usable = step.usable or place.committed
+        if not place.committed and not known and not _marked(listing, place):
+            step.temporary = False
+        folder = place.folder
+        while folder and choose_step.plain(folder.rpartition("/")[2]) != place.step:
+            folder = folder.rpartition("/")[0]
+        step.folders.append((place.root, folder))
+    return found
+
+
+def _marked(listing: Listing, place: Place) -> bool:
+    """True if a folder on the way to a place is named as one that is being written."""
+    return _named(listing.roots[place.root], place.folder)[2]
+
+
+def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple[list[Place], list[Finding]]:
+    """The directories of one item of one step, at most one for each root, committed ones first; and what is to be
+    said of other steps.
+
+    Raises:
+        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant, ``FS104`` for a newer
+            one that cannot be used.
+    """
+    everywhere = list(places)
+    places = _once(listing, everywhere)
+    of_steps = _steps(listing, places)
+    stepped = {name: step for name, step in of_steps.items() if name}
+    findings: list[Finding] = []
+    if stepped:
+        taken_step = choose_step.choose(listing, stepped, options)
+        findings = taken_step.findings
+        newest = choose_step.number(taken_step.name)
+        folders = set(taken_step.step.folders)
+        chosen = [
+            p
+            for p in places
+            if p.step is not None
+            and choose_step.number(p.step) == newest
+            and any(
+                root == p.root and (folder in ("", p.folder) or p.folder.startswith(f"{folder}/"))
+                for root, folder in folders
+            )
+        ]
+    elif options.step is not None:
+        raise choose_step.no_steps(options.step)
+    else:
+        chosen = places
+    taken = {p.path(listing).resolve() for p in chosen}
+    for root in range(len(listing.roots)):
+        if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
+            raise FastshardError.of(
+                "FS107",
+                "the directories given hold different steps",
+                file=str(listing.roots[root]),
+                expected=f"step {chosen[0].step}",
+                got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
+                help="give the directories of one save only, or choose a step that all hold with --step",
+            )
+    # A directory that was itself given is the item that is meant, whatever it is called.
+    items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
+    if len(items) > 1:
+        raise FastshardError.of(
+            "FS106",
+            "several items hold arrays",
+            expected="one",
+            got=", ".join(sorted(i or "the step's own directory" for i in items)),
+            help="name the directory of the item that is meant as CKPT",
+        )
+    for root in range(len(listing.roots)):
+        same = [p for p in chosen if p.root == root]
+        # A committed directory beside what an earlier try left of the same step is what counts.
+        if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:
+            chosen = [p for p in chosen if p.root != root or p is settled[0]]
+        elif len(same) > 1:
+            raise FastshardError.of(
+                "FS106",
+                "several directories of this step",
+                expected="one",
+                got=", ".join(p.folder for p in same),
+                help="name the one that is meant as CKPT",
+            )
+    for place in chosen:
+        if place.within:
+            raise FastshardError.of(
+                "FS106",
+                "arrays lie in a folder inside of what holds arrays",
+                file=place.label(listing),
+                expected="one item",
+                got=", ".join(sorted(place.within)[:5]),
+                help="name the directory that is meant as CKPT, or move what is left of another save away",
+            )
+    # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
+    first = [(p, {process.id for process in p.processes}) for p in chosen]
+    first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
+    return [place for place, _ in first], findings

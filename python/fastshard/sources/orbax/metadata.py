@@ -1,0 +1,159 @@
+"""Orbax's metadata files: the tree of an item, shardings, and what a step says of itself.
+
+source: orbax/checkpoint/_src/metadata/{tree,sharding,checkpoint}.py
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.config_text import parse_json
+from ...common.errors import FastshardError
+
+#: Devices of two CPU processes are at least so far apart. source: jax, measured: 2048 and 131072
+_LEAST_STRIDE = 1024
+#: Entries that have an array. source: orbax .../tree.py value types; scalars are arrays of rank 0
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar", "int", "float", "bool", "jax.random.key")
+#: Of these what one process holds, and the first one writes. source: orbax type_handlers.py, NumpyHandler
+BY_PRIMARY = ("np.ndarray", "scalar", "int", "float", "bool")
+
+
+@dataclass
+class Tree:
+    """What ``_METADATA`` says of an item."""
+
+    #: key_metadata of every array, by name (keys joined by dots).
+    arrays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    #: value_type of every array.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Entries without an array: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    #: True if chunks that equal the fill value are stored too; None where nothing says so.
+    stores_fill: bool | None = None
+    #: Arrays that further entries are stored as, since their keys are the same once they are joined: the paths of these.
+    shared: dict[str, list[str]] = field(default_factory=dict)
+
+
+def parse_tree(text: str, where: str) -> Tree:
+    """The tree of ``_METADATA``.
+
+    Raises:
+        FastshardError: ``FS601`` if it is malformed.
+    """
+
+    def malformed(what: str) -> FastshardError:
+        return FastshardError.of(
+            "FS601", f"metadata of the tree: {what}", file=where, help="the file was damaged: copy it again"
+        )
+
+    try:
+        described = parse_json(text)
+    except ValueError as error:
+        raise malformed(str(error)) from None
+    entries = described.get("tree_metadata") if isinstance(described, dict) else None
+    if not isinstance(entries, dict):
+        raise malformed("no tree_metadata")
+    tree = Tree()
+    stored = described.get("store_array_data_equal_to_fill_value")
+    tree.stores_fill = stored if isinstance(stored, bool) else None
+    for path, entry in entries.items():
+        keys = entry.get("key_metadata") if isinstance(entry, dict) else None
+        value = entry.get("value_metadata") if isinstance(entry, dict) else None
+        if not isinstance(keys, list) or not keys or not isinstance(value, dict):
+            raise malformed(f"entry {path[:80]}")
+        if any(not isinstance(k, dict) or not isinstance(k.get("key"), (str, int)) for k in keys):
+            raise malformed(f"keys of {path[:80]}")
+        name = ".".join(str(k["key"]) for k in keys)
+        if not value.get("skip_deserialize") and value.get("value_type") in _ARRAYS:
+            if name in tree.arrays:
+                tree.shared.setdefault(name, []).append(path)
+            tree.arrays[name] = keys
+            tree.types[name] = str(value["value_type"])
+        else:
+            tree.leaves[path if name in tree.leaves else name] = (keys, value)
+    return tree
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How an array was divided over devices: ids of the mesh in C order, and mesh axes per dimension."""
+
+    mesh: tuple[int, ...]
+    axes: tuple[str, ...]
+    ids: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+
+    @property
+    def alone(self) -> bool:
+        """True for an array of one device and no mesh: saved by a run of one process only.
+        source: orbax type_handlers.py, ``Cannot serialize host local arrays``"""
+        return not self.axes
+
+
+def parse_shardings(text: str) -> dict[str, Sharding]:
+    """Shardings by array; entries that cannot be understood are left out: they are evidence, no more."""
+    try:
+        described = parse_json(text)
+    except ValueError:
+        return {}
+    found = {}
+    for encoded, value in described.items() if isinstance(described, dict) else ():
+        try:
+            name = base64.b64decode(encoded, validate=True).decode("utf-8")
+            sharding = _sharding(parse_json(value))
+        except (binascii.Error, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            continue
+        if sharding is not None:
+            found[name] = sharding
+    return found
+
+
+def _sharding(value: Any) -> Sharding | None:
+    if not isinstance(value, dict):
+        return None
+    if value.get("sharding_type") == "SingleDeviceSharding":
+        # As jax prints a device: TFRT_CPU_0, cuda:0, TPU_0(process=0,(0,0,0,0)).
+        number = re.search(r"\d+", value["device_str"])
+        return None if number is None else Sharding((), (), (int(number[0]),), ())
+    if value.get("sharding_type") != "NamedSharding":
+        return None
+    mesh = tuple(int(n) for n in value["shape"])
+    ids: list[int] = []
+    pending = [value["device_mesh"]["mesh"]]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            ids.append(int(part["id"]))
+        elif isinstance(part, list):
+            pending.extend(reversed(part))
+        else:
+            raise ValueError("a mesh of something else than devices")
+    axes = tuple(str(a) for a in value["axis_names"])
+    spec = tuple(
+        () if s is None else (s,) if isinstance(s, str) else tuple(map(str, s))
+        for s in value["partition_spec"]
+    )
+    if len(axes) != len(mesh) or math.prod(mesh) != len(ids):
+        raise ValueError("axes, shape and devices of a mesh that do not fit")
+    return Sharding(mesh, axes, tuple(ids), spec)
+
+
+def processes_of(ids: set[int]) -> dict[int, int] | None:
+    """The process of each device, where the ids tell: jax numbers the devices of a CPU process from a power of two on.
+
+    One run of consecutive ids may be one process or many (GPUs and TPUs are numbered without gaps): None.
+    """
+    ordered = sorted(ids)
+    starts = [now for before, now in zip([None, *ordered], ordered, strict=False) if now - 1 != before]
+    if len(starts) < 2 or starts[0] != 0:
+        return None
+    # The processes' first devices are 0, s, 2s, ...: other gaps are devices that took no part.
+    stride = starts[1]
+    if stride < _LEAST_STRIDE or stride & (stride - 1) or starts != [i * stride for i in range(len(starts))]:
+        return None
+    return {device: device // stride for device in ordered}

@@ -1,0 +1,22 @@
+"""Parts of stores of arrays, which are recognised where no whole item was found."""
+
+from __future__ import annotations
+
+from ...common.errors import FastshardError
+from ...common.listing import Listing
+from .zarr_metadata import METADATA
+
+_MARKS = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", *METADATA}
+
+
+def refuse_parts(listing: Listing) -> None:
+    """Raises ``FS514`` for a directory that is one array of a store, or less."""
+    hit = next((f for f in listing.files if f.name in _MARKS), None)
+    if hit:
+        raise FastshardError.of(
+            "FS514",
+            "a part of a checkpoint of Orbax, MaxText or Paxml (zarr)",
+            file=hit.path,
+            expected="the directory that holds all of its arrays",
+            help="give the item's directory (items, state), the step's or the run's as CKPT",
+        )

@@ -1,0 +1,234 @@
+"""What ``.zarray`` and ``zarr.json`` say of an array: shape, dtype, chunks and their keys.
+
+source: zarr v2 and v3 specifications; tensorstore driver/{zarr,zarr3} for ``bfloat16``
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...common.config_text import parse_json
+from ...common.dtypes import item_size, numpy_dtype
+from ...common.errors import FastshardError
+from ...zarr.dtypes import HELD, WIDER, ZARR2, ZARR3
+
+#: Version by the name of an array's metadata file.
+METADATA = {".zarray": 2, "zarr.json": 3}
+#: Chunks of one array at most: more are not a checkpoint's.
+MAX_CHUNKS = 1 << 20
+#: Dimensions at most. source: tensorstore kMaxRank
+_MAX_RANK = 32
+#: Largest metadata file read, in bytes.
+MAX_METADATA = 1 << 20
+#: Blocks are shards of chunks as long as they are not larger; beyond, the chunks in them.
+_SHARD_BYTES = 64 << 20
+#: As JSON has no such numbers. source: zarr v2 and v3 specifications, fill values
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_DTYPES = {v: k for k, v in ZARR3.items()} | {v: k for k, v in ZARR2.items()} | WIDER
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a store."""
+
+    name: str
+    #: As safetensors names it; of one that it cannot hold, the next that has all its values.
+    dtype: str
+    shape: tuple[int, ...]
+    #: Extent of what has a key of its own.
+    chunk: tuple[int, ...]
+    #: Extent of what is decoded at a time: a chunk, or a part of one (``sharding_indexed``).
+    block: tuple[int, ...]
+    zarr: int
+    separator: str
+    #: None if the format has no value for chunks that are absent.
+    fill: Any
+    #: As stored.
+    metadata: dict[str, Any]
+    #: True if a chunk consists of parts, some of which may be absent.
+    partial: bool = False
+    #: ml_dtypes' name of what is stored, if ``dtype`` is wider.
+    narrow: str | None = None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dimension."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    def key(self, index: tuple[int, ...]) -> str:
+        """Key of the chunk at ``index``, below the array's name."""
+        numbers = map(str, index)
+        if self.zarr == 2:
+            return self.separator.join(numbers) or "0"
+        return self.separator.join(["c", *numbers])
+
+    def has(self, key: str) -> bool:
+        """True if this is the key of one of its chunks."""
+        parts = key.split(self.separator)
+        if self.zarr == 3 and parts.pop(0) != "c":
+            return False
+        if not self.shape and self.zarr == 2:
+            return key == "0"
+        grid = self.grid
+        if len(parts) != len(grid) or not all(p.isdigit() and str(int(p)) == p for p in parts):
+            return False
+        return all(int(p) < n for p, n in zip(parts, grid, strict=True))
+
+    def chunks(self) -> Iterator[tuple[int, ...]]:
+        """Indices of all chunks."""
+        return itertools.product(*map(range, self.grid))
+
+    def extent(self, index: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """First element and extent of a chunk, clipped to the array."""
+        lo = [i * c for i, c in zip(index, self.chunk, strict=True)]
+        return lo, [min(c, n - at) for c, n, at in zip(self.chunk, self.shape, lo, strict=True)]
+
+    def blocks(self, index: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+        """First element and extent of each block of a chunk."""
+        lo, extent = self.extent(index)
+        if self.block == self.chunk:
+            yield lo, extent
+            return
+        steps = [range(at, at + n, b) for at, n, b in zip(lo, extent, self.block, strict=True)]
+        for start in itertools.product(*steps):
+            yield (
+                list(start),
+                [min(b, a + n - s) for b, a, n, s in zip(self.block, lo, extent, start, strict=True)],
+            )
+
+
+def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
+    """The array that a metadata file describes; None for one that describes a group.
+
+    Raises:
+        FastshardError: ``FS601`` if it is malformed, ``FS514`` for what is not read.
+    """
+
+    def malformed(what: str, got: Any = None) -> FastshardError:
+        return FastshardError.of(
+            "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
+            help="the file was damaged or cut short: copy it again",
+        )  # fmt: skip
+
+    try:
+        described = parse_json(text.decode("utf-8"))
+    except ValueError as error:
+        raise malformed(str(error)) from None
+    if not isinstance(described, dict):
+        raise malformed("no object")
+    if zarr == 3 and described.get("node_type") == "group":
+        return None
+    shape = _extents(described.get("shape"))
+    if zarr == 2:
+        version, dtype = described.get("zarr_format"), described.get("dtype")
+        chunk = _extents(described.get("chunks"))
+        block = chunk
+        separator = "." if described.get("dimension_separator") is None else described["dimension_separator"]
+        fill = described.get("fill_value")
+        if described.get("order", "C") not in ("C", "F"):
+            raise malformed("order", described.get("order"))
+        if described.get("filters"):
+            raise _unread(name, where, "filters", described["filters"])
+    else:
+        version, dtype = described.get("zarr_format"), described.get("data_type")
+        grid = described.get("chunk_grid")
+        chunk = _extents(_configured(grid, "regular").get("chunk_shape"))
+        encoding = described.get("chunk_key_encoding")
+        if encoding is not None and (not isinstance(encoding, dict) or encoding.get("name") != "default"):
+            raise _unread(name, where, "chunk_key_encoding", encoding)
+        separator = _configured(encoding, "default").get("separator", "/")
+        fill = described.get("fill_value")
+        if described.get("storage_transformers"):
+            raise _unread(name, where, "storage_transformers", described["storage_transformers"])
+        codecs = described.get("codecs")
+        inner = None
+        if isinstance(codecs, list) and len(codecs) == 1:
+            inner = _extents(_configured(codecs[0], "sharding_indexed").get("chunk_shape"))
+        block = inner or chunk
+    if version != zarr:
+        raise malformed("zarr_format", version)
+    if shape is None or chunk is None or block is None or not len(shape) == len(chunk) == len(block):
+        raise malformed("shape or chunks")
+    if len(shape) > _MAX_RANK or 0 in chunk or 0 in block or separator not in (".", "/"):
+        raise malformed("shape, chunks or separator")
+    if any(c % b for c, b in zip(chunk, block, strict=True)):
+        raise malformed("parts of a chunk that do not divide it", block)
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _unread(name, where, "dtype", dtype)
+    found = _DTYPES[dtype]
+    item = item_size(found)
+    if (
+        max(math.prod(shape), math.prod(chunk)) * item >= 1 << 62
+        or math.prod(min(c, n) for c, n in zip(chunk, shape, strict=True)) * item >= 1 << 40
+    ):
+        raise malformed("an array or a chunk beyond what can be addressed", list(shape))
+    narrow = dtype if dtype in WIDER else None
+    array = Array(name, found, shape, chunk, block, zarr, separator, fill, described, narrow=narrow)
+    if block != chunk:
+        whole = math.prod(chunk) * item <= _SHARD_BYTES
+        array = replace(array, block=chunk if whole else block, partial=True)
+    blocks = math.prod(-(-n // b) for n, b in zip(shape, array.block, strict=True))
+    if math.prod(array.grid) > MAX_CHUNKS or blocks > MAX_CHUNKS:
+        raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
+    return array
+
+
+def fill_bytes(array: Array) -> bytes:
+    """One element with the array's fill value, little-endian."""
+    import numpy as np
+
+    value = _FLOATS.get(array.fill, array.fill) if isinstance(array.fill, str) else array.fill
+    if array.dtype in ("C64", "C128") and isinstance(value, list) and len(value) == 2:
+        value = complex(*(_FLOATS.get(v, v) if isinstance(v, str) else v for v in value))
+    if array.dtype == "F8_E8M0" and not value:
+        # It has no zero; TensorStore takes the smallest number for it.
+        value = 2.0**-127
+    try:
+        with np.errstate(all="ignore"):
+            element = np.array(0 if value is None else value, _stored(array))
+        if element.shape:
+            raise ValueError(f"{value!r:.80} is no number")
+        return element.astype(numpy_dtype(array.dtype)).tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FastshardError.of("FS601", f"fill value: {error}", tensor=array.name) from None
+
+
+def _stored(array: Array) -> Any:
+    """The numpy dtype of what is stored."""
+    if array.narrow is None:
+        return numpy_dtype(array.dtype)
+    import ml_dtypes
+
+    return getattr(ml_dtypes, array.narrow)
+
+
+def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
+    return FastshardError.of(
+        "FS514", f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(HELD)) if what == "dtype" else None,
+        got=json.dumps(got)[:80], help=f"leave it out (--exclude '{name}'), or save it again without that",
+    )  # fmt: skip
+
+
+def _configured(value: Any, name: str) -> dict[str, Any]:
+    """Configuration of a named part of zarr v3 metadata."""
+    if (
+        isinstance(value, dict)
+        and value.get("name") == name
+        and isinstance(value.get("configuration", {}), dict)
+    ):
+        found: dict[str, Any] = value.get("configuration", {})
+        return found
+    return {}
+
+
+def _extents(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        return None
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in value):
+        return None
+    return tuple(value)

@@ -1,0 +1,103 @@
+"""Groups of parameters, as torch's optimizers list them: ``param_groups`` with numbers or names for parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..layouts.declaration import Group
+from .base import as_dict
+
+#: What a group says besides hyperparameters.
+_MEMBERS = ("params", "param_names")
+#: How much of the weight decay Megatron-LM gives a group: none to biases and vectors.
+_DECAY = "wd_mult"
+#: Runs that decay some vectors, or not all matrices. source: megatron/core/optimizer, Megatron-Bridge
+_OTHER_RULES = ("apply_wd_to_qk_layernorm", "embedding_init_method_std", "no_weight_decay_cond_type")
+#: Reads the tensor of that index, where it is a scalar.
+Scalar = Callable[[int], float | None]
+
+
+def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> dict[str, Any]:
+    """What a group says of its parameters, but which they are. Compiled optimizers have their learning rate as a tensor."""
+
+    def value_of(value: Any) -> Any:
+        index = as_dict(value).get("__tensor__")
+        number = scalar(index) if scalar is not None and type(index) is int else None
+        return value if number is None else number
+
+    return {key: value_of(value) for key, value in group.items() if key not in _MEMBERS}
+
+
+def listed(
+    groups: Any, members: Mapping[str, Iterable[str]], scalar: Scalar | None = None
+) -> list[Group] | None:
+    """Groups that list their parameters.
+
+    Args:
+        groups: ``param_groups`` as stored.
+        members: the names that each number (or name) stands for: one parameter, or all of a flat vector.
+        scalar: reads hyperparameters that are tensors.
+
+    Returns:
+        The groups; None where one lists nothing, or what stands for nothing.
+    """
+    found: list[Group] = []
+    for group in groups if isinstance(groups, list) else ():
+        keys = as_dict(group).get("params")
+        if not isinstance(keys, list) or any(str(key) not in members for key in keys):
+            return None
+        names = frozenset(name for key in keys for name in members[str(key)])
+        found.append(Group(hyperparameters(group, scalar), names))
+    return found or None
+
+
+def numbered(groups: Any, order: Sequence[Iterable[str]], scalar: Scalar | None = None) -> list[Group] | None:
+    """As :func:`listed`, where numbers count through what is stepped, in order."""
+    return listed(groups, {str(number): names for number, names in enumerate(order)}, scalar)
+
+
+def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
+    """The groups of several ranks, each of which has a part of every group's parameters; None if they are not alike."""
+    ranks = list(each)
+    first = next(iter(ranks), None)
+    if first is None:
+        return None
+    found = list(first)
+    for other in ranks[1:]:
+        if other is None or [group.values for group in other] != [group.values for group in found]:
+            return None
+        found = [
+            Group(group.values, (group.names or frozenset()) | (more.names or frozenset()))
+            for group, more in zip(found, other, strict=True)
+        ]
+    return found
+
+
+def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[Group] | None:
+    """Groups of Megatron-LM, which do not list their parameters: those with weight decay have matrices, those without the
+    biases and vectors. Experts have groups of their own, with the same values.
+
+    source: megatron/core/optimizer/__init__.py (_get_param_groups, get_standard_config_overrides)
+
+    Args:
+        groups: as stored.
+        args: the run's.
+
+    Returns:
+        The groups; None where there are others, which a run has by conditions of its own.
+    """
+    kept: list[dict[str, Any]] = []
+    for group in groups:
+        values = {key: value for key, value in hyperparameters(group).items() if key != "is_expert_parallel"}
+        if values not in kept:
+            kept.append(values)
+    if len(kept) == 1:
+        # Old versions keep the groups that the rank's own stage has.
+        return [Group(kept[0])] if args.get("pipeline_model_parallel_size") in (None, 1) else None
+    decays = [values.get(_DECAY) for values in kept]
+    if decays not in ([0, 1], [1, 0]) or any(
+        args.get(key) is not None and args[key] is not False for key in _OTHER_RULES
+    ):
+        return None
+    return [Group(values, decays=bool(values[_DECAY])) for values in kept]

@@ -1,0 +1,87 @@
+"""Where an adapter's modules lie in its base: an adapter has the names of the module in memory, a base often those of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from ..._core import Table
+from ...common.errors import FastshardError
+from ...layouts.prefix_moves import moved
+from .adapter_config import Config
+from .tensor_names import Module, Told
+
+Shapes = Mapping[str, list[int]]
+
+
+def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
+    """Gives an adapter's modules and tensors the names that the base has for them.
+
+    Names that both have stay. Others are those that a table calls the same, or are told by prefixes.
+
+    Args:
+        told: what the adapter's names say.
+        config: its config.
+        base: shapes of the base's tensors, by the model's own names.
+        factors: shapes of the adapter's tensors, by the names stored.
+        table: that of the base, if it has one.
+
+    Raises:
+        FastshardError: ``FS106`` if several prefixes fit.
+    """
+    modules = {f"{module.name}.weight": module for module in told.modules.values()}
+    names = [
+        name for name, module in modules.items() if not config.parameters_of(module.name) or name in base
+    ]
+    called = _by_table([*names, *told.whole], base, table)
+    mine = [called.get(name, name) for name in (*names, *told.whole)]
+
+    def fits(name: str, other: str) -> bool:
+        if name in told.whole:
+            return factors[told.whole[name]] == base[other]
+        return _fits(modules[name], factors, base[other])
+
+    way = moved(mine, base.keys(), fits)
+    if way.uncertain:
+        raise FastshardError.of(
+            "FS106", "the adapter's names can be read in several ways to fit the base", file=config.path, expected="one",
+            got=way.readings, help="give a base with the names that the adapter has: one that was saved from the same class",
+        )  # fmt: skip
+    called |= way.names
+    for name, module in modules.items():
+        module.at = called.get(name, way.of(name)).removesuffix(".weight")
+    told.whole = {called.get(name, name): stored for name, stored in told.whole.items()}
+
+
+def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, str]:
+    """What the base calls the tensors that a table takes for the same ones."""
+    if table is None:
+        return {}
+
+    def same(name: str) -> tuple[str, ...] | None:
+        rule = table.rule_of(name)
+        return None if rule is None else (rule.name, *(part for part in name.split(".") if part.isdecimal()))
+
+    lacking = [(name, key) for name in names if name not in base and (key := same(name)) is not None]
+    if not lacking:
+        return {}
+    held = {key: name for name in base if (key := same(name)) is not None}
+    return {name: held[key] for name, key in lacking if key in held}
+
+
+def _fits(module: Module, factors: Shapes, shape: list[int]) -> bool:
+    """Whether a module's factors can be for a tensor of this shape."""
+    extents = {kind: factors[name] for kind, name in module.factors.items()}
+    pairs = [("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")]
+    sizes = {
+        (extents[b][0], prod(extents[a][1:]))
+        for a, b in pairs
+        if a in extents and b in extents and extents[b]
+    }
+    tokens = extents.get("tokens")
+    if tokens is not None and (len(shape) != 2 or tokens[-1:] != shape[-1:]):
+        return False
+    if len(shape) < 2:
+        return False
+    outputs, inputs = shape[0], prod(shape[1:])
+    return all(size in ((outputs, inputs), (inputs, outputs)) for size in sizes)

@@ -1,0 +1,66 @@
+"""Where an adapter lies: its config, and its tensors beside it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common import safe_files
+from ...common.errors import FastshardError
+from ...common.listing import Folder, refuse_unprintable
+from ...common.options import StrPath
+from . import adapter_config
+
+#: As peft looks for them. source: peft utils/constants.py (SAFETENSORSWEIGHTS_NAME, WEIGHTS_NAME)
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Files:
+    """An adapter's folder, its config, and the name of the file of its tensors; none for the config alone."""
+
+    folder: Path
+    config: Path
+    weights: str | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors' file."""
+        return (self.folder / self.weights).stat().st_size if self.weights else 0
+
+
+def find(path: StrPath) -> Files:
+    """An adapter's files.
+
+    Args:
+        path: its folder, its ``adapter_config.json`` (for adapters that the checkpoint itself holds), or the file of
+            its tensors.
+
+    Raises:
+        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another folder,
+            ``FS603`` for a link that leaves the folder.
+    """
+    at = Path(path)
+    refuse_unprintable(at.name, at)
+    if not at.exists():
+        raise FastshardError.of("FS501", "no such file or directory", file=os.fspath(at))
+    folder = at if at.is_dir() else at.parent
+    # The file that was named is the user's choice, wherever it leads.
+    held = Folder.named(folder)
+    weights = None
+    if at.is_dir():
+        weights = next((name for name in WEIGHTS if held.file(name) is not None), None)
+    elif at.suffix != ".json":
+        weights = at.name
+    is_config = not at.is_dir() and weights is None
+    said = at if is_config and safe_files.is_file(at) else held.file(adapter_config.FILE)
+    if said is None:
+        what = (
+            "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
+        )
+        raise FastshardError.of(
+            "FS101" if weights else "FS513", what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
+            got="no such file", help="copy it from where the adapter was saved",
+        )  # fmt: skip
+    return Files(folder, said, weights)

@@ -1,0 +1,98 @@
+"""Adapters of PEFT: what their config and names say, and what they make of a base model's tensors."""
+
+from __future__ import annotations
+
+from ...common.errors import FastshardError
+from ...common.listing import Listing
+from ...layouts.declaration import Source, Unit
+from .. import hf_config
+from ..base import Contents, Found
+from . import adapter_config, base_names, lora_update, tensor_names
+from .find_files import Files, find
+
+__all__ = ["find", "merge"]
+
+
+def merge(source: Source, files: Files, found: Found, listing: Listing, contents: Contents) -> None:
+    """Puts an adapter on the declaration of its base.
+
+    Args:
+        source: of the base, or of a run of the adapter, which holds both.
+        files: the adapter's.
+        found: the base's files, and last among them that of the adapter's tensors, if it has one.
+        listing: of the base.
+        contents: of all files.
+
+    Raises:
+        FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for none, ``FS514`` for
+            a base that has no names of Hugging Face.
+    """
+    said = adapter_config.read(files.config, files.config.name)
+    held = _shapes(source, contents)
+    own = tensor_names.is_of_adapters(held)
+    if own and files.weights is not None:
+        raise FastshardError.of(
+            "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too", expected="one of them",
+            got=f"{found.files[0].path}, {files.weights}",
+            help=f"for the checkpoint's own name the config alone: --adapter {files.config}",
+        )  # fmt: skip
+    if not own and files.weights is None:
+        raise FastshardError.of(
+            "FS101", "neither the checkpoint nor the adapter's folder has the adapter's tensors", file=str(files.folder),
+            expected="adapter_model.safetensors", got="none", help="copy it from where the adapter was saved",
+        )  # fmt: skip
+    if own:
+        # The wrapper's own name is not a trainer's key.
+        source.weights_prefix = source.weights_prefix.removesuffix(tensor_names.OUTER)
+        told = tensor_names.told(held, saved=False)
+        source.names.update({stored: name for name, stored in told.base.items() if stored != name})
+        source.names.update({stored: name for name, stored in told.whole.items() if stored != name})
+        factors = {name for module in told.modules.values() for name in module.factors.values()} | told.unused
+        model = source.model
+        if model.config is not None:
+            renamed = dict(source.names)
+            mine = [renamed.get(name, name) for name in held if name not in factors]
+            hf_config.describe(source, listing, model.config, model.config_file, mine)
+            source.names = renamed
+    else:
+        last = len(found.files) - 1
+        if contents.readable(last):
+            told = tensor_names.told(contents.listed(last), saved=True)
+            base = {source.names.get(name, name): shape for name, shape in held.items()}
+            source.units.append(Unit(file=last))
+            added = _shapes_of(source.units[-1], contents)
+            base_names.place(told, said, base, added, source.table or source.usual_table)
+            held |= added
+        else:
+            return
+    if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:
+        raise FastshardError.of(
+            "FS514",
+            "an adapter is merged into whole tensors under Hugging Face's own names",
+            file=found.files[0].path,
+            got=f"a checkpoint of {source.framework}",
+            help="convert the base first (--to hf), and merge the adapter into that",
+        )
+    by_own = {source.names.get(name, name): shape for name, shape in held.items()}
+    lora_update.attach(source, told, said, by_own | held)
+
+
+def _shapes(source: Source, contents: Contents) -> dict[str, list[int]]:
+    """Shapes of all tensors by the names stored."""
+    found = {name: shape for a in source.assembled if a.slot is None for name, shape, _ in a.tensors}
+    for unit in source.units:
+        found |= _shapes_of(unit, contents)
+    return found
+
+
+def _shapes_of(unit: Unit, contents: Contents) -> dict[str, list[int]]:
+    if not contents.readable(unit.file):
+        return {}
+    under = len(unit.under)
+    found = {}
+    for tensor in contents.tensors(unit.file):
+        if tensor["path"][:under] == unit.under:
+            key = ".".join(tensor["path"][under:])
+            if unit.only is None or key in unit.only:
+                found[unit.prefix + key.removeprefix(unit.strip)] = tensor["shape"]
+    return found

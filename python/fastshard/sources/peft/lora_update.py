@@ -1,0 +1,260 @@
+"""What an adapter makes of its base: changes of tensors in the declaration, for the core to compute.
+
+source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py, tuners/trainable_tokens/layer.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count, product
+from math import prod
+from typing import Any
+
+from ...common.errors import FastshardError, Finding
+from ...layouts.declaration import Adapted, Source
+from .adapter_config import Config
+from .tensor_names import Module, Told
+
+#: Models whose stacked experts have inputs first, where shapes do not tell. source: transformers (is_transposed experts)
+_INPUTS_FIRST = ("gpt_oss", "llama4", "llama4_text")
+
+
+def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]]) -> None:
+    """Puts an adapter's changes on a declaration.
+
+    Args:
+        source: of the base, the adapter's tensors among its units or assembled ones.
+        told: what the adapter's names say.
+        config: its config.
+        shapes: of all stored tensors, by the model's own names and by those stored.
+
+    Raises:
+        FastshardError: ``FS102`` for a factor that is not there, ``FS106`` for several adapters, ``FS209`` where nothing
+            tells how a tensor is multiplied, ``FS514`` for what is computed otherwise.
+    """
+    if len(told.adapters) > 1:
+        raise FastshardError.of(
+            "FS106", "several adapters are there", expected="one", got=", ".join(sorted(told.adapters)),
+            help="save the one that is meant by itself",
+        )  # fmt: skip
+    changes: dict[str, list[dict[str, Any]]] = {}
+    hidden = set(told.unused)
+    for module in told.modules.values():
+        hidden |= set(module.factors.values())
+        for name, change in _changes(module, config, shapes, source.model.config or {}):
+            changes.setdefault(name, []).append(change)
+    for own, stored in told.whole.items():
+        # What was trained as a whole takes the place of the base's.
+        hidden |= {name for name, bare in _names(source, shapes) if bare == own and name != stored}
+        if own != stored:
+            source.names[stored] = own
+    source.names.update({stored: own for own, stored in told.base.items() if own != stored})
+    source.adapted += [Adapted(name, of) for name, of in sorted(changes.items())]
+    source.hidden |= hidden
+    _untie(source, told, changes)
+    source.findings.append(
+        Finding.of(
+            "FS212",
+            f"the adapter changes {len(changes)} tensors and replaces {len(told.whole)}; it is in the result, not beside it",
+            severity="note",
+            file=config.path,
+        )
+    )
+
+
+def _names(source: Source, shapes: Mapping[str, list[int]]) -> list[tuple[str, str]]:
+    """Stored names, each with the model's own."""
+    return [(name, source.names.get(name, name)) for name in shapes]
+
+
+def _changes(
+    module: Module, config: Config, shapes: Mapping[str, list[int]], model: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """The changes that a module's factors stand for, each with the tensor that it is of."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    factors, weight = module.factors, f"{module.at}.weight"
+    if "tokens" in factors:
+        rows = config.rows(module.name)
+        if rows is None:
+            raise FastshardError.of(
+                "FS209", "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
+                expected="trainable_token_indices", got="none", help="give the adapter's own adapter_config.json",
+            )  # fmt: skip
+        found.append((weight, {"rows": {"of": factors["tokens"], "at": rows}}))
+    pairs = [
+        (a, b)
+        for a, b in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+        if {a, b} & factors.keys()
+    ]
+    for a, b in pairs:
+        for kind in (a, b):
+            if kind not in factors:
+                raise FastshardError.of(
+                    "FS102", f"an adapter without {kind}", tensor=f"{module.name}.{kind}", file=config.path,
+                    help="copy the adapter again from where it was saved",
+                )  # fmt: skip
+        name = _target(module, factors[a], factors[b], config, shapes)
+        stacked = None if name in shapes else _stacked(name, shapes)
+        shape = shapes.get(name, []) if stacked is None else stacked.shape
+        change = _product(
+            shape, factors[a], factors[b], config, module, shapes, model, embedding=a != "lora_A"
+        )
+        if (magnitude := factors.get("lora_magnitude_vector")) is not None:
+            change["magnitude"] = magnitude
+        elif config.dora:
+            raise FastshardError.of(
+                "FS102", "an adapter of DoRA without its magnitude", tensor=f"{module.name}.lora_magnitude_vector",
+                file=config.path, help="copy the adapter again from where it was saved",
+            )  # fmt: skip
+        if stacked is None:
+            found.append((name, {"low_rank": change}))
+        else:
+            found += [
+                (part, {"low_rank": change | {"form": "rows", "window": w}}) for part, w in stacked.windows()
+            ]
+        if (bias := factors.get(f"{b}.bias")) is not None:
+            found.append((f"{module.at}.bias", {"vector": {"of": bias, "scale": config.scale(module.name)}}))
+    return found
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """Experts that transformers stacks when it loads them: of each the tensors, one after another along the outputs."""
+
+    shape: list[int]
+    #: By expert: (stored name, outputs) of each part.
+    parts: list[list[tuple[str, int]]]
+
+    def windows(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """The part of the whole that each stored tensor is."""
+        for expert, listed in enumerate(self.parts):
+            out = 0
+            for name, outputs in listed:
+                yield name, {"experts": self.shape[0], "expert": expert, "outs": self.shape[1], "out": out}
+                out += outputs
+
+
+#: Parts of an expert by the parameter that stacks them. source: transformers conversion_mapping.py
+_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+#: Modules that hold experts, on disk.
+_HOLDERS = ("mlp", "block_sparse_moe", "feed_forward")
+
+
+def _stacked(parameter: str, shapes: Mapping[str, list[int]]) -> _Stacked | None:
+    """The experts that a parameter stacks, where each is stored by itself; None where they are not."""
+    module, _, own = parameter.rpartition(".")
+    layer, _, holder = module.removesuffix(".experts").rpartition(".")
+    if not module.endswith(".experts") or holder not in _HOLDERS:
+        return None
+    for words, place in product(_PARTS.get(own, ()), _HOLDERS):
+        parts: list[list[tuple[str, int]]] = []
+        for expert in count():
+            each = [f"{layer}.{place}.experts.{expert}.{word}.weight" for word in words]
+            if not all(name in shapes for name in each):
+                break
+            parts.append([(name, shapes[name][0]) for name in each])
+        if parts:
+            inputs = shapes[parts[0][0][0]][1]
+            return _Stacked([len(parts), sum(n for _, n in parts[0]), inputs], parts)
+    return None
+
+
+def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str, list[int]]) -> str:
+    """The tensor that a product is added to: the module's weight, or one of its parameters."""
+    weight = f"{module.at}.weight"
+    if weight in shapes:
+        return weight
+
+    def shape(name: str) -> list[int]:
+        stacked = None if name in shapes else _stacked(name, shapes)
+        return shapes.get(name, []) if stacked is None else stacked.shape
+
+    own = [f"{module.at}.{parameter}" for parameter in config.parameters_of(module.name)]
+    fitting = [name for name in own if _forms(shape(name), shapes[a], shapes[b])]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not own:
+        # The core tells that the base has none.
+        return weight
+    raise FastshardError.of(
+        "FS209", "which of a module's parameters the adapter is for", tensor=a, file=config.path,
+        expected=f"one of {', '.join(own)}", got="factors that fit " + (", ".join(fitting) or "none"),
+        help="give the base that it was trained on; else merge it with peft's merge_and_unload",
+    )  # fmt: skip
+
+
+def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]]:
+    """The ways in which factors of these shapes make up a tensor: form and rank."""
+    if not (a and b and shape) or prod(a[1:]) == 0:
+        return []
+    inputs, outputs = prod(a[1:]), b[0]
+    rank = prod(b[1:])
+    ways = []
+    if len(shape) >= 2 and shape[0] == outputs and prod(shape[1:]) == inputs and a[0] == rank:
+        ways.append(("rows", rank))
+    if len(shape) == 2 and shape == [inputs, outputs] and a[0] == rank:
+        ways.append(("columns", rank))
+    if len(shape) == 3 and a[0] == rank and rank % shape[0] == 0:
+        each = rank // shape[0]
+        if shape[1:] == [outputs, inputs]:
+            ways.append(("experts", each))
+        if shape[1:] == [inputs, outputs]:
+            ways.append(("experts_by_columns", each))
+    return ways
+
+
+def _product(
+    shape: list[int], a: str, b: str, config: Config, module: Module, shapes: Mapping[str, list[int]],
+    model: Mapping[str, Any], *, embedding: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """How a product is added to a tensor."""
+    ways = _forms(shape, shapes[a], shapes[b])
+    if embedding:
+        ways = [way for way in ways if way[0] == "columns"]
+    elif len({form for form, _ in ways} & {"rows", "columns"}) == 2:
+        ways = [("columns" if config.fan_in_fan_out else "rows", ways[0][1])]
+    elif len(ways) > 1:
+        first = model.get("model_type") in _INPUTS_FIRST
+        ways = [way for way in ways if way[0] == ("experts_by_columns" if first else "experts")]
+    # What fits in no way is told by the core, with both shapes.
+    form, rank = ways[0] if ways else ("columns" if embedding else "rows", shapes[a][0] if shapes[a] else 0)
+    if ways and rank != config.rank(module.name):
+        raise FastshardError.of(
+            "FS215", "the rank of an adapter, by which it is scaled", tensor=a, file=config.path,
+            expected=f"{config.rank(module.name)} by {config.path}", got=str(rank),
+            help="give the adapter_config.json that was saved with it",
+        )  # fmt: skip
+    return {"a": a, "b": b, "rank": rank, "scale": config.scale(module.name), "form": form}
+
+
+def _untie(source: Source, told: Told, changes: Mapping[str, Any]) -> None:
+    """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no place.
+
+    Raises:
+        FastshardError: ``FS514`` for such a change.
+    """
+    model = source.model
+    if not source.facts.get("tied"):
+        return
+    heads = [
+        own for own in told.whole if own.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_out")
+    ]
+    changed = sorted(
+        name for name in changes if "embed" in name.rpartition(".")[0].rpartition(".")[2] or "lm_head" in name
+    )
+    if heads:
+        source.facts |= {"tied": False, "head": True}
+        config = {**(model.config or {}), "tie_word_embeddings": False}
+        source.model = replace(model, config=config)
+        return
+    if changed and not any("tokens" in module.factors for module in told.modules.values()):
+        raise FastshardError.of(
+            "FS514",
+            "the adapter changes one of two tensors that the model ties, which the other is not",
+            tensor=changed[0],
+            file=source.model.config_file.name if source.model.config_file else None,
+            expected="tie_word_embeddings false, or an adapter of neither",
+            got="tie_word_embeddings true",
+            help="untie the base first (save its head by itself, with tie_word_embeddings false)",
+        )

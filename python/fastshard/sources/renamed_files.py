@@ -1,0 +1,101 @@
+"""Files that bear another rank's name than the one under which they were saved.
+
+torch.save keeps the name of the file, without its ending, as the folder inside of the archive.
+source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..common import safe_files
+from ..common.errors import Finding
+
+#: What frameworks number in the names of their files: DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI, FSDP.
+_NUMBERED = re.compile(
+    r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model|stage|shard|expert)[_-]?(\d{1,18})"
+)
+#: Words that number parts and not places, unless another word stands beside them.
+_PARTS = ("model", "shard")
+
+
+def places(name: str) -> dict[str, int]:
+    """What a file's name says of its place: word -> number."""
+    found = {word: int(number) for word, number in _NUMBERED.findall(name)}
+    # `model-00001-of-00002` counts files, of which an index says what is in them.
+    return found if any(word not in _PARTS for word in found) else {}
+
+
+def renamed(
+    files: Sequence[Mapping[str, Any] | None],
+    accepted: bool = False,
+    ranks: Mapping[int, str | None] = MappingProxyType({}),
+    roots: Sequence[Path] = (),
+) -> list[Finding]:
+    """Files whose own name and the one inside contradict each other.
+
+    Args:
+        files: as the catalog lists them.
+        accepted: whether names may have been changed on purpose (a warning then).
+        ranks: rank of each file in the field's words, by its index.
+        roots: the directories that the files lie in; without, contents are not compared.
+
+    Raises:
+        FastshardError: if a file cannot be read.
+    """
+    findings = []
+    for index, file in enumerate(files):
+        if file is None or not file.get("archive"):
+            continue
+        name = file["path"].rpartition("/")[2]
+        own, inside = places(name), places(file["archive"])
+        if not any(inside[word] != own[word] for word in own.keys() & inside.keys()):
+            continue
+        original = _original(file, inside, files, roots)
+        if original is not None and not accepted:
+            finding = Finding.of(
+                "FS303",
+                f"the same bytes as {original}, under whose name it was saved",
+                expected=f"an archive of {name.partition('.')[0]}",
+                got=file["archive"][:200],
+                file=file["path"],
+                rank=ranks.get(index),
+                help="copy the right file from the node that ran this rank",
+            )
+        else:
+            finding = Finding.of(
+                "FS113",
+                "the file was saved under another name",
+                severity="warning" if accepted else None,
+                decided="accept renamed" if accepted else None,
+                file=file["path"],
+                rank=ranks.get(index),
+                expected=f"an archive of {name.partition('.')[0]}",
+                got=file["archive"][:200],
+                help="copy the right file from the node that wrote it; --accept renamed if the name was changed on purpose",
+            )
+        findings.append(finding)
+    return findings
+
+
+def _original(
+    file: Mapping[str, Any],
+    inside: dict[str, int],
+    files: Sequence[Mapping[str, Any] | None],
+    roots: Sequence[Path],
+) -> str | None:
+    """Path of the file that this one is a copy of."""
+    folder = file["path"].rpartition("/")[0]
+    for other in files if roots else ():
+        if other is None or other is file or other["size"] != file["size"]:
+            continue
+        beside, _, name = other["path"].rpartition("/")
+        if beside != folder or places(name) != inside:
+            continue
+        if safe_files.same(roots[file["root"]] / file["path"], roots[other["root"]] / other["path"]):
+            return str(other["path"])
+    return None

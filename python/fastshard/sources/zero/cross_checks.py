@@ -1,0 +1,98 @@
+"""Checks across the files of all ranks."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+from ...common.errors import Finding
+from ..base import Contents, Found, view_of
+from .flat_state import state_of, tensor_index
+
+#: Storages up to this size are checked for being constant before they are called copies.
+_CONSTANT_BYTES = 256 << 20
+
+
+def copied_files(found: Found, contents: Contents) -> list[Finding]:
+    """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
+    seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    findings = []
+    for dp, mp, file in found.notes["optim"]:
+        state = state_of(contents, file) or {}
+        groups = state.get("single_partition_of_fp32_groups") or state.get("fp32_flat_groups")
+        tensors = contents.tensors(file)
+        indices = [
+            t
+            for value in (groups if isinstance(groups, list) else [])
+            if (t := tensor_index(value)) is not None
+        ]
+        views = tuple(view_of(tensors[t]) for t in indices)
+        if not views or None in [crc for crc, *_ in views] or all(_constant(*view[:2]) for view in views):
+            continue
+        first = seen.setdefault(views, (dp, mp, file))
+        if first[:2] != (dp, mp):
+            findings.append(
+                Finding.of(
+                    "FS303",
+                    f"the same masters as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
+                    file=found.files[file].path,
+                    rank=f"dp {dp}, mp {mp}",
+                    expected="another partition",
+                    got="a copy, by the checksums of its storages",
+                    help="copy the right file from the node that ran this rank",
+                )
+            )
+    return findings
+
+
+def _constant(crc: int, size: int) -> bool:
+    """True if a float32 storage of this checksum is all zeros or all ones."""
+    if size > _CONSTANT_BYTES:
+        return False
+    return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
+
+
+def same_step(found: Found, states: list[dict[str, Any]], word: str) -> list[Finding]:
+    """The model files must tell of one step; ``word`` is what their framework calls a rank."""
+    findings = []
+    for key in ("iteration", "global_steps"):
+        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
+        findings += [
+            Finding.of(
+                "FS107",
+                f"{key} differs between ranks",
+                file=found.files[i].path,
+                rank=f"{word} {found.notes['ranks'][i]}",
+                expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                got=str(value),
+                help="take all files from one step",
+            )
+            for i, value in seen
+            if value != seen[0][1]
+        ]
+    return findings
+
+
+def steps_agree(found: Found, steps: dict[int, list[float]]) -> list[Finding]:
+    """All ranks must have taken the same number of optimizer steps."""
+    told = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
+    usual = max(told.values(), key=list(told.values()).count, default=())
+    ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.notes["optim"]}
+    return [
+        Finding.of(
+            "FS107",
+            "optimizer step differs between ranks",
+            file=found.files[file].path,
+            rank=ranks.get(file),
+            expected=f"{_listed(usual)} as on the other ranks",
+            got=_listed(each),
+            help="take all optimizer files from one step",
+        )
+        for file, each in sorted(told.items())
+        if each != usual
+    ]
+
+
+def _listed(steps: tuple[float, ...]) -> str:
+    return ", ".join(f"{step:g}" for step in steps)

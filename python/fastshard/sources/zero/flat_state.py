@@ -1,0 +1,260 @@
+"""What the ZeRO modules share: a model-parallel rank, flat vectors, and small readers of inert values."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import Finding
+from ...layouts.declaration import Assembled
+from ..base import Contents, Found, missing
+from .experts import Experts
+
+#: From the name in ``param_shapes`` to the layout's name.
+Naming = Callable[[str], str]
+
+#: (elements, file, tensor, first element): see :class:`..base.Assembled`.
+Range = tuple[int, int, int, int]
+
+#: A parameter: name, shape, and the ranges that tile it.
+Parts = tuple[str, list[int], list[Range]]
+
+#: A parameter that a module holds: name, shape, and index of its tensor in the model file.
+Parameter = tuple[str, list[int], int]
+
+#: Parameters of the masters, and of each optimizer slot.
+Named = tuple[list[Parts], dict[str, list[Parts]]]
+
+#: Steps are scalars.
+SCALAR_BYTES = 8
+
+
+@dataclass
+class Flat:
+    """One rank's flat vector: where it lies, and how many elements it has."""
+
+    file: int
+    tensor: int
+    numel: int
+
+
+@dataclass
+class Rank:
+    """What one optimizer file holds, group by group."""
+
+    dp: int
+    file: int
+    path: str
+    state: dict[str, Any]
+    masters: list[Flat] = field(default_factory=list)
+    #: slot -> one flat vector per group
+    slots: dict[str, list[Flat | None]] = field(default_factory=dict)
+    #: Optimizer steps, in the order of the groups.
+    steps: list[tuple[Flat | None, float | None]] = field(default_factory=list)
+
+
+@dataclass
+class Model:
+    """A model-parallel rank: its model file, and what messages need."""
+
+    found: Found
+    contents: Contents
+    state: dict[str, Any]
+    file: int
+    mp: int
+    coords: dict[str, int]
+    label: str
+    name_of: Naming
+    #: True to give tensors under the names of `param_shapes` too.
+    own_names: bool = False
+    #: Layer files of a pipeline: (pipeline layer, file).
+    layers: list[tuple[int, int]] = field(default_factory=list)
+    #: Pipeline stages.
+    stages: int = 1
+    #: Of a mixture of experts, those that lie in files of their own.
+    experts: Experts | None = None
+
+    @property
+    def path(self) -> str:
+        """Path of the model file."""
+        return self.found.files[self.file].path
+
+    def missing(self, dp: int, world: int, bf16: bool, last: int | None = None) -> Finding:
+        """The finding for an optimizer file that is not there; or for those of all ranks up to ``last``."""
+        ranks = (dp, dp if last is None else last)
+        start = "bf16_" if bf16 else ""
+        name, end = (f"{start}zero_pp_rank_{n}_mp_rank_{self.mp:02d}_optim_states.pt" for n in ranks)
+        folder = self.found.notes["folder"]
+        return missing(
+            f"{folder}/{name}" if folder else name,
+            f"dp {dp}, {self.label}",
+            f"one of {world} partitions, by partition_count and dp_world_size",
+            f"copy {name} from the node that ran data-parallel rank {dp}"
+            " (to take the parameters without looking at the optimizer: --weights params)",
+            upto=end if end != name else None,
+        )
+
+    def shapes(self) -> list[dict[str, list[int]]] | None:
+        """Names and shapes per parameter group, in the order of the flat vector."""
+        groups = self.state.get("param_shapes")
+        if isinstance(groups, dict):
+            groups = [groups]
+        if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+            return None
+        for group in groups:
+            if not all(is_shape(shape) for shape in group.values()):
+                return None
+        return groups or None
+
+    def assembled(self, slot: str | None, tensors: list[Parts], file: int) -> Assembled:
+        """Tensors of this rank under the layout's names."""
+        named = [(self.name_of(name), shape, ranges) for name, shape, ranges in tensors]
+        return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of parameters: {alias: owner}, as the model file tells, or as its tensors lie."""
+        shared = self.state.get("shared_params")
+        if isinstance(shared, dict):
+            return {str(k): str(v) for k, v in shared.items()}
+        # Before DeepSpeed 0.8. Parameters of ZeRO-3 are empty in the module: their place says nothing.
+        parameters, aliases = self.stored()
+        filled = {name for name, shape, _ in parameters if math.prod(shape)}
+        return {alias: owner for alias, owner in aliases.items() if owner in filled}
+
+    def names(self) -> set[str]:
+        """All names that the model file knows, of buffers too."""
+        module = self.state.get("module")
+        own = self.experts.tensors if self.experts else ()
+        return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases(), *own}
+
+    def stored(self) -> tuple[list[Parameter], dict[str, str]]:
+        """Parameters that the module holds, in order, and further names of them: {alias: owner}."""
+        module = self.state.get("module")
+        held = [(self.file, "", module)]
+        if not isinstance(module, dict):
+            held = [(file, f"{layer}.", self.contents(file)) for layer, file in self.layers]
+        buffers = set(name_list(self.state.get("buffer_names")))
+        parameters: list[Parameter] = []
+        aliases: dict[str, str] = {}
+        for file, prefix, values in held:
+            tensors = self.contents.tensors(file) if isinstance(values, dict) else []
+            owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
+            for key, value in values.items() if isinstance(values, dict) else ():
+                name, index = f"{prefix}{key}", tensor_index(value)
+                if index is None or name in buffers:
+                    continue
+                tensor = tensors[index]
+                place = (tensor["storage"], tensor["offset"], tuple(tensor["shape"]))
+                if place in owners:
+                    aliases[name] = owners[place]
+                else:
+                    owners[place] = name
+                    parameters.append((name, tensor["shape"], index))
+        return parameters, aliases
+
+
+def is_shape(shape: Any) -> bool:
+    """True for a list of extents whose elements can be counted."""
+    return (
+        isinstance(shape, list)
+        and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+        and math.prod(shape) < 1 << 60
+    )
+
+
+def tensor_index(value: Any) -> int | None:
+    """Index in its file of a tensor among inert values."""
+    index = value.get("__tensor__") if isinstance(value, dict) else None
+    return index if type(index) is int and index >= 0 else None
+
+
+def name_list(value: Any) -> list[str]:
+    """The value as a list of names; empty if it is no list."""
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def ints(value: Any) -> list[int] | None:
+    """The value, if it is a list of whole numbers."""
+    return value if isinstance(value, list) and all(isinstance(n, int) for n in value) else None
+
+
+def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
+    """The optimizer's state in an optimizer file; None if there is none or it cannot be read."""
+    content = contents(file)
+    state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    return state if isinstance(state, dict) else None
+
+
+def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
+    """(elements, partition, first element in it) of elements ``at..at + count``; of none, one without any."""
+    if count == 0:
+        yield 0, 0, 0
+    for r, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        lo, hi = max(at, start), min(at + count, start + length)
+        if lo < hi:
+            yield hi - lo, r, lo - start
+
+
+def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | None:
+    """Value of a 0-d tensor."""
+    formats = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+    if dtype not in formats:
+        return None
+    return float(struct.unpack(formats[dtype], contents.bytes(file, tensor, SCALAR_BYTES))[0])
+
+
+def scalars_of(contents: Contents, file: int) -> Callable[[int], float | None]:
+    """Reads scalars of a file by their tensors' indices."""
+
+    def read(index: int) -> float | None:
+        tensors = contents.tensors(file)
+        fits = index < len(tensors) and math.prod(tensors[index]["shape"]) == 1
+        return scalar(contents, file, index, tensors[index]["dtype"]) if fits else None
+
+    return read
+
+
+def tensors_below(value: Any) -> list[int]:
+    """Indices of all tensors among inert values, each once, in order."""
+    found: dict[int, None] = {}
+    stack = [value]
+    while stack:
+        at = stack.pop()
+        if (index := tensor_index(at)) is not None:
+            found[index] = None
+        elif isinstance(at, dict):
+            stack.extend(reversed(list(at.values())))
+        elif isinstance(at, list):
+            stack.extend(reversed(at))
+    return list(found)
+
+
+def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
+    """What an optimizer that starts afresh has zero: tensors (moments and steps), and keys that lead to other steps.
+
+    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. Whatever is no
+    tensor and not zero is told, numbers or not: what cannot be set to zero must not be kept.
+
+    Args:
+        base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic checkpoint.
+        under: keys that lead to it from the file's root.
+    """
+    tensors = dict.fromkeys(tensors_below(base.get("state") if isinstance(base, dict) else base))
+    counted: list[list[str]] = []
+    stack = [(under, base)]
+    while stack:
+        path, at = stack.pop()
+        if tensor_index(at) is not None:
+            continue
+        entries = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        for key, value in entries:
+            if key != "step":
+                stack.append(([*path, str(key)], value))
+            elif (index := tensor_index(value)) is not None:
+                tensors[index] = None
+            elif value is not None and not (isinstance(value, (int, float)) and value == 0):
+                counted.append([*path, key])
+    return list(tensors), counted

@@ -1,0 +1,159 @@
+"""The target DeepSpeed universal: a folder of files per parameter, which DeepSpeed loads on any number of ranks.
+
+source: DeepSpeed checkpoint/ds_to_universal.py (what is written), runtime/base_optimizer.py and runtime/zero/stage3.py (what is
+read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), runtime/engine.py (what a model file must say)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..common.errors import FastshardError, Finding
+from ..common.target_options import STACKED_EXPERTS
+from ..layouts.declaration import Source
+from .base import Bound, Completed, Target
+from .dcp import stacked
+from .huggingface import HfTarget
+from .optimizer_state import ADAM, State
+from .pickle_tree import Size, TensorOf, tree
+from .request import Request
+
+#: Names the step that DeepSpeed loads.
+_TRACKER = "latest_universal"
+#: Model files: stages 1 and 2 look for the first, stage 3 for the other.
+_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+#: The version whose form this is; DeepSpeed refuses a state without one.
+_VERSION = "0.19.0"
+
+
+@dataclass
+class UniversalTarget(Target):
+    """A model and its optimizer under Hugging Face's names, as DeepSpeed's own conversion writes them."""
+
+    source: Source
+    whole: HfTarget
+    name: str = "universal"
+    names = ("universal",)
+    options = (STACKED_EXPERTS,)
+    takes_any_head = is_whole = holds_optimizer = takes_slots = True
+    # DeepSpeed loads no universal checkpoint without one.
+    needs_optimizer = True
+
+    @classmethod
+    def of(cls, source: Source, request: Request) -> UniversalTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors or another type.
+        """
+        if request.dtype != "f32":
+            raise FastshardError.of(
+                "FS515",
+                "a universal checkpoint holds its weights in fp32",
+                expected="--dtype f32",
+                got=request.dtype,
+            )
+        if request.is_narrowed:
+            raise FastshardError.of(
+                "FS515",
+                "a universal checkpoint is written whole",
+                got="--include or --exclude",
+                help="narrow a merge or a conversion to hf instead",
+            )
+        whole = HfTarget.of(source)
+        if request[STACKED_EXPERTS]:
+            stacked(whole)
+        return cls(source, whole)
+
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        return self.whole.keeps_names
+
+    def side(self) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return {**self.whole.side(), "name": self.name}
+
+    def complete(self, bound: Bound) -> Completed:
+        """A folder per parameter, what the optimizer has of all, and model files that only say what there is."""
+        whole, state = self.whole.complete(bound), bound.state
+        assert state is not None, "asked for when the target was made"
+        if state.step is None or state.groups is None:
+            raise FastshardError.of(
+                "FS514",
+                "a universal checkpoint needs the optimizer's step and groups, which the source does not tell",
+                help="`fastshard merge --optimizer` keeps the moments under their own names",
+            )
+        findings = [*whole.findings, *_one_for_all(state)]
+        folder = f"global_step{state.step}"
+        constants: dict[str, tuple[str, int]] = {}
+        files: list[dict[str, Any]] = []
+
+        def add(name: str, value: Any) -> None:
+            files.append({"name": f"{folder}/{name}", "content": {"torch_zip": tree(value)}})
+
+        for weight in sorted(bound.weights):
+            add(f"zero/{weight}/fp32.pt", {"param": TensorOf(weight)})
+            if weight not in state.slots:
+                continue
+            for slot in ADAM:
+                add(f"zero/{weight}/{slot}.pt", {"param": TensorOf(state.slots[weight][slot])})
+            step = f"{weight}.step"
+            constants[step] = ("F32", state.step)
+            add(f"zero/{weight}/step.pt", TensorOf(step))
+        add("zero/optimizer_state.pt", _optimizer(state))
+        for name in _MODEL_FILES:
+            add(name, self._model(bound, state))
+        return replace(
+            whole,
+            texts=whole.texts | {_TRACKER: folder},
+            files=files,
+            pointers=(_TRACKER,),
+            constants=constants,
+            findings=findings,
+        )
+
+    def _model(self, bound: Bound, state: State) -> dict[str, Any]:
+        """What a model file says; the parameters themselves DeepSpeed takes from the folders."""
+        shapes = [
+            OrderedDict((name, Size(bound.tensors[name].whole)) for name in names)
+            for _, names in state.groups or ()
+        ]
+        frozen = {n: Size(t.whole) for n, t in bound.weights.items() if n not in state.slots}
+        return {
+            "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": shapes,
+            "frozen_param_shapes": frozen or None, "shared_params": {}, "frozen_param_fragments": None,
+            "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [],
+            "skipped_steps": 0, "global_steps": state.step, "global_samples": 0, "dp_world_size": 1,
+            "mp_world_size": 1, "ds_config": {}, "ds_version": _VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        }  # fmt: skip
+
+
+def _one_for_all(state: State) -> list[Finding]:
+    """That ZeRO-3 gives every group what the first one has. source: stage3.py (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19"""
+    groups = [given for given, _ in state.groups or ()]
+    if all(given == groups[0] for given in groups):
+        return []
+    message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that goes on; stages 1 and 2 take each group's own"
+    return [Finding.of("FS212", message, severity="note")]
+
+
+def _optimizer(state: State) -> dict[str, Any]:
+    """What the optimizer has of all parameters: stages 1 and 2 look at the top, stage 3 below ``optimizer_state_dict``."""
+    groups = []
+    for n, (given, _) in enumerate(state.groups or ()):
+        values = dict(given)
+        if "betas" in values:
+            values["betas"] = tuple(values["betas"])
+        groups.append({**values, "params": [n]})
+    steps = {n: {"step": state.step} for n in range(len(groups))}
+    return {
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": steps, "param_groups": groups},
+        "ds_version": _VERSION,
+        "zero_stage": 1,
+        "overflow": False,
+    }

@@ -1,0 +1,69 @@
+"""A MaxText train state in Orbax's form: names and shapes of the one, files of the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2
+from ..layouts.declaration import Source
+from .base import Bound, Completed, Target
+from .maxtext import NAMES, MaxTextTarget
+from .orbax import DICT_KEY, OrbaxTarget
+from .request import Request
+
+#: The item that MaxText keeps its state in. source: MaxText common/checkpointing.py
+_ITEM = "items"
+
+
+@dataclass
+class MaxTextStore(Target):
+    """What :class:`.MaxTextTarget` makes of the tensors, stored as :class:`.OrbaxTarget` does it."""
+
+    state: MaxTextTarget
+    store: OrbaxTarget
+    name: str
+    names = NAMES
+    options = (MULTIPLE, SCAN_AXIS, FUSED_QKV, ROPE_TYPE, ZARR2)
+    is_whole = holds_optimizer = keeps_step = writes_arrays = True
+
+    @classmethod
+    def of(cls, source: Source, request: Request) -> MaxTextStore:
+        """What the source allows: see :meth:`.MaxTextTarget.of`."""
+        state = MaxTextTarget.of(source, request)
+        return cls(state, OrbaxTarget.of(source, request), state.name)
+
+    def side(self) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        return self.state.side()
+
+    def complete(self, bound: Bound) -> Completed:
+        """The store, the yml that says what the model is, and what had to be assumed."""
+        state = self.state.complete(bound)
+        empty = {".".join(path): _empty(path) for path in self.state.empty}
+        # The tree is MaxText's own: what the source's looked like says nothing here.
+        store = replace(
+            self.store,
+            item=_ITEM,
+            keys={},
+            types={},
+            strings=None,
+            leaves=empty,
+            custom=self.state.metadata(),
+            counters=self.state.constants(bound.tensors),
+        )
+        stored = store.complete(bound)
+        # Counters that MaxText holds in another integer type; the engine refuses a number that does not fit.
+        counters = self.state.counters((name, tensor.dtype) for name, tensor in bound.tensors.items())
+        return replace(
+            stored,
+            texts=state.texts | stored.texts,
+            findings=state.findings + stored.findings,
+            dtypes={name: to for name, (_, to) in counters.items()},
+        )
+
+
+def _empty(path: tuple[str, ...]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """An entry of the tree that holds nothing. source: orbax metadata/tree.py; as MaxText's converter writes it"""
+    keys = [{"key": key, "key_type": DICT_KEY} for key in path]
+    return keys, {"value_type": "Dict", "skip_deserialize": True}

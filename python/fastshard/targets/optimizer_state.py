@@ -1,0 +1,228 @@
+"""Optimizer state on its way to another framework: moments by the target's weights, the step, groups of parameters.
+
+Moments are outputs as their weights are: the core moves them through the same boxes. What is no tensor of the weights' shape is
+gathered here, or named as not carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.errors import FastshardError, Finding
+from ..layouts.declaration import Group, Source
+
+#: Slots of Adam, which targets have. source: torch/optim/adam.py
+ADAM = ("exp_avg", "exp_avg_sq")
+#: Hyperparameters that a target is given, by torch's names; others are those of a framework's own kernels.
+CARRIED = (
+    "lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "maximize", "bias_correction", "decoupled_weight_decay",
+)  # fmt: skip
+#: What every group of Adam's has, and what tells AdamW from Adam.
+NEEDED = ("lr", "betas", "eps", "weight_decay")
+DECOUPLED = "decoupled_weight_decay"
+#: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is known besides.
+_SILENT = (
+    "foreach", "capturable", "differentiable", "fused", "step", "name", "wd_mult", "lr_mult", "is_expert_parallel",
+    "is_decoupled_lr", "max_lr", "min_lr", "pre_mult_wd", "pre_mult_lr", "default_config", "is_vision_model_param",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """Optimizer state by the target's names."""
+
+    #: The draft's moments by weight and slot.
+    slots: dict[str, dict[str, str]]
+    #: Steps taken; None where the source does not tell.
+    step: int | None
+    #: Hyperparameters and weights of each group; None where the source does not tell which weights each has.
+    groups: list[tuple[dict[str, Any], list[str]]] | None
+    #: What is not carried.
+    findings: list[Finding] = field(default_factory=list)
+
+
+def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, Iterable[str]]) -> State:
+    """The state that goes along.
+
+    Args:
+        source: the source, with its slots.
+        outputs: the draft's tensors by name, with shapes (``whole``) of all.
+        made_of: the stored tensors that each is made of.
+
+    Raises:
+        FastshardError: ``FS514`` for state that no target has a place for.
+    """
+    known = sorted({group.slot for group in source.assembled if group.slot is not None})
+    if known != list(ADAM):
+        raise FastshardError.of(
+            "FS514",
+            "optimizer state of this kind is not converted",
+            expected=" and ".join(ADAM),
+            got=", ".join(known) or "no moments",
+            help="`fastshard merge --optimizer` keeps it under its own names",
+        )
+    slots: dict[str, dict[str, str]] = {}
+    for name in outputs:
+        weight, _, slot = name.rpartition(".")
+        if slot in ADAM and weight in outputs:
+            slots.setdefault(weight, {})[slot] = name
+    lacking = next((w for w, have in slots.items() if len(have) < len(ADAM)), None)
+    if lacking is not None:
+        raise FastshardError.of(
+            "FS402",
+            "some of the moments of this parameter are not there",
+            tensor=lacking,
+            expected=" and ".join(ADAM),
+            got=", ".join(slots[lacking]),
+        )
+    findings: list[Finding] = []
+    state = State(slots, _step(source), _groups(source, slots, outputs, made_of, findings), findings)
+    if state.step is None:
+        findings.append(
+            Finding.of(
+                "FS212",
+                "the optimizer's step is not carried: the files do not tell it",
+                severity="warning",
+                help="set it in the run that goes on: Adam divides by what it makes of the step",
+            )
+        )
+    findings += _of_groups(state, source)
+    dropped = sorted(
+        {
+            key
+            for group in source.optimizer.groups or ()
+            for key, value in group.values.items()
+            if key not in (*CARRIED, *_SILENT) and value not in (None, False)
+        }
+    )
+    if dropped:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"hyperparameters that are not carried: {', '.join(dropped)}",
+                severity="note",
+                help="set them in the run that goes on",
+            )
+        )
+    return state
+
+
+def _of_groups(state: State, source: Source) -> list[Finding]:
+    """What the groups leave open.
+
+    Raises:
+        FastshardError: ``FS514`` for hyperparameters that are no numbers.
+    """
+    findings: list[Finding] = []
+    for given, _ in state.groups or ():
+        for key, value in given.items():
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if not all(n is None or isinstance(n, (bool, int, float)) for n in numbers):
+                raise FastshardError.of(
+                    "FS514",
+                    "a hyperparameter of the optimizer that is no number",
+                    expected=f"a number for {key}",
+                    got=repr(value)[:80],
+                    help="do without --optimizer",
+                )
+    lacking = {key for given, _ in state.groups or () for key in NEEDED if key not in given}
+    if lacking:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"hyperparameters that a group of parameters does not tell: {', '.join(sorted(lacking))}",
+                severity="warning",
+                help="set them in the run that goes on",
+            )
+        )
+    if any(DECOUPLED not in given and given.get("weight_decay") for given, _ in state.groups or ()):
+        findings.append(
+            Finding.of(
+                "FS212",
+                "whether weight decay is decoupled is not told: taken as AdamW does it",
+                severity="warning",
+                help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that goes on",
+            )
+        )
+    moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
+    without = sorted({n for group in source.optimizer.groups or () for n in group.names or ()} - moved)
+    if without:
+        findings.append(
+            Finding.of(
+                "FS212",
+                f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as never stepped",
+                severity="note",
+                tensor=without[0],
+            )
+        )
+    return findings
+
+
+def _step(source: Source) -> int | None:
+    """The one step that all parameters are at.
+
+    Raises:
+        FastshardError: ``FS514`` if they are at several.
+    """
+    counts = [step for steps in source.optimizer.steps.values() for step in steps]
+    # Fused optimizers count by group.
+    by_group = [group.values.get("step") for group in source.optimizer.groups or ()]
+    counts += [float(step) for step in by_group if type(step) is int]
+    told = sorted(set(counts))
+    if len(told) > 1:
+        raise FastshardError.of(
+            "FS514",
+            "the optimizer's parameters are at several steps: one step for all is written",
+            expected="one step",
+            got=", ".join(f"{step:g}" for step in told[:8]),
+            help="`fastshard merge --optimizer` keeps the moments under their own names",
+        )
+    return int(told[0]) if told and told[0] >= 0 and told[0] == int(told[0]) else None
+
+
+def _groups(
+    source: Source,
+    slots: Mapping[str, Mapping[str, str]],
+    outputs: Mapping[str, Any],
+    made_of: Mapping[str, Iterable[str]],
+    findings: list[Finding],
+) -> list[tuple[dict[str, Any], list[str]]] | None:
+    """Each group's weights: those whose moments are made of the group's parameters."""
+    groups = source.optimizer.groups
+    if groups is None:
+        findings.append(
+            Finding.of(
+                "FS212",
+                "the parameter groups (learning rates, weight decay) are not carried: the files do not tell which parameters each has",
+                severity="warning",
+                help="the run that goes on must set them as the first one did",
+            )
+        )
+        return None
+    members: list[list[str]] = [[] for _ in groups]
+    for weight, moments in slots.items():
+        names = {name for moment in moments.values() for name in made_of.get(moment, ())}
+        among = [n for n, group in enumerate(groups) if _of(group, weight, names, outputs)]
+        if len(among) != 1:
+            raise FastshardError.of(
+                "FS514",
+                "a weight of the target is made of parameters of several groups of the optimizer, or of none",
+                tensor=weight,
+                expected="parameters of one group",
+                got=", ".join(sorted(names)[:4]),
+                help="convert to a layout that keeps these apart, or do without --optimizer",
+            )
+        members[among[0]].append(weight)
+    return [
+        ({key: group.values[key] for key in CARRIED if key in group.values}, sorted(names))
+        for group, names in zip(groups, members, strict=True)
+    ]
+
+
+def _of(group: Group, weight: str, names: set[str], outputs: Mapping[str, Any]) -> bool:
+    if group.names is not None:
+        return bool(group.names & names)
+    decays = len(outputs[weight].whole) > 1 and not weight.endswith(".bias")
+    return group.decays is None or group.decays == decays

@@ -1,0 +1,81 @@
+"""What is asked of a plan: one record, from the command line and the API to the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..common.byte_sizes import parse_size
+from ..common.errors import FastshardError
+from ..common.target_options import OPTIONS, Option
+from ..models.tokenizer import Tokenizer
+
+#: Types of floating tensors in a result, as safetensors names them; None keeps each its own.
+DTYPES = {"keep": None, "bf16": "BF16", "f16": "F16", "f32": "F32"}
+_REPLICAS = ("equal", "mean")
+_WEIGHTS = (None, "params", "masters")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A merge (``to`` is None) or a conversion; see :func:`fastshard.plan` for what its parts mean.
+
+    Raises:
+        FastshardError: ``FS515`` or ``FS211`` for what cannot be meant.
+    """
+
+    to: str | None = None
+    vocab_size: int | None = None
+    dtype: str = "keep"
+    replicas: str = "equal"
+    include: Iterable[str] = ()
+    exclude: Iterable[str] = ()
+    max_shard_size: str | int = "5GB"
+    weights: str | None = None
+    optimizer: bool = False
+    #: Values of the options of targets, by their names.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: The model's, if one was given or found.
+    tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("dtype", self.dtype, DTYPES),
+            ("replicas", self.replicas, _REPLICAS),
+            ("weights", self.weights, _WEIGHTS),
+        ):
+            if value not in known:
+                expected = " | ".join(word for word in known if word is not None)
+                raise FastshardError.of("FS515", name, expected=expected, got=repr(value))
+        # They are looked at more than once.
+        object.__setattr__(self, "include", tuple(self.include))
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size, "max_shard_size"))
+        vocab = self.vocab_size
+        if vocab is not None and (not isinstance(vocab, int) or not 0 < vocab < 1 << 48):
+            raise FastshardError.of(
+                "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab)
+            )
+
+    def __getitem__(self, option: Option) -> Any:
+        return self.options.get(option.name, option.default)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """True if not all tensors are wanted."""
+        return bool(self.include or self.exclude)
+
+    def wants(self, name: str) -> bool:
+        """True for a tensor that is asked for, by its name in the result."""
+        taken = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return taken and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def stated(self) -> list[Option]:
+        """Options of targets that have another value than their default."""
+        return [option for option in OPTIONS if self[option] != option.default]
+
+
+#: All tensors under their own names.
+MERGE = Request()

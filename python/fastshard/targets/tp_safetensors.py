@@ -1,0 +1,92 @@
+"""The per-rank target: one safetensors file per tensor-parallel rank under Hugging Face names, and ``layout.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.errors import FastshardError
+from ..common.target_options import MULTIPLE, TP
+from ..layouts.declaration import Source
+from .base import Bound, Completed, Drafted, Target, padded_rows, positive
+from .huggingface import HfTarget
+from .request import Request
+
+#: ColossalAI's make_vocab_size_divisible_by: such directories follow its rule.
+_VOCAB_MULTIPLE = 64
+
+
+@dataclass
+class TpTarget(Target):
+    """Hugging Face tensors, divided as the layout's axes are."""
+
+    whole: HfTarget
+    tp: int
+    multiple: int
+    name: str = "tp-safetensors"
+    names = ("tp-safetensors",)
+    options = (TP, MULTIPLE)
+    takes_any_head = True
+
+    @classmethod
+    def of(cls, source: Source, request: Request) -> TpTarget:
+        """What the source allows.
+
+        Raises:
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
+        """
+        positive(request, TP, MULTIPLE)
+        tp = request[TP]
+        whole = HfTarget.known(source, "--tp") if tp > 1 else HfTarget.of(source)
+        return cls(whole, tp, request[MULTIPLE] or _VOCAB_MULTIPLE)
+
+    @property
+    def keeps_names(self) -> bool:
+        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        return self.whole.keeps_names
+
+    def side(self) -> dict[str, Any]:
+        """The target's side of the core's request."""
+        multiple = self.multiple * self.tp
+        return {
+            **self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
+        }  # fmt: skip
+
+    def complete(self, bound: Bound) -> Completed:
+        """One file per rank; ``layout.json`` says how each tensor is divided."""
+        whole = self.whole.complete(bound)
+        names = sorted(bound.tensors)
+        files = [
+            {
+                "name": f"tp_rank_{rank:02d}.safetensors",
+                "coords": {"tp": rank},
+                "content": {"safetensors": [[name, name] for name in names]},
+            }
+            for rank in range(self.tp)
+        ]
+        layout: dict[str, Any] = {"tp": self.tp}
+        if "V" in bound.axes:
+            layout |= {
+                "vocab_size": bound.axes["V"],
+                "padded_vocab_size": padded_rows(bound.axes, self.multiple * self.tp),
+                "make_vocab_size_divisible_by": self.multiple,
+            }
+        layout["tp_dim"] = {name: _divided(name, bound.tensors[name]) for name in names}
+        texts = {**whole.texts, "layout.json": json.dumps(layout, indent=1) + "\n"}
+        return Completed(texts, whole.findings, files)
+
+
+def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
+    """How ``layout.json`` says that a tensor is divided: along a dimension, or along one of a fused tensor's parts.
+
+    Raises:
+        FastshardError: ``FS514`` where ranks do not hold equal shares.
+    """
+    if tensor.cuts is None or len(tensor.cuts) > 1:
+        raise FastshardError.of(
+            "FS514", "layout.json cannot say how ranks divide this tensor", tensor=name, help="leave out --tp"
+        )
+    for dim, _, parts in tensor.cuts:
+        return dim if len(parts) == 1 else {"dim": dim, "parts": parts}
+    return None

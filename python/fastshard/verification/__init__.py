@@ -1,0 +1,1 @@
+"""Verify, compare, hash and attest checkpoints."""

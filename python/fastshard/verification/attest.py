@@ -1,0 +1,182 @@
+"""What was published, as a statement of in-toto: SHA-256 of each file, BLAKE3 of each tensor, and how it was made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..checkpoint.manifests import MANIFEST_NAME, read
+from ..checkpoint.planning import thread_count
+from ..common import memory_budget, safe_files
+from ..common.errors import FastshardError, raise_errors
+from ..common.options import StrPath
+from ..common.progress import Progress, Report
+from .verify import verify as verify_checkpoint
+
+__all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]
+
+#: Name of the statement beside what it is about.
+STATEMENT_NAME = "fastshard.intoto.json"
+#: What the statement says of its subjects. See FORMAT.md.
+PREDICATE = "https://github.com/fastshard/fastshard/attestation/v1"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+#: Bytes read at a time.
+_CHUNK = 1 << 20
+
+
+@memory_budget.kept
+def attest(
+    path: StrPath,
+    out: StrPath | None = None,
+    *,
+    verify: bool = True,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+) -> dict[str, Any]:
+    """Makes an in-toto statement (v1) about a result and its manifest, and writes it.
+
+    Its subjects are the files with their SHA-256, which is also the id that Git LFS and Hugging Face's hub know them by,
+    and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which other containers and shardings of
+    them have too. It is not signed: sign it, or the folder (``model_signing sign``), with a key of yours.
+
+    Args:
+        path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`.
+        out: file to write; default ``fastshard.intoto.json`` in ``path``.
+        verify: compare everything with the manifest before; without it the statement says what the manifest does.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+
+    Returns:
+        The statement, as plain data.
+
+    Raises:
+        FastshardError: ``FS518`` without a manifest; what :func:`fastshard.verify` finds; ``FS506`` for a file that changes
+            meanwhile; ``FS504`` if ``out`` is something else already.
+    """
+    root = Path(path)
+    if not safe_files.is_file(root / MANIFEST_NAME):
+        raise FastshardError.of(
+            "FS518",
+            "no manifest is here to hold it against",
+            file=str(root / MANIFEST_NAME),
+            help="results have one; for another checkpoint `fastshard manifest CKPT` makes it",
+        )
+    # Before it is read: one that takes its place meanwhile is found.
+    first = _stamp(root / MANIFEST_NAME)
+    manifest = read(root / MANIFEST_NAME)
+    _target(root, out)
+    names = sorted({*(file["name"] for file in manifest["files"]), MANIFEST_NAME})
+    for name in names:
+        if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise FastshardError.of("FS518", "the manifest names a file that leaves its folder", file=name)
+    files = {name: root / name for name in names}
+    before = {name: _stamp(file) for name, file in files.items()} | {MANIFEST_NAME: first}
+    if verify:
+        raise_errors(verify_checkpoint(root, memory=memory, threads=threads, progress=progress))
+    digests = _digests(files, thread_count(threads), progress)
+    for name, file in files.items():
+        if _stamp(file) != before[name]:
+            raise FastshardError.of("FS506", "changed while it was read", file=name)
+    statement = {
+        "_type": _STATEMENT,
+        "subject": [
+            *({"name": name, "digest": {"sha256": digests[name]}} for name in names),
+            *(
+                {"name": f"{tensor['file']}#{tensor['name']}", "digest": {"blake3": tensor["blake3"]}}
+                for tensor in manifest["tensors"]
+            ),
+        ],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "tool": f"fastshard {_core.__version__}",
+            "verified": verify,
+            "made_by": manifest.get("tool"),
+            "kind": manifest.get("kind"),
+            "plan": manifest.get("plan") or None,
+            "value_ops": manifest.get("value_ops", []),
+            "sources": [
+                {"name": source["path"], "size": source["size"], "header_blake3": source["header"]}
+                for source in manifest.get("sources", [])
+            ],
+            "accepted": [f for f in manifest.get("findings", []) if f["severity"] != "note"],
+            "not_proven": manifest.get("not_proven"),
+        },
+    }
+    # What somebody has put there while all was read stays too.
+    safe_files.replace(_target(root, out), json.dumps(statement, indent=1) + "\n")
+    return statement
+
+
+def _target(root: Path, out: StrPath | None) -> Path:
+    """Where the statement goes.
+
+    Raises:
+        FastshardError: ``FS504`` if something else is there.
+    """
+    target = safe_files.replaceable(out if out is not None else root / STATEMENT_NAME)
+    if safe_files.is_file(target) and target.stat().st_size and not _is_statement(target):
+        raise FastshardError.of(
+            "FS504",
+            "is there already and is no statement",
+            file=str(target),
+            help="choose another place with -o FILE",
+        )
+    return target
+
+
+def _is_statement(path: Path) -> bool:
+    """True for a statement of this kind; a text that speaks of one is none."""
+    try:
+        found = json.loads(safe_files.read_bytes(path, 1 << 30, code="FS504"))
+    except ValueError:
+        return False
+    return (
+        isinstance(found, dict)
+        and found.get("_type") == _STATEMENT
+        and found.get("predicateType") == PREDICATE
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = os.stat(path, follow_symlinks=True)  # noqa: PTH116
+    except OSError as error:
+        code = "FS101" if isinstance(error, FileNotFoundError) else "FS507"
+        raise FastshardError.of(
+            code, error.strerror or str(error), file=str(path), severity="error"
+        ) from None
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str, str]:
+    """SHA-256 of each file, on several threads: hashing lets go of the interpreter."""
+    done, total = 0, sum(path.stat().st_size for path in files.values())
+    with Progress(progress) as bar, ThreadPoolExecutor(threads) as pool:
+        report = bar.phase("SHA-256")
+
+        def read(path: Path) -> str:
+            nonlocal done
+            hasher = hashlib.sha256()
+            with safe_files.opened(path) as descriptor:
+                while chunk := os.read(descriptor, _CHUNK):
+                    hasher.update(chunk)
+                    done += len(chunk)
+            return hasher.hexdigest()
+
+        largest_first = sorted(files, key=lambda name: -files[name].stat().st_size)
+        running = {name: pool.submit(read, files[name]) for name in largest_first}
+        found = {}
+        for name, one in running.items():
+            found[name] = one.result()
+            if report is not None:
+                report(done, total)
+        if report is not None:
+            report(total, total)
+    return found

@@ -1,0 +1,245 @@
+"""Distributions of a checkpoint's tensors, from one streaming pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint.checkpoint import CheckpointSource, as_checkpoint
+from ..checkpoint.manifests import ProgressCallback, run_options
+from ..checkpoint.planning import Plan, make_plan
+from ..common import memory_budget
+from ..common.errors import Finding, from_core, raise_errors
+from ..common.options import Opening, StrPath
+from ..common.progress import Progress, Report
+from ..targets.request import Request
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"]
+
+#: The 63 edges between the 64 bins of every histogram, ascending: ``-2**6 ... -2**-24, 0, 2**-24 ... 2**6``.
+#: The first and the last bin are open. A power of two belongs to the bin that is farther from zero.
+HISTOGRAM_EDGES: tuple[float, ...] = tuple(_core.histogram_edges())
+
+
+@dataclass(frozen=True)
+class ZeroSlab:
+    """Indices of one dimension at which every element is zero."""
+
+    dim: int
+    #: How many of the dimension's indices.
+    indices: int
+    #: Them as ``(start, end)``, end exclusive, ascending; the longest 64 if there are more.
+    ranges: tuple[tuple[int, int], ...]
+
+    def text(self, rank: int) -> str:
+        """Words for people, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of dim 2``."""
+        what = {0: "rows", 1: "columns"}.get(self.dim, "") if rank == 2 else "indices"
+        if self.indices == 1:
+            what = "index" if what == "indices" else what[:-1]
+        shown = [str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in self.ranges[:4]]
+        more = self.indices - sum(b - a for a, b in self.ranges[:4])
+        counted = f" and {more} more" if more > 0 else ""
+        return f"{what} {', '.join(shown)}{counted}" + (f" of dim {self.dim}" if rank != 2 else "")
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What the numbers of one tensor are like.
+
+    ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities enter nothing else.
+    The two parts of a complex element count as two numbers. Integers are summed as float64, so that the
+    mean of 64-bit ones is rounded; their ``min`` and ``max`` are exact.
+    """
+
+    #: Element type under its safetensors name, e.g. ``BF16``.
+    dtype: str
+    shape: tuple[int, ...]
+    #: Numbers looked at.
+    count: int
+    #: Zeros, of either sign.
+    zeros: int
+    nan: int
+    inf: int
+    #: Smallest and largest finite number; None where there is none.
+    min: float | int | None
+    max: float | int | None
+    #: Mean and (population) standard deviation of the finite numbers; None without one, or on overflow.
+    mean: float | None
+    std: float | None
+    #: Counts in the 64 bins between :data:`HISTOGRAM_EDGES`; zeros are not among them.
+    histogram: tuple[int, ...]
+    #: What a lost shard leaves; none for a tensor that is zero as a whole, or a vector.
+    zero_slabs: tuple[ZeroSlab, ...] = ()
+
+    @classmethod
+    def from_dict(cls, dtype: str, shape: Iterable[int], data: dict[str, Any]) -> TensorStats:
+        """Statistics from their JSON form, as a manifest has it."""
+        slabs = tuple(
+            ZeroSlab(s["dim"], s["indices"], tuple((a, b) for a, b in s["ranges"]))
+            for s in data.get("zero_slabs", ())
+        )
+        rest = {k: v for k, v in data.items() if k not in ("zero_slabs", "histogram")}
+        return cls(dtype, tuple(shape), **rest, histogram=tuple(data["histogram"]), zero_slabs=slabs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with lists for tuples."""
+        slabs = [
+            {"dim": s.dim, "indices": s.indices, "ranges": [list(r) for r in s.ranges]}
+            for s in self.zero_slabs
+        ]
+        lists = {"shape": list(self.shape), "histogram": list(self.histogram), "zero_slabs": slabs}
+        return {**vars(self), **lists}
+
+    @property
+    def zero_share(self) -> float:
+        """Share of zeros, from 0 to 1; 0 without elements."""
+        return self.zeros / self.count if self.count else 0.0
+
+    def overlap(self, other: TensorStats) -> float:
+        """How far two distributions coincide, from 0 to 1: common share of bins, zeros, NaN and infinities."""
+        own, theirs = ((*s.histogram, s.zeros, s.nan, s.inf) for s in (self, other))
+        if not (self.count and other.count):
+            return float(self.count == other.count)
+        return sum(min(a / self.count, b / other.count) for a, b in zip(own, theirs, strict=True))
+
+    def zero_unlike(self, other: TensorStats) -> list[str]:
+        """What is zero throughout here and not in the other tensor: ``["rows 32-63"]``."""
+        if other.zeros == other.count:
+            return []
+        if self.count and self.zeros == self.count:
+            return ["all elements"]
+        theirs = {s.dim: s.ranges for s in other.zero_slabs} if self.shape == other.shape else {}
+        words = []
+        for slab in self.zero_slabs:
+            left = _without(slab.ranges, theirs.get(slab.dim, ()))
+            if left:
+                indices = slab.indices if left == slab.ranges else sum(b - a for a, b in left)
+                words.append(ZeroSlab(slab.dim, indices, left).text(len(self.shape)))
+        return words
+
+
+def _without(
+    ranges: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    """What of some ranges no other one covers."""
+    left = []
+    for start, end in ranges:
+        for a, b in others:
+            if b <= start or a >= end:
+                continue
+            if a > start:
+                left.append((start, a))
+            start = b
+        if start < end:
+            left.append((start, end))
+    return tuple(left)
+
+
+class Stats(dict[str, TensorStats]):
+    """Statistics by the tensors' names: a dict, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from ..common import notebook_html
+
+        rows = (
+            (
+                name,
+                s.dtype,
+                notebook_html.shape(s.shape),
+                *(notebook_html.figure(x) for x in (s.min, s.max, s.mean, s.std)),
+                f"{s.zero_share:.2%}" if s.zeros else "",
+                f"{s.nan:,} / {s.inf:,}" if s.nan or s.inf else "",
+                "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs),
+            )
+            for name, s in self.items()
+        )
+        head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
+        return notebook_html.table(f"statistics of {len(self)} tensors", head, rows, len(self))
+
+
+@memory_budget.kept
+def stats(
+    source: CheckpointSource,
+    *,
+    like: StrPath | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Stats:
+    """Statistics of every whole tensor of a checkpoint, by name: one pass over the data in bounded memory.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: one that is not like it is refused.
+        include: glob patterns of names to look at; all if empty.
+        exclude: glob patterns of names to leave out.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if the checkpoint is damaged or not complete.
+    """
+    return with_findings(
+        source,
+        like=like,
+        include=include,
+        exclude=exclude,
+        memory=memory,
+        threads=threads,
+        progress=progress,
+        **opening,
+    )[0]
+
+
+@memory_budget.kept
+def with_findings(
+    source: CheckpointSource,
+    *,
+    like: StrPath | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> tuple[Stats, list[Finding]]:
+    """:func:`stats`, and the warnings and notes that came up meanwhile."""
+    checkpoint = as_checkpoint(source, like=like, **opening)
+    plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
+    raise_errors(plan.findings)
+    with Progress(progress) as bar:
+        gathered, findings = gather(
+            plan, run_options(memory, threads, checkpoint.opened.catalog), bar.phase("reading")
+        )
+    # The figures say how many there are, and are what is asked for.
+    counted = [finding for finding in findings if finding.code == "FS306"]
+    findings = checkpoint.opened.gate.passed(f for f in findings if f.code != "FS306")
+    return gathered, [*plan.findings, *findings, *checkpoint.opened.gate.judged(counted)]
+
+
+def gather(
+    plan: Plan, run: dict[str, Any], progress: ProgressCallback, only: list[str] | None = None
+) -> tuple[Stats, list[Finding]]:
+    """Statistics of a plan's outputs, all or those named, and what was found while they were read."""
+    try:
+        outcome = json.loads(plan.core.check(json.dumps({**run, "stats": "full", "only": only}), progress))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    found = outcome["stats"]
+    gathered = Stats(
+        (name, TensorStats.from_dict(dtype, shape, found[name]))
+        for name, dtype, shape, _, _ in plan.outputs
+        if name in found
+    )
+    return gathered, [Finding.from_dict(f) for f in outcome["findings"]]

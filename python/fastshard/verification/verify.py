@@ -1,0 +1,619 @@
+"""Verifying, comparing and hashing checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..checkpoint import manifest_files, proof
+from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.manifests import (
+    MANIFEST_NAME,
+    Manifest,
+    accepted_before,
+    against_result,
+    beside,
+    expected_by,
+    is_manifest,
+    read,
+    run_options,
+    tensor_files,
+)
+from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.tensor import Tensor
+from ..common import hub_downloads, memory_budget, safe_files
+from ..common.errors import UNPROVEN, FastshardError, Finding, from_core, raise_errors
+from ..common.formatting import counted
+from ..common.options import Opening, StrPath
+from ..common.progress import Progress, Report
+from ..conversion.convert import along
+from ..conversion.distributed import host_parts
+from ..models import sidecar_files
+from ..models.tokenizer import find as find_tokenizer
+from ..targets.request import Request
+from .stats import TensorStats, gather
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+__all__ = ["Difference", "diff", "manifest", "verify"]
+
+
+@memory_budget.kept
+def verify(
+    source: CheckpointSource,
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    like: StrPath | None = None,
+    subset: tuple[int, int] | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    signature: StrPath | None = None,
+    public_key: StrPath | None = None,
+    certificates: Iterable[StrPath] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> list[Finding]:
+    """Checks a checkpoint's completeness and integrity, and with a manifest its content.
+
+    Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps.
+    Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
+    shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
+
+    An inventory (of :func:`fastshard.manifest`) and a manifest that lies in the checkpoint are compared file by file; that
+    of a result, given from elsewhere, tensor by tensor where it lists whole ones: its sources are held against it so.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        expect: a manifest or a config; a manifest beside the source is used by itself.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes must be its own.
+        subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
+        include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
+        exclude: glob patterns of names to leave out.
+        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it was
+            signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
+        public_key: PEM of the key whose other half has signed.
+        certificates: PEMs of the chain that the signing certificate belongs to.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Returns:
+        All findings; no error among them means that nothing wrong was found.
+
+    Raises:
+        FastshardError: if the path cannot be checked at all.
+    """
+    return verified(
+        source, expect=expect, like=like, subset=subset, include=include, exclude=exclude, signature=signature,
+        public_key=public_key, certificates=certificates, memory=memory, threads=threads, progress=progress, **opening,
+    ).findings  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` has found, and how far it looked."""
+
+    findings: list[Finding]
+    #: None if something is wrong.
+    checked: proof.Checked | None
+
+
+def verified(
+    source: CheckpointSource,
+    *,
+    expect: StrPath | Mapping[str, Any] | None = None,
+    like: StrPath | None = None,
+    subset: tuple[int, int] | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    signature: StrPath | None = None,
+    public_key: StrPath | None = None,
+    certificates: Iterable[StrPath] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Verified:
+    """Checks a checkpoint as :func:`verify` does, and says how far.
+
+    Raises:
+        FastshardError: if the path cannot be checked at all.
+    """
+    if subset is not None and not (1 <= subset[0] <= subset[1]):
+        raise FastshardError.of(
+            "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
+        )
+    include, exclude = list(include), list(exclude)
+    expected = expected_by(expect)
+    options = expected.opening(dict(opening))
+    if not isinstance(source, Checkpoint):
+        source = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+        options["accept"] = [*options.get("accept", ()), *accepted_before(source)]
+    checkpoint = as_checkpoint(source, like=like, **options)
+    plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
+    findings = list(plan.findings)
+    signed = _signed(checkpoint, signature, public_key, list(certificates))
+    findings += signed
+    run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
+    if len(checkpoint.listing.roots) > 1:
+        try:
+            with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
+            others = (Path(path) for name, path in with_it if name != "config.json")
+            findings += sidecar_files.differing(checkpoint.listing, others)
+        except FastshardError as error:
+            findings += error.findings
+    path = expected.manifest or beside(checkpoint)
+    # To read the ranks' files is right all the same; to follow the index is not.
+    findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
+    if path is not None or host_parts.settled(checkpoint):
+        # The manifest states what must exist, and where.
+        findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
+    try:
+        with Progress(progress) as bar:
+            findings += host_parts.compared(checkpoint, subset or (1, 1), run, bar)
+            downloaded, differing = _downloaded(checkpoint, subset or (1, 1), run["threads"], bar)
+            findings += differing
+            # Replicas and duplicates can only be judged over tensors that are whole.
+            text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
+            checked = json.loads(text)
+            found = [Finding.from_dict(f) for f in checked["findings"]]
+            findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
+            if path is not None:
+                left_out = (
+                    make_plan(checkpoint.opened).index.keys() - plan.index.keys()
+                    if include or exclude
+                    else ()
+                )
+                findings += _against(path, checkpoint, plan, run, bar.phase("hashing"), left_out)
+    except _core.CoreError as error:
+        findings += from_core(error).findings
+    found = _unique(checkpoint.opened.gate.judged(findings))
+    if any(f.severity == "error" for f in found):
+        return Verified(found, None)
+    vouched: list[str] = []
+    if path is not None:
+        vouched.append(f"against the manifest {path.name}")
+    elif host_parts.settled(checkpoint):
+        vouched.append("against the manifests of the pieces")
+    if signature is not None:
+        vouched.append(f"against the signature {Path(signature).name}")
+    partial: list[str] = []
+    if downloaded.is_whole:
+        vouched.append(downloaded.told())
+    elif downloaded.files:
+        partial.append(downloaded.told())
+    partial += _own_checksums(checkpoint, found)
+    part = None if subset is None else f"part {subset[0]} of {subset[1]}"
+    if include or exclude:
+        part = f"{part}, {_CHOSEN}" if part else _CHOSEN
+    unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
+    return Verified(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+#: What a checkpoint's own list of its tensors does not tell.
+_NEVER_SAVED = (
+    "tensors that were never saved would not be noticed (the checkpoint alone says which there are)"
+)
+
+
+def _lists_itself(plan: Plan) -> bool:
+    """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no reference."""
+    source = plan.source
+    tables = (source.layout, source.table, source.own_table)
+    return source.provable and not source.referenced and all(table is None for table in tables)
+
+
+#: What --include and --exclude leave.
+_CHOSEN = "of the tensors that were asked for"
+
+
+@dataclass(frozen=True)
+class _Downloaded:
+    """Files that were compared with what was downloaded."""
+
+    #: Files with a record, those that hold tensors among them, and all that hold tensors.
+    files: int
+    tensors: int
+    of: int
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each file of tensors has its record."""
+        return self.tensors == self.of > 0
+
+    def told(self) -> str:
+        """The same in words."""
+        of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
+        return f"{counted(self.files, 'file')} against the hashes of the download{of}"
+
+
+def _downloaded(
+    checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
+) -> tuple[_Downloaded, list[Finding]]:
+    """What files were downloaded from Hugging Face's hub, and which of them are not what they were: of part n of t.
+
+    Raises:
+        FastshardError: if one cannot be read, or changes meanwhile.
+    """
+    listing = checkpoint.listing
+    tensors = {(file.root, file.path) for file in checkpoint.opened.behind}
+    texts = [] if listing.single else manifest_files.loaded_beside(checkpoint)
+    records = hub_downloads.records(listing, [*sorted(tensors), *((f.root, f.path) for f in texts)])
+    roots = dict(enumerate(listing.roots))
+    weights = {roots[root] / path for root, path in tensors if root in roots}
+    held = sum(record.path in weights for record in records)
+    number, of = part
+    # What could not be opened has been told of.
+    readable = {roots[f["root"]] / f["path"] for f in checkpoint.files if f["root"] in roots}
+    chosen = [r for r in records[number - 1 :: of] if r.path in readable or r.path not in weights]
+    differing = hub_downloads.compared(chosen, weights, threads, bar.phase("comparing with the download"))
+    return _Downloaded(len(records), held, len(tensors)), differing
+
+
+def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
+    """That the files' own checksums fit, where all have them: damage shows, another file does not."""
+    held = [file for file in checkpoint.files if file["tensors"]]
+    if held and all(file["checksums"] for file in held) and not any(f.code == "FS314" for f in findings):
+        return ["the CRC32 that the files themselves keep"]
+    return []
+
+
+def _signed(
+    checkpoint: Checkpoint,
+    signature: StrPath | None,
+    public_key: StrPath | None,
+    certificates: list[StrPath],
+) -> list[Finding]:
+    """What is wrong by the signature that is given; nothing without one.
+
+    Raises:
+        FastshardError: ``FS515`` for a key without a signature, or a checkpoint in several folders.
+    """
+    if signature is None:
+        if public_key is not None or certificates:
+            raise FastshardError.of("FS515", "a key without a signature", help="give --signature FILE")
+        return []
+    if len(checkpoint.roots) > 1:
+        raise FastshardError.of(
+            "FS515", "a signature is of one folder", got=f"{len(checkpoint.roots)} folders"
+        )
+    from . import signatures
+
+    key = None if public_key is None else Path(public_key)
+    return signatures.check(checkpoint.roots[0], Path(signature), key, map(Path, certificates))
+
+
+def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:
+    """True for the one row of an embedding that stands for padding: torch keeps it zero (``padding_idx``)."""
+    if finding.code != "FS313" or "embed" not in (finding.tensor or ""):
+        return False
+    parts = [config or {}, *(part for part in (config or {}).values() if isinstance(part, dict))]
+    ids = {part.get("pad_token_id") for part in parts} - {None}
+    return any(finding.got == f"zeros in row {number}" for number in ids)
+
+
+def _against(
+    path: Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    run: dict[str, Any],
+    progress: Any,
+    left_out: Collection[str] = (),
+) -> list[Finding]:
+    """Findings about what is not as the manifest at ``path`` has it."""
+    document = read(path)
+    findings = manifest_files.compare(path, document, checkpoint, run)
+    named = {file["name"] for file in tensor_files(document)}
+    own = manifest_files.root_of(path, document, checkpoint) is not None
+    if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:
+        text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
+        # What is there and cannot be opened has been told of.
+        there = {file.path for file in checkpoint.listing.files}
+        found = (Finding.from_dict(f) for f in json.loads(text))
+        return findings + [f for f in found if f.code != "FS101" or f.file not in there]
+    severity = "error" if own else "warning"
+    return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    seen: dict[Finding, None] = dict.fromkeys(findings)
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(seen, key=lambda f: order.get(f.severity, 3))
+
+
+@memory_budget.kept
+def manifest(
+    source: CheckpointSource,
+    out: StrPath | None = None,
+    *,
+    exclude: Iterable[str] = (),
+    stats: bool = False,
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Manifest:
+    """Hashes what is there, so that later damage shows.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
+        exclude: glob patterns of names of arrays to do without, as they cannot be read; all else is hashed.
+        stats: with statistics of each tensor as it is stored (see :class:`fastshard.TensorStats`).
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing), or
+            ``out`` is something else than a manifest already.
+    """
+    checkpoint = as_checkpoint(source, **opening)
+    path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
+    if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
+        raise FastshardError.of(
+            "FS504",
+            "is there already and is no manifest",
+            file=str(path),
+            help="choose another place with -o FILE",
+        )
+    plan = make_plan(checkpoint.opened, Request(exclude=exclude))
+    raise_errors(plan.findings)
+    gate, findings = checkpoint.opened.gate, list(plan.findings)
+    try:
+        with Progress(progress) as bar:
+            run = run_options(memory, threads, checkpoint.opened.catalog)
+            checked = json.loads(plan.core.check(json.dumps(run), bar.phase("verifying")))
+            findings += gate.passed(Finding.from_dict(f) for f in checked["findings"])
+            run["stats"] = "full" if stats else "nothing"
+            outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    # What the plan takes nothing of is read here for the first time.
+    findings = list(
+        dict.fromkeys([*findings, *gate.passed(Finding.from_dict(f) for f in outcome["findings"])])
+    )
+    # What was decided holds for the files as they are now: `verify` takes it from there.
+    decided = [f for f in findings if f.decided is not None]
+    as_found = [replace(f, decided=None).to_dict() for f in decided]
+    outcome["manifest"]["findings"] = [
+        *(f for f in outcome["manifest"]["findings"] if f not in as_found),
+        *(f.to_dict() for f in decided),
+    ]
+    outcome["manifest"]["files"] += manifest_files.companions(checkpoint)
+    safe_files.replace(path, json.dumps(outcome["manifest"], indent=1) + "\n")
+    return Manifest(outcome["manifest"], findings)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor in which two checkpoints differ.
+
+    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the two
+    last. Statistics are there where both sides have the tensor.
+    """
+
+    tensor: str
+    kind: str
+    a: str
+    b: str
+    differing: int = 0
+    largest: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+    a_stats: TensorStats | None = None
+    b_stats: TensorStats | None = None
+
+    @property
+    def distributions(self) -> str:
+        """Both distributions in words: mean and std, how far they overlap, and what is zero on one side only."""
+        if self.a_stats is None or self.b_stats is None:
+            return ""
+        sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
+        words = [f"{name} has mean {_figure(own.mean)}, std {_figure(own.std)}" for name, own, _ in sides]
+        overlap = self.a_stats.overlap(self.b_stats)
+        # Rounding must not make them equal.
+        words.append(
+            "the distributions are alike"
+            if overlap == 1
+            else f"the distributions overlap by {min(overlap, 0.9999):.2%}"
+        )
+        for name, own, other in sides:
+            words += [f"{zero} are zero in {name} only" for zero in own.zero_unlike(other)]
+        return "; ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        sides = {"a_stats": self.a_stats, "b_stats": self.b_stats}
+        return {**vars(self), **{key: own.to_dict() if own else None for key, own in sides.items()}}
+
+    def to_finding(self) -> Finding:
+        """The difference as a finding."""
+        distributions = f"; {self.distributions}" if self.distributions else ""
+        if self.kind == "values":
+            message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
+            return Finding.of("FS309", message + distributions, tensor=self.tensor)
+        return Finding.of(
+            "FS309",
+            self.kind.replace("_", " ") + distributions,
+            tensor=self.tensor,
+            expected=self.a,
+            got=self.b,
+        )
+
+
+class Differences(list[Difference]):
+    """Differences by the tensors' names: a list, which a notebook shows as a table."""
+
+    def __init__(self, differences: Iterable[Difference] = (), findings: Iterable[Finding] = ()) -> None:
+        super().__init__(differences)
+        #: Warnings and notes about the two checkpoints.
+        self.findings = list(dict.fromkeys(findings))
+
+    def _repr_html_(self) -> str:
+        from ..common import notebook_html
+
+        many = f"{len(self)} tensors differ" if self else "no difference: every tensor has the same bytes"
+        rows = (
+            (
+                d.tensor,
+                d.kind.replace("_", " "),
+                d.a,
+                d.b,
+                f"{d.differing:,}" if d.differing else "",
+                notebook_html.figure(d.largest) if d.differing else "",
+                d.distributions,
+            )
+            for d in self
+        )
+        head = ("tensor", "what", "A", "B", "elements", "max |a-b|", "distributions")
+        return notebook_html.table(many, head, rows, len(self))
+
+
+def _figure(x: float | None) -> str:
+    return "-" if x is None else f"{x:.6g}"
+
+
+@memory_budget.kept
+def diff(
+    a: CheckpointSource,
+    b: CheckpointSource,
+    *,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    memory: str | int | None = None,
+    threads: int | None = None,
+    progress: Report = False,
+    **opening: Unpack[Opening],
+) -> Differences:
+    """Compares two checkpoints tensor by tensor, across formats and shardings.
+
+    Names are the sources' own where both have the same; otherwise both are seen through their
+    Hugging Face layout. Hashes are compared first; only tensors that differ are read again, for the
+    figures and for the statistics of both sides. ``include`` and ``exclude`` are glob patterns of names, as for
+    :func:`fastshard.plan`.
+
+    Raises:
+        FastshardError: if one of the two is damaged or they cannot be brought to common names.
+    """
+    one, two = as_checkpoint(a, **opening), as_checkpoint(b, **opening)
+    plans = _comparable((one, two), list(include), list(exclude))
+    hashes: list[dict[str, str]] = []
+    sides: list[dict[str, TensorStats]] = []
+    found = [f for plan in plans for f in plan.findings]
+    run = run_options(memory, threads, one.opened.catalog, two.opened.catalog)
+    try:
+        with Progress(progress) as bar:
+            for plan, side, title in zip(plans, (one, two), "ab", strict=True):
+                outcome = json.loads(plan.core.check(json.dumps(run), bar.phase(f"hashing {title}")))
+                # What is no number differs from nothing but itself: the comparison says where.
+                findings = [Finding.from_dict(f) for f in outcome["findings"]]
+                findings = [replace(f, severity="warning") if f.code == "FS306" else f for f in findings]
+                found += side.opened.gate.passed(findings)
+                hashes.append(outcome["hashes"])
+            both = sorted(set(hashes[0]) & set(hashes[1]))
+            unlike = [
+                n for n in both if hashes[0][n] != hashes[1][n] or _form(plans[0], n) != _form(plans[1], n)
+            ]
+            for plan, title in zip(plans, "ab", strict=True):
+                sides.append(
+                    gather(plan, run, bar.phase(f"statistics of {title}"), unlike)[0] if unlike else {}
+                )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    out = [Difference(name, "only_a", "present", "absent") for name in hashes[0].keys() - hashes[1].keys()]
+    out += [Difference(name, "only_b", "absent", "present") for name in hashes[1].keys() - hashes[0].keys()]
+    for name in unlike:
+        x, y = (Tensor(plan, plan.index[name]) for plan in plans)
+        unequal = (
+            Difference(name, "shape", str(list(x.shape)), str(list(y.shape)))
+            if x.shape != y.shape
+            else _compare(name, x, y)
+        )
+        out.append(replace(unequal, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
+    return Differences(sorted(out, key=lambda d: d.tensor), found)
+
+
+def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
+    """Plans of what is chosen of two checkpoints, under common names; that of one may be empty."""
+    chosen: dict[str, Any] = {"include": include, "exclude": exclude}
+    plans = [make_plan(side.opened, Request(**chosen)) for side in sides]
+    names = [set(plan.index) for plan in plans]
+    if (include or exclude) and not names[0] & names[1]:
+        # Whether the two have common names does not hang on what is chosen of them.
+        names = [have | make_plan(side.opened).index.keys() for have, side in zip(names, sides, strict=True)]
+    if not names[0] & names[1]:
+        plans = [make_plan(side.opened, Request("hf", **chosen)) for side in sides]
+    for plan in plans:
+        # Where nothing is left of one side, that is what they differ in; of both, no name fits the patterns.
+        empty = bool(include or exclude) and not plan.outputs and any(other.outputs for other in plans)
+        raise_errors([f for f in plan.findings if not (empty and f.code == "FS515")])
+    return plans
+
+
+def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
+    """(dtype, shape) of an output."""
+    _, dtype, shape, _, _ = plan.outputs[plan.index[name]]
+    return dtype, shape
+
+
+#: Bytes compared at a time.
+_CHUNK = 16 << 20
+
+
+def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+    import numpy as np
+
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        # Of int64 and uint64 numpy would make floats.
+        unequal = (
+            (a != b)
+            if a.dtype.kind == b.dtype.kind
+            else (a < 0) | (b < 0) | (a.astype("u8") != b.astype("u8"))
+        )
+        delta: NDArray[Any] = np.zeros(a.shape)
+        delta[unequal] = (a[unequal].astype(object) - b[unequal].astype(object)).astype(np.float64)
+        return unequal, delta
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    p, q = a.astype(wide), b.astype(wide)
+    delta = np.abs(p - q) if wide is np.complex128 else p - q
+    return ~((p == q) | (np.isnan(p) & np.isnan(q))), delta
+
+
+def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
+    """Figures of the difference, in bounded memory. Of complex numbers it is the distance of the two."""
+    import numpy as np
+
+    rows = x.shape[0] if x.shape else 1
+    step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
+    differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0
+    for start in range(0, rows, step):
+        a, b = ((t[start : start + step] if t.shape else t.numpy()).ravel() for t in (x, y))
+        unequal, delta = _apart(a, b)
+        differing += int(unequal.sum())
+        finite = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
+        largest = max(largest, float(finite.max(initial=0.0)))
+        delta = np.where(np.isfinite(delta), delta, 0.0)
+        total += float(delta.sum())
+        squares += float((delta * delta).sum())
+        count += delta.size
+    mean = total / max(1, count)
+    std = max(0.0, squares / max(1, count) - mean * mean) ** 0.5
+    if x.dtype != y.dtype:
+        return Difference(name, "dtype", x.dtype, y.dtype, differing, largest, mean, std)
+    if differing == 0:
+        # Equal numbers with other bits: the sign of a zero or the payload of a NaN.
+        return Difference(name, "values", "", "", 0, 0.0, 0.0, 0.0)
+    return Difference(name, "values", "", "", differing, largest, mean, std)

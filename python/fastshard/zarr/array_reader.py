@@ -1,0 +1,221 @@
+"""Reads key-value stores of arrays (plain files, OCDBT) through TensorStore."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import _core
+from ..common import memory_budget
+from ..common.dtypes import numpy_dtype
+from ..common.errors import FastshardError
+from ..common.optional_imports import imported
+from . import ocdbt_index
+from .remote_ranges import Lent
+
+#: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
+#: chunk otherwise. In bytes where no budget is stated, at least, and at most.
+_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST = 16, 16 << 20, 4 << 20, 64 << 20
+#: Arrays that one store keeps open.
+_OPEN = 64
+#: mallopt's parameters. source: malloc.h of glibc
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+#: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept; in bytes
+#: where no budget is stated, at least, and at most. source: glibc malloc.c, DEFAULT_MMAP_THRESHOLD_MAX
+_HEAP_PART, _HEAP, _LEAST, _MOST = 32, 8 << 20, 1 << 20, 32 << 20
+
+
+class Box(NamedTuple):
+    """A box of an array, and how the array is stored."""
+
+    name: str
+    #: The key of the chunk that it lies in.
+    key: str
+    #: TensorStore's name of it: ``zarr`` or ``zarr3``.
+    driver: str
+    metadata: dict[str, Any]
+    #: As safetensors names it.
+    dtype: str
+    #: What is absent holds the fill value: the caller knows then that the chunk itself is there.
+    sparse: bool
+    #: First index.
+    lo: list[int]
+    extent: list[int]
+
+
+def library() -> Any:
+    """TensorStore.
+
+    Raises:
+        FastshardError: ``FS514`` if it is not installed.
+    """
+    tensorstore = imported("tensorstore", told="zarr and OCDBT are read by TensorStore", extra="orbax")
+    _share_heap(_share(_HEAP_PART, _HEAP, _LEAST, _MOST))
+    return tensorstore
+
+
+def _share(part: int, default: int, least: int, most: int) -> int:
+    """A part of the memory budget in bytes, within bounds."""
+    stated = memory_budget.stated()
+    return default if stated is None else min(max(stated // part, least), most)
+
+
+@functools.lru_cache(1)
+def _share_heap(threshold: int) -> None:
+    """Has all threads take chunks up to a size from one heap.
+
+    A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the memory
+    that is in use; a mapping for each buffer has the system fault every page in anew, half of a run's CPU time.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_THRESHOLD, threshold)
+        mallopt(_TRIM_THRESHOLD, threshold)
+
+
+def new_context() -> Any:
+    """What the stores of one checkpoint share: nodes of their indices are kept, and no chunk that the core does not hold itself."""
+    index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
+    return library().Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#index": {"total_bytes_limit": index}}
+    )
+
+
+class Store:
+    """A directory with arrays: their folders, or an OCDBT database that holds them."""
+
+    def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
+        self._ts = library()
+        #: Its files, if they lie on another host's disk.
+        self.lent = Lent(path, ocdbt=ocdbt) if _core.is_elsewhere(path) else None
+        self.label = label
+        # TensorStore takes no path with `..` in it.
+        self._folder = f"{path.resolve()}/"
+        self._ocdbt = ocdbt
+        self._context = new_context() if context is None else context
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._kv = self._wait(lambda: self._ts.KvStore.open(self._spec(""), context=self._context).result())
+
+    def _spec(self, path: str) -> dict[str, Any]:
+        base = {"driver": "file", "path": self._folder}
+        if self._ocdbt:
+            return {"driver": "ocdbt", "base": base, "path": path, "cache_pool": "cache_pool#index"}
+        return {"driver": "file", "path": self._folder + path}
+
+    def _wait(self, work: Any, tensor: str | None = None) -> Any:
+        try:
+            return work()
+        except FastshardError:
+            raise
+        except Exception as error:
+            # TensorStore raises ValueError for what it finds in stores, and adds where in its sources.
+            told = str(error).partition(" [source locations")[0]
+            raise FastshardError.of(
+                "FS601",
+                f"the store cannot be read: {told}",
+                file=self.label,
+                tensor=tensor,
+                help="it is damaged or was cut short: copy it again from the host that wrote it",
+            ) from None
+
+    def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
+        """Keys of an OCDBT store whose values are there, and those whose values are not, with the reason.
+
+        The index alone is read, no value.
+
+        Args:
+            sizes: files below the store's folder that may be read, with their sizes in bytes.
+        """
+        base = {"driver": "file", "path": self._folder}
+        bring = self.lent.bring if self.lent else lambda place: None
+        there: list[str] = []
+        lost: dict[str, str] = {}
+        places = {}
+        for key, place in self._wait(lambda: list(ocdbt_index.walk(self._ts, base, sizes, bring))):
+            why = place and ocdbt_index.unreadable(place, sizes)
+            if why:
+                lost[key] = why
+            else:
+                there.append(key)
+                if self.lent and place:
+                    places[key] = place
+        if self.lent:
+            self.lent.placed(places)
+        return there, lost
+
+    def _held(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """The value of a key, where its files lie on another host."""
+        return self.lent.held(key) if self.lent else contextlib.nullcontext()
+
+    def read(self, key: str, limit: int | None = None) -> bytes:
+        """The value of a key as it is stored.
+
+        Raises:
+            FastshardError: ``FS601`` if it cannot be read or has more than ``limit`` bytes.
+        """
+        with self._held(key):
+            value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
+        if limit is not None and len(value) > limit:
+            raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self.label, tensor=key)
+        return value
+
+    def has(self, key: str) -> bool:
+        """True if the key is there now."""
+        one = self._ts.KvStore.KeyRange(key, key + "\0")
+        return bool(self._wait(lambda: self._kv.list(one).result(), key))
+
+    def _array(self, box: Box) -> Any:
+        with self._lock:
+            if box.name in self._open:
+                self._open.move_to_end(box.name)
+                return self._open[box.name]
+        spec = {
+            "driver": box.driver,
+            "kvstore": self._spec(box.name + "/"),
+            "metadata": box.metadata,
+            "fill_missing_data_reads": box.sparse,
+        }
+        # The metadata may lie in another host's store.
+        opening = {"open": True, "assume_metadata": True, "context": self._context}
+        array = self._wait(lambda: self._ts.open(spec, **opening).result(), box.name)
+        with self._lock:
+            self._open[box.name] = array
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        return array
+
+    def _view(self, box: Box) -> Any:
+        array = self._array(box)
+        if array.dtype.numpy_dtype != (wanted := numpy_dtype(box.dtype)):
+            array = self._wait(lambda: self._ts.cast(array, self._ts.dtype(wanted)), box.name)
+        place = tuple(slice(at, at + n) for at, n in zip(box.lo, box.extent, strict=True))
+        return self._wait(lambda: array[place] if place else array, box.name)
+
+    def decode(self, box: Box, view: memoryview) -> None:
+        """Fills ``view`` with the C-ordered elements of a box.
+
+        Raises:
+            FastshardError: ``FS601`` if a chunk is missing or cannot be decoded.
+        """
+        import numpy as np
+
+        stored = self._view(box)
+        # Decoded straight to where it is wanted: one copy less of what may be many MiB.
+        target = self._ts.array(np.frombuffer(view, stored.dtype.numpy_dtype).reshape(box.extent))
+        with self._held(box.key):
+            self._wait(lambda: target.write(stored).result(), box.name)
+
+    def decoded(self, box: Box) -> bytes:
+        """The same as bytes."""
+        stored = self._view(box)
+        with self._held(box.key):
+            found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()
+        return found

@@ -1,0 +1,223 @@
+"""Writes stores of arrays (zarr, OCDBT) through TensorStore: the core hands over one block at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.dtypes import numpy_dtype
+from ..common.errors import FastshardError, Finding
+from .array_reader import library
+from .dtypes import ZARR2, ZARR3, fill
+
+#: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
+_UNDER_WAY = 16 << 20
+#: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
+#: source: orbax/checkpoint/_src/serialization/ocdbt_utils.py, type_handlers.py
+_INLINE = 1024
+#: Bytes of a node of that tree: each commit writes those on its way anew, and blocks are committed as they come.
+_NODE = 64 << 10
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array to be written; ``dtype`` as safetensors names it, ``block`` the extent of a chunk."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    block: list[int]
+
+    def keys(self, zarr: int) -> set[str]:
+        """Keys that the store must hold once the array is whole: metadata and every chunk."""
+        grid = [range(-(-n // b)) for n, b in zip(self.shape, self.block, strict=True)]
+        if zarr == 3:
+            chunks = {"/".join(["c", *map(str, index)]) for index in itertools.product(*grid)}
+            names = {"zarr.json", *chunks}
+        else:
+            chunks = {".".join(map(str, index)) or "0" for index in itertools.product(*grid)}
+            names = {".zarray", *chunks}
+        return {f"{self.key}/{name}" for name in names}
+
+    def metadata(self, zarr: int) -> dict[str, Any]:
+        """The array's metadata as Orbax writes it, so that every version of it reads the array.
+
+        source: orbax/checkpoint/_src/serialization/tensorstore_utils.py (ArrayWriteSpec); measured with 0.12.8
+        """
+        if zarr == 2:
+            return {
+                "zarr_format": 2,
+                "shape": self.shape,
+                "chunks": [max(1, n) for n in self.block],
+                "dtype": ZARR2[self.dtype],
+                "compressor": {"id": "zstd", "level": 1},
+                "fill_value": None,
+                "filters": None,
+                "order": "C",
+                "dimension_separator": ".",
+            }
+        chunk = {"chunk_shape": [max(1, n) for n in self.block]}
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
+        sharding = {
+            **chunk,
+            "codecs": [little, {"name": "zstd", "configuration": {"level": 3, "checksum": False}}],
+            "index_codecs": [little, {"name": "crc32c"}],
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": self.shape,
+            "data_type": ZARR3[self.dtype],
+            "chunk_grid": {"name": "regular", "configuration": chunk},
+            "chunk_key_encoding": {"name": "default"},
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "fill_value": fill(self.dtype),
+        }
+
+
+class StoreWriter:
+    """Writes one store; the core calls :meth:`begin`, :meth:`write` from several threads, :meth:`finish`.
+
+    Each returns None, or a JSON array of findings.
+    """
+
+    def __init__(self) -> None:
+        self._ts = library()
+        self._lock = threading.Lock()
+        self._arrays: dict[str, Array] = {}
+        self._open: dict[str, Any] = {}
+        self._under_way: deque[tuple[int, Any]] = deque()
+        self._bytes = 0
+        self._how: dict[str, Any] = {}
+        self._context: Any = None
+
+    def begin(self, folder: str, how: str, arrays: str) -> str | None:
+        """Makes the store in ``folder``, from nothing: what an interrupted run left there is removed."""
+        # TensorStore takes no path with `..` in it.
+        path = Path(folder).resolve()
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        self._how = {**json.loads(how), "folder": str(path)}
+        # What is published is brought to disk as a whole, once.
+        self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
+        self._arrays = {a["key"]: Array(**a) for a in json.loads(arrays)}
+        return self._told(lambda: self._create(list(self._arrays.values())))
+
+    def _create(self, arrays: list[Array]) -> None:
+        zarr = self._how["zarr"]
+        # Together, so that they share commits; not all at once, for the memory's sake.
+        for start in range(0, len(arrays), 256):
+            opening = {
+                array.key: self._ts.open(
+                    {
+                        "driver": "zarr" if zarr == 2 else "zarr3",
+                        "kvstore": self._kvstore(array.key + "/"),
+                        "metadata": array.metadata(zarr),
+                        # Chunks of zeros are written too: a missing one is a lost one.
+                        "store_data_equal_to_fill_value": True,
+                    },
+                    create=True,
+                    context=self._context,
+                )
+                for array in arrays[start : start + 256]
+            }
+            failed: Exception | None = None
+            for key, future in opening.items():
+                try:
+                    self._open[key] = future.result()
+                except Exception as error:
+                    # The others are waited for: they would go on to write into a folder that is being removed.
+                    failed = failed or error
+            if failed is not None:
+                raise failed
+
+    def _kvstore(self, path: str) -> dict[str, Any]:
+        folder = self._how["folder"].rstrip("/") + "/"
+        if not self._how["ocdbt"]:
+            return {"driver": "file", "path": folder + path}
+        return {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": folder},
+            "path": path,
+            "config": {"max_inline_value_bytes": _INLINE, "max_decoded_node_bytes": _NODE},
+        }
+
+    def write(self, key: str, index: list[int], shape: list[int], data: bytes) -> str | None:
+        """Stores the block at ``index``: ``data`` holds its elements in C order."""
+        return self._told(lambda: self._write(key, index, shape, data))
+
+    def _write(self, key: str, index: list[int], shape: list[int], data: bytes) -> None:
+        import numpy as np
+
+        array = self._arrays[key]
+        block = np.frombuffer(data, numpy_dtype(array.dtype)).reshape(shape)
+        place = tuple(slice(i * b, i * b + n) for i, b, n in zip(index, array.block, shape, strict=True))
+        future = self._open[key][place].write(block) if place else self._open[key].write(block)
+        future.copy.result()
+        done = []
+        with self._lock:
+            self._under_way.append((len(data), future.commit))
+            self._bytes += len(data)
+            while self._bytes > _UNDER_WAY:
+                size, commit = self._under_way.popleft()
+                self._bytes -= size
+                done.append(commit)
+        for commit in done:
+            commit.result()
+
+    def finish(self) -> str | None:
+        """Waits for all that is under way; every key that must be there is looked up."""
+        return self._told(self._finish)
+
+    def _finish(self) -> None:
+        while self._under_way:
+            self._under_way.popleft()[1].result()
+        self._open.clear()
+        store = self._ts.KvStore.open(self._kvstore(""), context=self._context).result()
+        there = {key.decode() for key in store.list().result()}
+        for array in self._arrays.values():
+            if lacking := sorted(array.keys(self._how["zarr"]) - there):
+                raise FastshardError.of(
+                    "FS507",
+                    f"{len(lacking)} keys of the store just written are not in it",
+                    tensor=array.key,
+                    expected=lacking[0],
+                    help="the file system lost what was written: look at its logs, then run again",
+                )
+
+    def abort(self) -> None:
+        """Waits for what is under way, whatever becomes of it: the store will be removed."""
+        while self._under_way:
+            with contextlib.suppress(Exception):
+                self._under_way.popleft()[1].result()
+        self._open.clear()
+
+    def _told(self, work: Any) -> str | None:
+        try:
+            work()
+        except FastshardError as error:
+            return json.dumps([finding.to_dict() for finding in error.findings])
+        except Exception as error:
+            # TensorStore raises ValueError for what the system says of files.
+            finding = Finding.of(
+                "FS507", f"the store cannot be written: {error}", file=self._how.get("folder")
+            )
+            return json.dumps([finding.to_dict()])
+        return None
+
+
+def writer() -> StoreWriter:
+    """A writer.
+
+    Raises:
+        FastshardError: ``FS514`` if TensorStore is not installed.
+    """
+    return StoreWriter()

@@ -1,0 +1,144 @@
+"""Stores on other hosts' disks, brought here range by range while TensorStore reads them: it knows files alone, and finds holes
+in those that stand for others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import _core
+from ..common.errors import from_core
+from .ocdbt_index import Place
+
+#: What an OCDBT database's manifests are called. source: tensorstore/kvstore/ocdbt/index.rst
+_MANIFEST = "manifest"
+#: Ranges that are kept though nobody reads them: a shard is read once for each of its parts.
+_KEPT = 8
+
+#: File, first byte, one past the last.
+Range = tuple[Path, int, int]
+
+
+@dataclass
+class _Brought:
+    """A range that is being read, or was read last."""
+
+    readers: int = 0
+    here: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+# Stores that are opened twice, or lie in one another, share files.
+_ranges: dict[Range, _Brought] = {}
+#: Those of them that nobody reads, the oldest first.
+_idle: OrderedDict[Range, None] = OrderedDict()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _held(wanted: Range) -> Iterator[None]:
+    with _lock:
+        brought = _ranges.setdefault(wanted, _Brought())
+        brought.readers += 1
+        _idle.pop(wanted, None)
+    try:
+        with brought.lock:
+            if not brought.here:
+                _bring(wanted)
+                brought.here = True
+        yield
+    finally:
+        with _lock:
+            brought.readers -= 1
+            if not brought.readers:
+                _idle[wanted] = None
+            while len(_idle) > _KEPT:
+                oldest, _ = _idle.popitem(last=False)
+                del _ranges[oldest]
+                # Memory may be all that lies below. A folder that is gone took all of it along.
+                with contextlib.suppress(_core.CoreError):
+                    _core.let_go(*oldest)
+
+
+def forget(folder: Path) -> None:
+    """Forgets what was brought into files below a folder, which is about to be removed."""
+    with _lock:
+        for wanted in [w for w in _ranges if w[0].is_relative_to(folder)]:
+            del _ranges[wanted]
+            _idle.pop(wanted, None)
+
+
+def _bring(wanted: Range) -> None:
+    try:
+        _core.bring(*wanted)
+    except _core.CoreError as error:
+        raise from_core(error) from None
+
+
+class Lent:
+    """The files of a store on another host's disk.
+
+    Nothing of them may be read that was not brought: what was not is zeros.
+    """
+
+    def __init__(self, folder: Path, *, ocdbt: bool) -> None:
+        self._folder = folder.resolve()
+        self._ocdbt = ocdbt
+        self._places: dict[str, Place] = {}
+        if ocdbt:
+            for name in sorted(os.listdir(self._folder)):  # noqa: PTH208 - names, not paths
+                if name.startswith(_MANIFEST):
+                    self.bring((name, 0, self._size(name)))
+
+    def _size(self, name: str) -> int:
+        return os.stat(self._folder / name).st_size  # noqa: PTH116 - once for every chunk
+
+    def bring(self, place: Place) -> None:
+        """Brings a range, for good.
+
+        Raises:
+            FastshardError: what keeps it from coming.
+        """
+        _bring(self._range(place))
+
+    def _range(self, place: Place) -> Range:
+        name, offset, length = place
+        return self._folder / name, offset, offset + length
+
+    def placed(self, places: Mapping[str, Place]) -> None:
+        """Takes note of where the values of keys lie; in a plain store each is a file."""
+        self._places.update(places)
+
+    def range_of(self, key: str) -> Range | None:
+        """Where the value of a key lies; None for one that is not there, or that the index itself holds."""
+        if self._ocdbt:
+            place = self._places.get(key)
+            return place and self._range(place)
+        return self._range((key, 0, self._size(key))) if (self._folder / key).is_file() else None
+
+    def held(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """Has the value of a key here as long as it is read.
+
+        Raises:
+            FastshardError: what keeps it from coming.
+        """
+        wanted = self.range_of(key)
+        return _held(wanted) if wanted else contextlib.nullcontext()
+
+
+def send(wanted: Iterable[tuple[Lent, str]]) -> None:
+    """Says that the values of keys will be read, in this order.
+
+    Raises:
+        FastshardError: what keeps that from being said.
+    """
+    ranges = [found for store, key in wanted if (found := store.range_of(key))]
+    try:
+        _core.will_read(ranges)
+    except _core.CoreError as error:
+        raise from_core(error) from None
