@@ -13,16 +13,6 @@ case "$*" in
 esac
 . scripts/setup.sh
 setup '[test]'
-# The core's tests are compiled and run beside the others. The wheel of `.ci/run` was built in the profile for tests, with which
-# this then shares what it compiles.
-mkdir -p target
-printf 'the tests of the core run beside: target/core-tests.log\n'
-cargo test --workspace ${FASTSHARD_WHEEL:+--profile tests} >target/core-tests.log 2>&1 &
-core=$!
-trap 'kill $core 2>/dev/null || :' EXIT
-trap 'exit 130' INT TERM
-code=0
-python -m pytest -n auto --maxprocesses 8 -m "$chosen" || code=$?
-wait $core || code=$?
-cat target/core-tests.log
-exit $code
+# The wheel was built in the profile for tests, with which this then shares what it compiles.
+cargo test --workspace ${FASTSHARD_WHEEL:+--profile tests}
+python -m pytest -n auto --maxprocesses 8 -m "$chosen"
