@@ -32,6 +32,15 @@ print(json.dumps([code, held("VmHWM") - begun - (held("RssFile") - code_pages)])
 """
 
 
+def measured(*argv: str) -> tuple[int, float, str]:
+    """Runs a command in a process of its own: its exit code, the MiB that it held at most beyond what it began with, and what
+    it said."""
+    command = [sys.executable, "-c", MEASURED, *argv]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    code, beyond = json.loads(run.stderr.splitlines()[-1])
+    return code, beyond, run.stdout + run.stderr
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 MB of names."""
@@ -69,15 +78,9 @@ def test_a_budget_that_the_names_exceed_is_refused_before_it_is_used(
 ) -> None:
     out = tmp_path / "out"
     argv = [{"CKPT": str(source), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *argv, "--memory", "64MiB"],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    code, beyond = json.loads(run.stderr.splitlines()[-1])
-    assert code == 2 and "FS512" in run.stdout + run.stderr and "at least" in run.stdout + run.stderr
-    assert "raise --memory" in run.stdout + run.stderr
+    code, beyond, said = measured(*argv, "--memory", "64MiB")
+    assert code == 2 and "FS512" in said and "at least" in said
+    assert "raise --memory" in said
     # Nothing of the names was read yet.
     assert beyond < 16
     assert not out.exists()
@@ -88,11 +91,8 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
     memory: int, source: Path, tmp_path: Path
 ) -> None:
     argv = ["merge", str(source), str(tmp_path / "out"), "--memory", f"{memory}MiB"]
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=HANG
-    )
-    code, beyond = json.loads(run.stderr.splitlines()[-1])
-    refused = code == 2 and "FS512" in run.stdout + run.stderr
+    code, beyond, said = measured(*argv)
+    refused = code == 2 and "FS512" in said
     assert refused or code == 0
     assert refused != (tmp_path / "out").exists()
     assert beyond < memory * 1.25
@@ -121,14 +121,8 @@ def test_names_of_many_files_are_refused_within_the_budget(
     """Each step of planning is refused before it takes more than there is."""
     out = tmp_path / "out"
     argv = [{"CKPT": str(many_files), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *argv, "--memory", "256MiB"],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    code, beyond = json.loads(run.stderr.splitlines()[-1])
-    assert code == 2 and "FS512" in run.stdout + run.stderr
+    code, beyond, said = measured(*argv, "--memory", "256MiB")
+    assert code == 2 and "FS512" in said
     assert beyond < 256
     assert not out.exists()
 
@@ -150,12 +144,9 @@ def test_a_text_beyond_the_budget_is_not_read(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors"}, "metadata": {"note": "x" * (40 << 20)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     argv = ["plan", str(tmp_path), "--memory", "64MiB"]
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=HANG
-    )
-    code, beyond = json.loads(run.stderr.splitlines()[-1])
-    assert code == 2 and "FS512" in run.stdout + run.stderr
-    assert "model.safetensors.index.json" in run.stdout + run.stderr
+    code, beyond, said = measured(*argv)
+    assert code == 2 and "FS512" in said
+    assert "model.safetensors.index.json" in said
     assert beyond < 16
 
 
@@ -168,9 +159,6 @@ def test_what_is_read_for_a_moment_is_given_back(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         torch.save({"param": torch.full((16400,), float(i))}, folder / "fp32.pt")
     argv = ["plan", str(tmp_path / "ckpt"), "--memory", "128MiB"]
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *argv], capture_output=True, text=True, timeout=HANG
-    )
-    code, beyond = json.loads(run.stderr.splitlines()[-1])
-    assert code == 0, run.stderr
+    code, beyond, said = measured(*argv)
+    assert code == 0, said
     assert beyond < 100

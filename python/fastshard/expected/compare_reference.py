@@ -196,14 +196,15 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
         # The reference lies below a name, which may be a trainer's: the model's own names stay.
         return None
     if way.uncertain:
-        raise FastshardError.of(
-            "FS106",
-            f"the names can be read in several ways to fit the reference {path}",
-            expected="one",
-            got=way.readings,
-            help="give a reference with the names of the checkpoint; --under says where one of several models begins",
-        )
+        help_ = "give a reference with the names of the checkpoint; --under says where one of several models begins"
+        raise _ambiguous(path, way.readings, help_)
     return way if way.names else None
+
+
+def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
+    """That names can be read in several ways."""
+    message = f"the names can be read in several ways to fit the reference {path}"
+    return FastshardError.of("FS106", message, expected="one", got=readings, help=help_)
 
 
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:
@@ -245,13 +246,8 @@ def _aligned(met: _Met, roster: _core.Roster, reference: Reference) -> _Met | No
         if len(names) == len(own) and 2 * len(names & listed) > least:
             fitting.append(reading)
     if len(fitting) > 1:
-        raise FastshardError.of(
-            "FS106",
-            f"the names can be read in several ways to fit the reference {reference.path}",
-            expected="one",
-            got="; ".join(map(str, fitting)),
-            help="say where the model begins with --under",
-        )
+        told = "; ".join(map(str, fitting))
+        raise _ambiguous(reference.path, told, "say where the model begins with --under")
     if not fitting:
         return None
     # What is no part of the model has no name there.

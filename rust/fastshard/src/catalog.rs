@@ -139,8 +139,10 @@ impl Catalog {
         }
         let catalog = Catalog { roots, files: opened, findings, room: Mutex::new(None) };
         // A plan is to be made within the same limit: what it takes is refused before more is made of the names.
-        catalog.within(memory)?;
-        catalog.within(None)?;
+        if let Some(room) = memory.map(Room::up_to) {
+            let (tensors, names) = catalog.named();
+            room.plan(tensors, names)?;
+        }
         Ok(catalog)
     }
 }

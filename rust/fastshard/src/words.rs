@@ -296,8 +296,7 @@ pub(crate) fn of_any_expert(name: &str) -> String {
 
 /// True if two parts of names differ in their numbers alone.
 pub(crate) fn renumbered(a: &str, b: &str) -> bool {
-    let rest = |part: &str| -> String { part.chars().filter(|c| !c.is_ascii_digit()).collect() };
-    a != b && rest(a) == rest(b)
+    a != b && without_numbers(a) == without_numbers(b)
 }
 
 /// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary

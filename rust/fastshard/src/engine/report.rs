@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Op, Output, Plan};
+use crate::standing::Standing;
 use crate::words::is_buffer;
 
 use super::shards;
@@ -77,11 +78,16 @@ impl Run<'_> {
         findings.extend(shards::copies(self.plan, &self.sources)?);
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
         findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
-        findings.extend(shards::repeated_parts(self.plan, &self.sources)?);
+        let standing = Standing::of(self.plan);
+        if let Some(standing) = &standing {
+            findings.extend(shards::repeated_parts(self.plan, &self.sources, standing)?);
+        }
         findings.extend(shards::swapped(self.plan, &self.sources, &findings)?);
-        let (files, blocks) = shards::copied(self.plan, &self.sources)?;
-        findings.extend(blocks);
-        shards::told_once(&mut findings, files);
+        if let Some(standing) = &standing {
+            let (files, blocks) = shards::copied(self.plan, &self.sources, standing)?;
+            findings.extend(blocks);
+            shards::told_once(&mut findings, files);
+        }
         findings.iter_mut().for_each(|finding| shards::accept(self.plan, finding));
         let decoded = self.sources.blocks.traffic();
         Ok(Report { outputs, findings: limit(findings), memory, decoded })

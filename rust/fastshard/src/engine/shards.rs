@@ -61,9 +61,12 @@ struct Equal<'a, 'p> {
 }
 
 /// Whole files and blocks that are copies of others.
-pub(super) fn copied<'p>(plan: &'p Plan, sources: &Sources<'p>) -> Result<(Vec<Finding>, Vec<Finding>)> {
-    let Some(standing) = Standing::of(plan) else { return Ok((Vec::new(), Vec::new())) };
-    let contents = Contents::of(plan, sources, &standing)?;
+pub(super) fn copied<'p>(
+    plan: &'p Plan,
+    sources: &Sources<'p>,
+    standing: &Standing,
+) -> Result<(Vec<Finding>, Vec<Finding>)> {
+    let contents = Contents::of(plan, sources, standing)?;
     if contents.all_differ() {
         return Ok((Vec::new(), Vec::new()));
     }
@@ -75,8 +78,8 @@ pub(super) fn copied<'p>(plan: &'p Plan, sources: &Sources<'p>) -> Result<(Vec<F
             }
         });
     }
-    let meant = Meant::of(plan, &standing, &contents);
-    let equal = Equal { plan, sources, standing: &standing, contents: &contents, uses: &uses, meant: &meant };
+    let meant = Meant::of(plan, standing, &contents);
+    let equal = Equal { plan, sources, standing, contents: &contents, uses: &uses, meant: &meant };
     Ok((copied::copied_files(equal)?, repeated_blocks::repeated_blocks(equal)?))
 }
 
@@ -193,6 +196,15 @@ fn read_range(
     Ok(())
 }
 
+/// Runs of elements in C order, each as first and number, of one of `times` equal parts along dimension `d`.
+fn runs_of_part(stored: &StoredTensor, d: usize, times: u64, part: u64) -> impl Iterator<Item = (u64, u64)> {
+    let n = stored.shape[d];
+    let inner: u64 = stored.shape[d + 1..].iter().product();
+    let outer: u64 = stored.shape[..d].iter().product();
+    let run = n / times * inner;
+    (0..outer).map(move |o| (o * n * inner + part * run, run))
+}
+
 struct Reader<'a, 'p> {
     sources: &'a Sources<'p>,
     scratch: Vec<u8>,
@@ -226,14 +238,23 @@ impl<'a, 'p> Reader<'a, 'p> {
     /// True if a tensor has too few different values for equality to say something.
     fn says_nothing(&mut self, stored: &StoredTensor) -> Result<bool> {
         let mut values = Values::default();
-        for (at, bytes) in Self::chunks(stored) {
-            read_range(self.sources, stored, at, &mut self.a[..bytes], &mut self.scratch)?;
-            values.add(&self.a[..bytes], stored.dtype.size());
+        self.add_values(stored, 0, element_count(&stored.shape).unwrap_or(0), &mut values)?;
+        Ok(!values.enough())
+    }
+
+    /// Takes note of the values of `n` elements from `first` on, in C order, until there are enough.
+    fn add_values(&mut self, stored: &StoredTensor, first: u64, n: u64, values: &mut Values) -> Result<()> {
+        let item = stored.dtype.size();
+        let per = (CHUNK / item) as u64;
+        for at in (0..n).step_by(per as usize) {
             if values.enough() {
-                return Ok(false);
+                break;
             }
+            let bytes = ((n - at).min(per)) as usize * item;
+            read_range(self.sources, stored, first + at, &mut self.a[..bytes], &mut self.scratch)?;
+            values.add(&self.a[..bytes], item);
         }
-        Ok(true)
+        Ok(())
     }
 
     /// True if a tensor is, along one of its dimensions, the same several times.
@@ -244,17 +265,31 @@ impl<'a, 'p> Reader<'a, 'p> {
     /// True if a tensor is the same several times along a dimension.
     fn repeats_along(&mut self, stored: &StoredTensor, d: usize) -> Result<bool> {
         let n = stored.shape[d];
-        let inner: u64 = stored.shape[d + 1..].iter().product();
-        let outer: u64 = stored.shape[..d].iter().product();
         for times in [2, 3, 5, 7].into_iter().filter(|times| n > 0 && n.is_multiple_of(*times)) {
-            let period = n / times * inner;
-            let starts = (0..outer).map(|o| o * n * inner);
-            let mut runs = starts.flat_map(|start| (1..times).map(move |t| (start, start + t * period)));
-            if runs.try_fold(true, |all, (a, b)| Result::Ok(all && self.same_run(stored, a, b, period)?))? {
+            let mut others = 1..times;
+            if others
+                .try_fold(true, |all, t| Result::Ok(all && self.same_parts(stored, d, times, (0, t))?))?
+            {
                 return Ok(true);
             }
         }
         Ok(false)
+    }
+
+    /// True if two of `times` equal parts along a dimension are the same.
+    fn same_parts(
+        &mut self,
+        stored: &StoredTensor,
+        d: usize,
+        times: u64,
+        (a, b): (u64, u64),
+    ) -> Result<bool> {
+        for (one, other) in runs_of_part(stored, d, times, a).zip(runs_of_part(stored, d, times, b)) {
+            if !self.same_run(stored, one.0, other.0, one.1)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// True if `n` elements from `a` on are those from `b` on, in C order.

@@ -9,7 +9,7 @@ use crate::plan::{Plan, StoredTensor};
 use crate::standing::{each_blob, each_use, mixed, Standing, Use};
 use crate::words::{
     are_one_buffer, are_one_table, is_of_experts, is_periodic, may_be_tied, middles, moments, of_any_expert,
-    of_copies, renumbered,
+    of_copies, renumbered, without_numbers,
 };
 
 /// More layers than any model has: all there are.
@@ -134,7 +134,7 @@ impl<'p> Meant<'p> {
         }
         let pattern = |name: &str| {
             let parts = name.split('.').enumerate().map(|(i, part)| match i == position {
-                true => part.chars().filter(|c| !c.is_ascii_digit()).collect(),
+                true => without_numbers(part),
                 false => part.to_string(),
             });
             parts.collect::<Vec<String>>().join(".")

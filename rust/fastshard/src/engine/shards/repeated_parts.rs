@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::values::Values;
-use super::{first_blob, read_range, Reader, CHUNK};
+use super::values::{Values, MIN_VALUES};
+use super::{read_range, runs_of_part, Reader};
 use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
@@ -35,8 +35,11 @@ struct Repeated {
 ///
 /// That is what a merge leaves which took one tensor-parallel rank's file for another's. One matrix alone may repeat
 /// itself for a reason (heads of keys that were copied for each group of queries).
-pub(in crate::engine) fn repeated_parts(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
-    let Some(standing) = Standing::of(plan) else { return Ok(Vec::new()) };
+pub(in crate::engine) fn repeated_parts(
+    plan: &Plan,
+    sources: &Sources,
+    standing: &Standing,
+) -> Result<Option<Finding>> {
     let mut layers: BTreeMap<(Option<&str>, &str), Vec<u32>> = BTreeMap::new();
     for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
         // Shards are compared as files.
@@ -62,7 +65,7 @@ pub(in crate::engine) fn repeated_parts(plan: &Plan, sources: &Sources) -> Resul
             found.push(repeated);
         }
     }
-    Ok(finding(plan, &found).into_iter().collect())
+    Ok(finding(plan, &found))
 }
 
 fn is_matrix(stored: &StoredTensor) -> bool {
@@ -95,7 +98,7 @@ impl Search<'_, '_> {
             let mut samples: HashMap<(u64, u64), Option<u64>> = HashMap::new();
             for parts in (2..=MOST_RANKS.min(n)).filter(|parts| n.is_multiple_of(*parts)) {
                 let len = n / parts;
-                if len * inner < SHORTEST || total / parts < super::values::MIN_VALUES as u64 {
+                if len * inner < SHORTEST || total / parts < MIN_VALUES as u64 {
                     break;
                 }
                 let mut like: HashMap<u64, Vec<u64>> = HashMap::new();
@@ -111,7 +114,7 @@ impl Search<'_, '_> {
                     like.values().flat_map(|like| like.windows(2).map(|pair| (pair[0], pair[1]))).collect();
                 pairs.sort_unstable();
                 for pair in pairs {
-                    if self.same(stored, dim, len, pair)? {
+                    if self.same(stored, dim, parts, pair)? {
                         return Ok(Some(Repeated { stored: i, dim, len, parts: pair }));
                     }
                 }
@@ -129,18 +132,13 @@ impl Search<'_, '_> {
     }
 
     /// True if two parts hold the same, and enough different values for that to say something.
-    fn same(&mut self, stored: &StoredTensor, dim: usize, len: u64, (a, b): (u64, u64)) -> Result<bool> {
-        let n = stored.shape[dim];
-        let inner: u64 = stored.shape[dim + 1..].iter().product();
-        let outer: u64 = stored.shape[..dim].iter().product();
+    fn same(&mut self, stored: &StoredTensor, dim: usize, times: u64, pair: (u64, u64)) -> Result<bool> {
+        if !self.reader.same_parts(stored, dim, times, pair)? {
+            return Ok(false);
+        }
         let mut values = Values::default();
-        for start in (0..outer).map(|o| o * n * inner) {
-            let run = len * inner;
-            if !self.reader.same_run(stored, start + a * run, start + b * run, run)? {
-                return Ok(false);
-            }
-            let item = stored.dtype.size();
-            values.add(&self.reader.a[..(run as usize * item).min(CHUNK / item * item)], item);
+        for (first, n) in runs_of_part(stored, dim, times, pair.0) {
+            self.reader.add_values(stored, first, n, &mut values)?;
         }
         Ok(values.enough())
     }
@@ -172,9 +170,5 @@ fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
     )
     .expected("parts of their own", "one rank's part in another's place")
     .help("one rank's file was taken for another's before this file was written: merge the ranks' files again; --accept copies if the model was widened by copying");
-    let mut finding = place(plan, stored, finding);
-    if finding.file.is_none() {
-        finding.file = first_blob(tensor).map(|blob| plan.label(plan.blobs[blob as usize].file));
-    }
-    Some(finding)
+    Some(place(plan, stored, finding))
 }
