@@ -34,10 +34,8 @@ def page() -> str:
         ]
         for code, row in sorted(CODES.items()):
             if code[2] == digit:
-                name = row["name"].lower().replace("_", " ")
-                lines.append(
-                    f"| {code} | {name} | {row['severity']} | {EXITS[row['exit']]} | {row['explanation']} |"
-                )
+                name = row.name.lower().replace("_", " ")
+                lines.append(f"| {code} | {name} | {row.severity} | {EXITS[row.exit]} | {row.explanation} |")
     return "\n".join(lines) + "\n"
 
 

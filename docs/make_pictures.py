@@ -7,7 +7,6 @@ and what the ranks' files hold is drawn. With a folder as argument the pictures 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def _stored(root: Path, pattern: str, ending: str, axis: int = 0) -> list[list[t
     catalog = _core.Catalog([root], [(0, file) for file in files], 1)
     found = []
     for at in range(len(files)):
-        for index, tensor in enumerate(json.loads(catalog.tensors(at))):
+        for index, tensor in enumerate(catalog.tensors(at)):
             if ".".join(tensor["path"]).endswith(ending):
                 raw = catalog.tensor_bytes(at, index, 1 << 20)
                 found.append(_boxes(np.frombuffer(raw, np.float32).reshape(tensor["shape"]), axis))

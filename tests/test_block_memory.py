@@ -44,8 +44,10 @@ def hashes(folder: Path, size: int, keep: Callable[[memoryview], Any], kept: lis
     blocks = ([(str(i), "U8", [size], size) for i in range(BLOCKS)], "identity", read, None, None)
     catalog = _core.Catalog([str(folder)], [(0, "anchor")], 1, None, {0: blocks})
     # Room for few blocks at a time, so that buffers are used again.
-    options = json.dumps({"threads": 1, "memory": _core.anonymous_memory() + (24 << 20) + 18 * size})
-    tensors = json.loads(catalog.inventory(options))["manifest"]["tensors"]
+    manifest, _ = catalog.inventory(
+        {"threads": 1, "memory": _core.anonymous_memory() + (24 << 20) + 18 * size}
+    )
+    tensors = json.loads(manifest)["tensors"]
     return [t["blake3"] for t in sorted(tensors, key=lambda t: int(t["name"]))]
 
 

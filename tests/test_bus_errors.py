@@ -14,18 +14,18 @@ from safetensors.numpy import save_file
 
 #: Gathers columns from a map, as dividing a matrix over ranks does, so that the handler is there.
 GATHER = """
-import faulthandler, json, mmap, signal, sys
+import faulthandler, mmap, signal, sys
 from fastshard import _core
 def gather():
     table = 'layout = "t"\\nfamily = "t"\\n[shard]\\ntp = ["F"]\\n[[tensor]]\\nname = "w"\\nshape = "[K, F]"\\n'
     catalog = _core.Catalog([sys.argv[1]], [(0, "w.safetensors")], 1)
-    draft = catalog.draft(json.dumps({
+    draft = catalog.draft({
         "source": {"layout": table, "units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
         "target": {"name": "to", "layout": table, "degrees": {"tp": 4}},
-    }))
-    plan = draft.place(json.dumps({"max_shard_size": 1 << 40}))
-    found = json.loads(plan.check(json.dumps({"threads": 2, "memory": 1 << 30})))
-    assert not [f for f in found["findings"] if f["severity"] == "error"], found
+    })
+    plan = draft.place({"max_shard_size": 1 << 40})
+    found, _, _ = plan.check({"threads": 2, "memory": 1 << 30})
+    assert not [f for f in found if f.severity == "error"], found
 def fault():
     with open(sys.argv[1] + "/own", "wb+") as file:
         file.write(b"1" * 8192)

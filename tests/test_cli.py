@@ -133,7 +133,7 @@ def test_bad_usage_is_2(argv: tuple[object, ...], tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_every_code_is_explained(code: str) -> None:
     text = cli("explain", code, json_output=False)
-    assert text.code == 0 and code in text.out and CODES[code]["explanation"] in text.out
+    assert text.code == 0 and code in text.out and CODES[code].explanation in text.out
     document = cli("explain", code.lower().removeprefix("fs")).doc
     assert document["code"] == code and len(document["explanation"]) > 20
 

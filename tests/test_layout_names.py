@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,13 @@ def plan(
         request["target"] = {"name": "toy"}
     to = None if target is None else _core.Table(target)
     catalog = _core.Catalog([folder], [(0, "a.safetensors")], 1)
-    draft = catalog.draft(json.dumps(request), _core.Table(TABLE), to)
-    core = draft.place(json.dumps({"max_shard_size": 1 << 40}))
+    draft = catalog.draft(request, _core.Table(TABLE), to)
+    core = draft.place({"max_shard_size": 1 << 40})
     made = {}
     for i, (name, _, shape, _, _) in enumerate(core.outputs()):
         made[name] = np.empty(shape, np.float32)
         core.read(i, 0, made[name].reshape(-1).view(np.uint8))
-    return json.loads(core.findings()), made
+    return [f.to_dict() for f in core.findings()], made
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])

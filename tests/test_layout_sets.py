@@ -116,8 +116,8 @@ def plan(
     if target is not None:
         to = _core.Table(target)
         request["target"] = {"name": "toy"}
-    core = catalog.draft(json.dumps(request), apart, to).place(json.dumps({"max_shard_size": 1 << 40}))
-    found = json.loads(core.findings())
+    core = catalog.draft(request, apart, to).place({"max_shard_size": 1 << 40})
+    found = [f.to_dict() for f in core.findings()]
     made = {}
     if not any(f["severity"] == "error" for f in found):
         for i, (name, _, shape, _, _) in enumerate(core.outputs()):

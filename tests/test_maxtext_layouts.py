@@ -315,10 +315,8 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
         "source": source.opened.source.to_request(None, True) | {"layout": None},
         "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
     }
-    draft = source.opened.catalog.draft(
-        json.dumps(request), source.opened.source.optimizer.rules(True, True), table
-    )
-    made = draft.place(json.dumps({"max_shard_size": 1 << 30}))
+    draft = source.opened.catalog.draft(request, source.opened.source.optimizer.rules(True, True), table)
+    made = draft.place({"max_shard_size": 1 << 30})
     document = json.loads(made.to_json())
     ops = {
         output["name"].split("layers_0.")[0]: part["ops"]

@@ -39,7 +39,7 @@ def told(name: str, *, code: int = 1, severity: str = "error") -> Told:
         "FS303", severity, f"message {name}", file=f"dir/{name}", rank=name, host=name, tensor=name,
         expected=name, got=name, help=f"help {name}",
     )  # fmt: skip
-    return Told("verify", ["verify", name], code, [finding, dataclasses.replace(finding, file=None)])
+    return Told("verify", ["verify", name], code, [finding, finding.replace(file=None)])
 
 
 def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
@@ -89,7 +89,7 @@ def test_sarif_says_what_the_findings_say(name: str) -> None:
         assert unquote(uri) == (finding.file or ".")
     marks = [r["partialFingerprints"]["fastshardFinding/v1"] for r in run["results"]]
     assert len(set(marks)) == 2
-    reworded = dataclasses.replace(given.findings[0], message="in other words", got=None)
+    reworded = given.findings[0].replace(message="in other words", got=None)
     again = json.loads(output_formats.as_sarif(dataclasses.replace(given, findings=[reworded])))
     assert again["runs"][0]["results"][0]["partialFingerprints"]["fastshardFinding/v1"] == marks[0]
 

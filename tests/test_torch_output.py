@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -90,10 +89,10 @@ def write(folder: Path, value: Any, made: dict[str, torch.Tensor]) -> Path:
     }
     placement = {"files": [{"name": "a/b/file.pt", "content": content}], "max_shard_size": 1 << 40}
     catalog = _core.Catalog([str(folder)], [(0, "in.safetensors")], 1)
-    plan = catalog.draft(json.dumps(request)).place(json.dumps(placement))
-    errors = [f for f in json.loads(plan.findings()) if f["severity"] == "error"]
+    plan = catalog.draft(request).place(placement)
+    errors = [f for f in plan.findings() if f.severity == "error"]
     assert not errors, errors
-    plan.write(str(folder / "out"), json.dumps(OPTIONS), None, None, ([], []))
+    plan.write(str(folder / "out"), OPTIONS, None, None, ([], []))
     return folder / "out/a/b/file.pt"
 
 

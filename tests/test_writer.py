@@ -244,8 +244,7 @@ def test_what_cannot_be_removed_does_not_hide_why_it_should_be(tmp_path: Path) -
         """A core whose calls fail as they do where every system call gives EIO."""
 
         def _fail(self, what: str) -> None:
-            finding = {"code": "FS507", "severity": "error", "message": f"cannot {what}", "file": "data"}
-            raise _core.CoreError(json.dumps([finding]))
+            raise _core.CoreError([fastshard.Finding("FS507", "error", f"cannot {what}", file="data")])
 
         def add(self, *arguments: object) -> None:
             pass

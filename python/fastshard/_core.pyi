@@ -1,8 +1,11 @@
-"""The Rust core. Documents go in and out as JSON; long calls release the GIL and stay interruptible."""
+"""The Rust core. Records go in and out as classes, tuples and dicts; long calls release the GIL and stay interruptible.
+
+A record that holds what no option can be (a number beyond 64 bits, a text that is no UTF-8) raises CoreError (``FS515``).
+"""
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import TypedDict, final, type_check_only
+from typing import Any, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +18,7 @@ __all__ = [
     "Catalog",
     "CoreError",
     "Draft",
+    "Finding",
     "Meeting",
     "Plan",
     "ResultWriter",
@@ -31,7 +35,6 @@ __all__ = [
     "dcp_metadata",
     "dcp_object",
     "exit_code",
-    "format_finding",
     "histogram_edges",
     "is_elsewhere",
     "judge",
@@ -40,6 +43,7 @@ __all__ = [
     "manifest_entry",
     "manifest_files",
     "shared_run",
+    "stand_in",
     "storage_of",
     "vocabulary",
     "will_read",
@@ -52,7 +56,129 @@ DEBUG_BUILD: bool
 STEPS: bool
 
 class CoreError(Exception):
-    """Findings that stopped an operation, as a JSON array in the message."""
+    """Findings that stopped an operation: its one argument is a list of them."""
+
+@final
+class Finding:
+    """One observation about a checkpoint: what, where, expected, got, what to do. It does not change.
+
+    ``str()`` is one line, control characters escaped. Texts with lone surrogates, as names of files that are no UTF-8 have
+    them, are kept with these as escapes.
+    """
+
+    def __new__(cls, code: str, severity: str, message: str, **fields: Any) -> Finding:
+        """A finding; ``fields`` are those below. Raises ValueError for a code or a severity that there is not."""
+    @classmethod
+    def of(cls, code: str, message: str, **fields: Any) -> Finding:
+        """A finding with the code's own severity, unless ``severity`` is among the fields."""
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Finding:
+        """A finding from its plain form; keys that it does not know are passed over."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without empty fields; ``layers`` as ``first`` and ``last``."""
+    def replace(self, **changes: Any) -> Finding:
+        """The same finding with other fields; None takes one away."""
+    @property
+    def code(self) -> str:
+        """Stable code, e.g. ``FS101`` (``fastshard explain CODE``)."""
+    @property
+    def severity(self) -> str:
+        """``error``, ``warning`` or ``note``."""
+    @property
+    def message(self) -> str:
+        """One clause that says what is wrong."""
+    @property
+    def file(self) -> str | None:
+        """File, as the user would name it."""
+    @property
+    def rank(self) -> str | None:
+        """Rank in the field's words, e.g. ``tp 1``."""
+    @property
+    def host(self) -> str | None:
+        """Host, where known."""
+    @property
+    def tensor(self) -> str | None:
+        """Tensor name."""
+    @property
+    def layers(self) -> range | None:
+        """Layers that it is about as a whole, or other positions on ``axis``."""
+    @property
+    def axis(self) -> str | None:
+        """Axis of the layout that it is about."""
+    @property
+    def count(self) -> int | None:
+        """How many tensors, files or findings it stands for, where it names one or none of them."""
+    @property
+    def expected(self) -> str | None:
+        """What was expected."""
+    @property
+    def got(self) -> str | None:
+        """What was found."""
+    @property
+    def help(self) -> str | None:
+        """What to do about it."""
+    @property
+    def decided(self) -> str | None:
+        """By which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error CODE``,
+        ``fail_on warning``."""
+    @property
+    def unnoticed(self) -> str | None:
+        """What could be missing without a finding, for one that says so."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@type_check_only
+class _File(TypedDict):
+    """A file that was opened; sizes in bytes."""
+
+    path: str
+    root: int
+    format: str
+    checksums: bool
+    size: int
+    tensors: int
+    #: Name that the archive was given when it was saved.
+    archive: str | None
+    #: Name of the first tensor that is a part of a larger one.
+    partial: str | None
+
+@type_check_only
+class WriteOptions(TypedDict, total=False):
+    """How a result is written; `patience` in seconds."""
+
+    overwrite: bool
+    resume: bool
+    fsync: bool
+    sparse: bool
+    patience: float
+    #: Which rank has each root of the sources on its own disk.
+    near: list[int] | None
+
+@type_check_only
+class RunOptions(WriteOptions, total=False):
+    """How a run reads and writes; `threads` and `memory` (bytes) are always among them."""
+
+    threads: int
+    memory: int
+    scratch_dir: str | None
+    values: dict[str, Any]
+    #: Of files that go along those from above the checkpoint: where from, by name.
+    above: dict[str, str]
+    #: Part n of t.
+    subset: tuple[int, int] | None
+    #: Only these outputs.
+    only: list[str] | None
+    #: ``nothing``, ``zero_slabs`` (as findings) or ``full``.
+    stats: str
+    #: True if the sources were compared with a manifest of theirs.
+    expected: bool
+    #: How findings are judged.
+    gate: dict[str, Any]
+
+#: The manifest as JSON, which is its format, and findings.
+_Written = tuple[str, list[Finding]]
+#: What a callback came to: None, or findings, one at least.
+_Told = list[Finding] | None
 
 _Progress = Callable[[int, int], object] | None
 
@@ -71,26 +197,25 @@ class Catalog:
             tuple[
                 list[tuple[str, str, list[int], int]],
                 str,
-                Callable[[str, memoryview], str | None],
-                tuple[list[int], Callable[[list[str]], str | None]] | None,
-                Callable[[bool], str | None] | None,
+                Callable[[str, memoryview], _Told],
+                tuple[list[int], Callable[[list[str]], _Told]] | None,
+                Callable[[bool], _Told] | None,
             ],
         ]
         | None = None,
         memory: int | None = None,
     ) -> Catalog:
         """Raises CoreError if the headers take more than `memory` bytes, what the process holds included."""
-    def findings(self) -> str:
-        """JSON array of findings: the files that could not be read."""
-    def files(self) -> str:
-        """JSON array in the order given: path, root, format, size in bytes, tensors, name in the archive, name of the first
-        tensor that is a part of a larger one; null if unreadable."""
-    def values(self, file: int) -> tuple[str, bool]:
-        """JSON of what a file holds besides tensors, and whether that is all of it: JSON is bounded."""
-    def tensors(self, file: int) -> str:
-        """JSON array of a file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
-    def distributed(self, file: int) -> str:
-        """JSON of the tensors of which a file holds a rank's part, and of the meshes; null if unreadable.
+    def findings(self) -> list[Finding]:
+        """The files that could not be read."""
+    def files(self) -> list[_File | None]:
+        """The files in the order given; None for those that could not be read."""
+    def values(self, file: int) -> tuple[Any, bool]:
+        """What a file holds besides tensors, as plain data, and whether that is all of it: it is bounded."""
+    def tensors(self, file: int) -> list[dict[str, Any]]:
+        """A file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
+    def distributed(self, file: int) -> dict[str, Any]:
+        """The tensors of which a file holds a rank's part, and the meshes; of a file that can be read.
 
         ``{"meshes": [{shape, names, coordinate, rank, ranks}], "parts": [{path, shape, ...}]}``, where a part has
         ``mesh``, ``placements``, ``order`` and ``tensor`` (a DTensor), or ``rank``, ``ranks`` and ``shards`` (a ShardedTensor).
@@ -99,8 +224,8 @@ class Catalog:
         """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
         """Names of a file's tensors, keys joined by dots."""
-    def packed(self, file: int, path: list[str]) -> str | None:
-        """JSON of an object that a file holds as bytes (a pickle inside a uint8 tensor or an io.BytesIO).
+    def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
+        """An object that a file holds as bytes (a pickle inside a uint8 tensor or an io.BytesIO).
 
         ``{"values", "tensors"}``; nothing is unpickled. None if nothing is there or in it. Raises CoreError
         for one that is malformed or larger than 16 MiB.
@@ -109,22 +234,24 @@ class Catalog:
         """Number of tensors, and bytes of their names."""
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
-    def draft(self, request: str, source: Table | None = None, target: Table | None = None) -> Draft:
+    def draft(
+        self, request: dict[str, Any], source: Table | None = None, target: Table | None = None
+    ) -> Draft:
         """Drafts a plan under the tables of the two sides. Raises CoreError for a layout or pattern that cannot be used."""
-    def compare(self, request: str) -> Plan:
+    def compare(self, request: dict[str, Any]) -> Plan:
         """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
-    def repair(self, request: str, repair: str) -> Plan:
+    def repair(self, request: dict[str, Any], repair: dict[str, Any]) -> Plan:
         """Plans masters rebuilt from parameters in the optimizer files' own layout."""
-    def inventory(self, options: str, progress: _Progress = None) -> str:
-        """Hashes what is there: JSON with manifest and findings."""
+    def inventory(self, options: RunOptions, progress: _Progress = None) -> _Written:
+        """Hashes what is there."""
     def against(
         self,
         manifest: str | PathLike[str],
-        options: str,
+        options: RunOptions,
         progress: _Progress = None,
         checked: Plan | None = None,
-    ) -> str:
-        """Compares content with a manifest: JSON array of findings.
+    ) -> list[Finding]:
+        """Compares content with a manifest.
 
         What `checked` has read in `Plan.check` is not read again.
         """
@@ -256,8 +383,8 @@ class Roster:
 class Draft:
     """All that a plan says but where its outputs lie. Placed once; looked at after that it raises ValueError."""
 
-    def findings(self) -> str:
-        """JSON array of findings, errors first."""
+    def findings(self) -> list[Finding]:
+        """Findings, errors first."""
     def lost(self) -> list[str]:
         """Names of tensors that must be there and are not whole, sorted."""
     def axes(self) -> dict[str, int]:
@@ -280,17 +407,17 @@ class Draft:
         ``names`` gives the model's own name of each tensor that has another; only tensors whose own name begins with
         ``outer`` are the model's, and the roster has their names without it.
         """
-    def place(self, placement: str) -> Plan:
+    def place(self, placement: dict[str, Any]) -> Plan:
         """The plan, with every output in a file."""
 
 @final
 class Plan:
     """A plan with the open files that it reads."""
 
-    def findings(self) -> str:
-        """JSON array of findings."""
-    def unwritable(self) -> str:
-        """JSON array of findings: outputs that the format of their file cannot hold."""
+    def findings(self) -> list[Finding]:
+        """What is wrong with it, and what is to be said of it."""
+    def unwritable(self) -> list[Finding]:
+        """Outputs that the format of their file cannot hold."""
     def digest(self) -> str:
         """BLAKE3 of the plan, hexadecimal."""
     def to_json(self) -> str:
@@ -299,8 +426,8 @@ class Plan:
         """A name for each output that no other has: its own, or FILE:KEY where ranks each have one of it."""
     def excerpt(self, output: int) -> str:
         """The plan of one output alone, as JSON. Raises IndexError if there is none at this position."""
-    def summary(self) -> str:
-        """Counts, bytes, files, dtypes, axes, value ops, as JSON."""
+    def summary(self) -> dict[str, Any]:
+        """Counts, bytes, files, dtypes, axes, value ops."""
     def outputs(self) -> list[tuple[str, str, list[int], int, int]]:
         """(name, dtype, shape, bytes, pieces) of every output."""
     def pieces(self, output: int) -> list[tuple[str | None, str, list[int]]]:
@@ -320,16 +447,16 @@ class Plan:
     def write(
         self,
         out: str | PathLike[str],
-        options: str,
+        options: RunOptions,
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
         paths: tuple[list[tuple[str, str]], list[str]] | None = None,
-        tell: Callable[[str], None] | None = None,
+        tell: Callable[[Finding], object] | None = None,
         meeting: Meeting | None = None,
-        about: str | None = None,
-    ) -> str:
-        """Writes and publishes: JSON with manifest and findings. `arrays` writes the arrays of a result that has some;
-        `tell` is called with the JSON of a finding that is to be said before the work.
+        about: dict[str, Any] | None = None,
+    ) -> _Written:
+        """Writes and publishes. `arrays` writes the arrays of a result that has some;
+        `tell` is called with each finding that is to be said before the work.
 
         `paths` are the files that go along, (name there, path), and what `out` must lie apart from; none, and
         the roots, if not given.
@@ -338,33 +465,33 @@ class Plan:
 
         A signal handler or a callback that raises stops it; that is raised even where it came too late.
         """
-    def told(self) -> str:
-        """What the last `write` came to, whatever it raised: a JSON array of findings.
+    def told(self) -> list[Finding]:
+        """What the last `write` came to, whatever it raised.
 
         ``FS519`` is among them if the result is published, ``FS510`` if it was stopped before.
         """
-    def check(self, options: str, progress: _Progress = None) -> str:
-        """Runs without writing: JSON with findings, and hashes and statistics by output.
-
-        The options take ``stats``: ``nothing``, ``zero_slabs`` (as findings) or ``full``; and ``only``, a list
-        of output names.
-        """
+    def check(
+        self, options: RunOptions, progress: _Progress = None
+    ) -> tuple[list[Finding], dict[str, str], dict[str, dict[str, Any]]]:
+        """Runs without writing: findings, and hashes and statistics by output."""
 
 @final
 class Meeting:
     """A rank that has met the others of a run at its destination."""
 
-    def __new__(cls, out: str | PathLike[str], about: str) -> Meeting:
-        """Meets: `about` is JSON of ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and ``hosts``."""
-    def ranks(self) -> str:
-        """JSON array of ``rank``, ``host``, ``pid``, ``storage``."""
-    def stop(self, findings: str) -> None:
+    def __new__(cls, out: str | PathLike[str], about: dict[str, Any]) -> Meeting:
+        """Meets: `about` has ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and ``hosts``."""
+    def ranks(self) -> list[dict[str, Any]]:
+        """``rank``, ``host``, ``pid`` and ``storage`` of each."""
+    def stop(self, findings: list[Finding]) -> None:
         """Says why this rank stops, so that the others do too."""
     def done(self) -> None:
         """Says that this rank has nothing left to do."""
-    def lend(self, roots: str, files: list[tuple[int, str]], folder: str | PathLike[str]) -> str:
-        """Lends files (root, relative path) below roots (JSON array of ``folder``, ``file``), and makes folders in `folder`
-        that stand for the other ranks': JSON array of ``rank``, ``host``, ``there``, ``here``, ``file``, for each root."""
+    def lend(
+        self, roots: list[dict[str, str | None]], files: list[tuple[int, str]], folder: str | PathLike[str]
+    ) -> list[dict[str, Any]]:
+        """Lends files (root, relative path) below roots (``folder``, ``file``), and makes folders in `folder` that stand for
+        the other ranks': ``rank``, ``host``, ``there``, ``here`` and ``file`` of each root."""
     def stamp(self, wanted: list[tuple[int, int, str]]) -> str:
         """A digest of files (rank, number of its root, path) as they were when the ranks met."""
     def lent(self) -> dict[int, int]:
@@ -381,25 +508,25 @@ class ResultWriter:
     ) -> ResultWriter: ...
     def add(self, name: str, dtype: str, shape: list[int], data: NDArray[np.uint8]) -> None:
         """Adds a tensor: little-endian bytes in C order."""
-    def finish(self, texts: dict[str, str], values: str) -> str:
-        """Publishes: JSON with manifest and findings."""
+    def finish(self, texts: dict[str, str], values: dict[str, Any] | None) -> _Written:
+        """Publishes."""
     def abort(self) -> None:
         """Removes everything that was written."""
 
 def begin_parts(
     plan: Plan,
     out: str | PathLike[str],
-    options: str,
+    options: RunOptions,
     parts: int,
-    about: str,
+    about: dict[str, Any],
     paths: tuple[list[tuple[str, str]], list[str]],
-) -> str:
-    """Begins a run of so many parts, or its next round: JSON of ``run``, ``folder``, ``round``, ``bytes``, ``findings``."""
+) -> tuple[str, str, int | None, list[int], list[Finding]]:
+    """Begins a run of so many parts, or its next round: its name, its folder, the round, bytes of the parts, findings."""
 
 def make_part(
     plan: Plan,
     out: str | PathLike[str],
-    options: str,
+    options: RunOptions,
     nonce: str,
     part: int,
     paths: tuple[list[tuple[str, str]], list[str]],
@@ -410,17 +537,19 @@ def make_part(
 def commit(
     plan: Plan,
     out: str | PathLike[str],
-    options: str,
+    options: RunOptions,
     nonce: str,
     arrays: StoreWriter | None,
     paths: tuple[list[tuple[str, str]], list[str]],
     progress: _Progress = None,
-    tell: Callable[[str], None] | None = None,
-) -> str:
-    """Judges what the parts have made, and publishes: JSON with manifest and findings."""
+    tell: Callable[[Finding], object] | None = None,
+) -> _Written:
+    """Judges what the parts have made, and publishes."""
 
-def collect(out: str | PathLike[str], abandon: str | None, patience: float, dry: bool) -> str:
-    """Takes away what runs that are over have left: JSON array of ``path``, ``run``, ``fate``."""
+def collect(
+    out: str | PathLike[str], abandon: str | None, patience: float, dry: bool
+) -> list[tuple[str, str | None, str]]:
+    """Takes away what runs that are over have left: path, run and fate of each."""
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""
@@ -429,11 +558,11 @@ def write_piece(
     files: list[tuple[str, str]],
     roots: list[str],
     out: str | PathLike[str],
-    options: str,
+    options: RunOptions,
     progress: _Progress = None,
-    tell: Callable[[str], object] | None = None,
-) -> str:
-    """Copies files (name, path) as a host's part of a checkpoint: JSON of ``manifest`` and ``findings``."""
+    tell: Callable[[Finding], object] | None = None,
+) -> _Written:
+    """Copies files (name, path) as a host's part of a checkpoint."""
 
 def is_elsewhere(path: str | PathLike[str]) -> bool:
     """True if a path stands for something on another host."""
@@ -447,37 +576,37 @@ def let_go(path: str | PathLike[str], lo: int, hi: int) -> None:
 def will_read(ranges: Sequence[tuple[PathLike[str], int, int]]) -> None:
     """Says that ranges (path, first byte, one past the last) of what files stand for will be read."""
 
-def shared_run(out: str | PathLike[str], nonce: str) -> str:
-    """What is written of a run: JSON of ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
+def shared_run(out: str | PathLike[str], nonce: str) -> dict[str, Any]:
+    """What is written of a run: ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
-def codes_table() -> str:
-    """The table of finding codes, as JSON."""
+def codes_table() -> list[tuple[str, str, str, int, str]]:
+    """The table of finding codes, in order: code, name, severity, exit code of an error, explanation."""
 
-def exit_code(findings: str) -> int:
-    """The exit code that a JSON array of findings stands for."""
+def exit_code(findings: list[Finding]) -> int:
+    """The exit code that findings stand for."""
 
-def judge(findings: str, gate: str) -> str:
-    """A JSON array of findings, as a gate (a JSON object) judges them.
+def judge(findings: list[Finding], gate: dict[str, Any]) -> list[Finding]:
+    """Findings as a gate judges them: ``warnings``, ``error``, ``ignore``.
 
     Raises:
         CoreError: ``FS515`` if an error is to be ignored.
     """
 
-def format_finding(finding: str) -> str:
-    """One line for a finding given as JSON, control characters escaped."""
-
-def manifest_entry(root: str, name: str) -> str:
-    """The entry of a file without tensors in a manifest, as JSON: name, size in bytes, BLAKE3.
+def manifest_entry(root: str, name: str) -> dict[str, Any]:
+    """The entry of a file without tensors in a manifest: name, size in bytes, BLAKE3.
 
     Raises:
         CoreError: if it cannot be read.
     """
 
 def manifest_files(
-    manifest: str, roots: list[str], options: str, progress: Callable[[int, int], object] | None = None
-) -> str:
-    """Findings, as JSON, about the files without tensors that a manifest lists: looked for in each root in turn, hashed on
-    as many threads as the options (JSON) say.
+    manifest: str,
+    roots: list[str],
+    options: RunOptions,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Finding]:
+    """Findings about the files without tensors that a manifest lists: looked for in each root in turn, hashed on as many
+    threads as the options say.
 
     Raises:
         CoreError: if the manifest or a file that is there cannot be read.
@@ -489,17 +618,17 @@ def anonymous_memory() -> int:
 def histogram_edges() -> list[float]:
     """The 63 edges between the bins of a histogram, ascending; the first and the last bin are open."""
 
-def dcp_metadata(path: str | PathLike[str]) -> str:
-    """What a `.metadata` file says, as JSON. Raises CoreError if it is none."""
+def dcp_metadata(path: str | PathLike[str]) -> dict[str, Any]:
+    """What a `.metadata` file says. Raises CoreError if it is none."""
 
-def dcp_object(path: str | PathLike[str], offset: int, len: int) -> str:
-    """The value of a record that is no tensor, as JSON. Raises CoreError if it cannot be read."""
+def dcp_object(path: str | PathLike[str], offset: int, len: int) -> Any:
+    """The value of a record that is no tensor. Raises CoreError if it cannot be read."""
 
-def stand_in(path: str | PathLike[str], head: bytes, size: int) -> str | None:
-    """What lies in the place of a file of text, by its first bytes, as a finding in JSON; None for what may be the file itself."""
+def stand_in(path: str | PathLike[str], head: bytes, size: int) -> Finding | None:
+    """What lies in the place of a file of text, by its first bytes; None for what may be the file itself."""
 
-def vocabulary(path: str | PathLike[str], kind: str, wanted: list[str]) -> str:
-    """The largest id of a tokenizer's vocabulary and the ids of the tokens wanted, as JSON: ``largest``, ``ids``.
+def vocabulary(path: str | PathLike[str], kind: str, wanted: list[str]) -> dict[str, Any]:
+    """The largest id of a tokenizer's vocabulary and the ids of the tokens wanted: ``largest``, ``ids``.
 
     Args:
         path: the file, read in bounded memory.

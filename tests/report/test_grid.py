@@ -216,6 +216,7 @@ def test_layers_in_a_row_that_one_finding_tells_of_are_each_missing(tmp_path: Pa
         "error",
         "layers 03 to 22: none of their files is there",
         file="global_step4/layer_03-model_00-model_states.pt",
+        layers=range(3, 23),
     )
     found = grid(fastshard.open(root), [run])
     missing = {

@@ -89,14 +89,14 @@ def read(roots: list[Path], options: dict[str, Any]) -> tuple[str, str]:
         plan = fastshard.plan(fastshard.open(*roots), **options)
         found = [f.to_dict() for f in plan.findings]
         if not any(f["severity"] == "error" for f in found):
-            checked = json.loads(plan.core.check(json.dumps({"memory": 256 << 20, "threads": 2}), None))
-            found += checked["findings"]
+            came_up, hashes, _ = plan.core.check({"memory": 256 << 20, "threads": 2}, None)
+            found += [f.to_dict() for f in came_up]
             if not any(f["severity"] == "error" for f in found):
-                return "same", json.dumps(checked["hashes"], sort_keys=True)
+                return "same", json.dumps(hashes, sort_keys=True)
     except fastshard.FastshardError as error:
         found = [f.to_dict() for f in error.findings]
     except fastshard._core.CoreError as error:
-        found = json.loads(error.args[0])
+        found = [f.to_dict() for f in error.args[0]]
     codes = sorted({f["code"] for f in found if f["severity"] == "error"})
     return "TRACEBACK" if "FS520" in codes else "refused", " ".join(codes)
 

@@ -78,15 +78,15 @@ def outcome(fixture: Path) -> tuple[list[str], str, list[dict[str, Any]]]:
             plan = fastshard.plan(fastshard.open(*roots_of(fixture), accept=accept), **common, **options)
             found = [f.to_dict() for f in plan.findings]
             if not any(f["severity"] == "error" for f in found):
-                checked = json.loads(plan.core.check(json.dumps({"memory": 512 << 20, "threads": 2}), None))
-                hashes.append(checked["hashes"])
-                found += checked["findings"]
+                came_up, of_plan, _ = plan.core.check({"memory": 512 << 20, "threads": 2}, None)
+                hashes.append(of_plan)
+                found += [f.to_dict() for f in came_up]
         except fastshard.FastshardError as error:
             found = [f.to_dict() for f in error.findings]
             if options and {f["code"] for f in found} <= {"FS402", "FS514"}:
                 continue  # It holds no such state.
         except fastshard._core.CoreError as error:
-            found = json.loads(error.args[0])
+            found = [f.to_dict() for f in error.args[0]]
         findings += found
     errors = sorted({f["code"] for f in findings if f["severity"] == "error"})
     return errors, json.dumps(hashes, sort_keys=True), findings

@@ -26,8 +26,6 @@ _LOST = (
 _OF_ALL = ("FS104", "FS106", "FS211", "FS215")
 #: A rank, or ranks from one to another.
 _RANK = re.compile(r"\b([a-z]+) (\d+)(?: to (\d+))?")
-#: How the core tells of a layer of which nothing is there.
-_LAYER = re.compile(r"^position (\d+) on axis \w+: none of its (\d+) tensors")
 _DIGITS = re.compile(r"\d+")
 
 #: Layer and role of a tensor.
@@ -87,9 +85,9 @@ class Causes:
         if finding.tensor:
             if finding.tensor in self.tensors:
                 return self.tensors[finding.tensor]
-        elif layer := _LAYER.match(finding.message):
-            named = [name for name in self.tensors if place_of(name)[0] == int(layer[1])]
-            if len(named) >= int(layer[2]):
+        elif finding.layers and finding.count:
+            named = [name for name in self.tensors if place_of(name)[0] in finding.layers]
+            if len(named) >= finding.count:
                 return self.tensors[named[0]]
         if finding.code == "FS207" and finding.file and finding.tensor:
             # It is there.
@@ -112,8 +110,8 @@ class Causes:
                 # No spelling of it is here, and one is lost: which of them was meant nothing tells.
                 one = self.spelling(finding.tensor)
                 return first if one is not None and one in self._spelled else None
-            if layer := _LAYER.match(finding.message):
-                return first if any(place_of(name)[0] == int(layer[1]) for name in self.named) else None
+            if finding.layers:
+                return first if any(place_of(name)[0] in finding.layers for name in self.named) else None
             return first
         if self.held is None:
             return first
@@ -126,7 +124,7 @@ class Causes:
     def _may_hold(self, file: LostFile, finding: Finding, ranks: Mapping[str, tuple[int, int]]) -> bool:
         if not finding.tensor:
             # Of a layer of which nothing is there no rank has a file; what else has no name follows from what has one.
-            return file.places is None or not _LAYER.match(finding.message)
+            return file.places is None or not finding.layers
         assert self.held is not None
         place = place_of(finding.tensor)
         if file.places is not None and place in file.places:

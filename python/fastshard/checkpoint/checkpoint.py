@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -128,10 +127,10 @@ def open(
         )
     except _core.CoreError as error:
         raise from_core(error) from None
-    unread = _one_limit([Finding.from_dict(f) for f in json.loads(catalog.findings())])
+    unread = _one_limit(catalog.findings())
     prefixes = [os.fspath(root) + os.sep for root in roots]
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
-    readable = json.loads(catalog.files())
+    readable = catalog.files()
 
     if not found.reads_parts:
         _refuse_parts(readable)
@@ -258,7 +257,7 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
     beyond = [f for f in findings if f.code == "FS511"]
     if len(beyond) < 2:
         return findings
-    told = replace(beyond[0], message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
+    told = beyond[0].replace(message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
     return [told, *(f for f in findings if f.code != "FS511")]
 
 

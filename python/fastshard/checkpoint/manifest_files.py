@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from ..common.errors import Finding, from_core
 from ..common.listing import File, refuse_unprintable
 
 if TYPE_CHECKING:
+    from .._core import RunOptions
     from .checkpoint import Checkpoint
     from .planning import Plan
 
@@ -62,9 +62,7 @@ def fits(document: dict[str, Any], plan: Plan) -> bool:
     return all(forms.get(t["name"]) == (t.get("dtype"), t.get("shape")) for t in document["tensors"])
 
 
-def compare(
-    path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: dict[str, Any]
-) -> list[Finding]:
+def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: RunOptions) -> list[Finding]:
     """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name; ``run`` are the
     options of an engine run.
 
@@ -81,8 +79,7 @@ def compare(
     # Parts of one result may lie in several folders.
     roots = [os.fspath(root) for root in [listing.roots[index], *listing.roots]]
     try:
-        differing = _core.manifest_files(os.fspath(path), roots, json.dumps(run))
-        findings = [Finding.from_dict(f) for f in json.loads(differing)]
+        findings = _core.manifest_files(os.fspath(path), roots, run)
     except _core.CoreError as error:
         raise from_core(error) from None
     # An inventory is of the files that were read, and the manifests of older versions list no others.
@@ -128,7 +125,7 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         if file.root == 0:
             refuse_unprintable(file.path)
             try:
-                entries.append(json.loads(_core.manifest_entry(os.fspath(listing.roots[0]), file.path)))
+                entries.append(_core.manifest_entry(os.fspath(listing.roots[0]), file.path))
             except _core.CoreError as error:
                 raise from_core(error) from None
     return entries

@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from . import manifest_files
 from .planning import thread_count
 
 if TYPE_CHECKING:
+    from .._core import RunOptions
     from .checkpoint import Checkpoint
     from .planning import Plan
 
@@ -106,7 +107,7 @@ _HEADROOM = 128 << 20
 _PER_NAME_BYTE = 8
 
 
-def run_options(memory: str | int | None, threads: int | None, *catalogs: _core.Catalog) -> dict[str, Any]:
+def run_options(memory: str | int | None, threads: int | None, *catalogs: _core.Catalog) -> RunOptions:
     """Options of an engine run, as the core takes them; the default budget grows with the names of the tensors."""
     names = sum(catalog.named()[1] for catalog in catalogs)
     budget = (
@@ -142,7 +143,7 @@ class Expected:
         return {**options, "config": self.config}
 
     def check(
-        self, checkpoint: Checkpoint, plan: Plan, run: dict[str, Any], progress: ProgressCallback
+        self, checkpoint: Checkpoint, plan: Plan, run: RunOptions, progress: ProgressCallback
     ) -> list[Finding]:
         """Compares with the manifest given, else with the one beside the source."""
         path = self.manifest or beside(checkpoint)
@@ -154,12 +155,12 @@ class Expected:
         about = manifest_files.compare(path, document, checkpoint, run)
         if self.manifest is None:
             # Found by itself: a tokenizer that was added or a config that was edited is the user's business.
-            about = [replace(f, severity="warning") if f.severity == "error" else f for f in about]
+            about = [f.replace(severity="warning") if f.severity == "error" else f for f in about]
         try:
             tensors = {t["name"] for t in document["tensors"]}
             own = manifest_files.root_of(path, document, checkpoint) is not None
             if (own and named & have) or not tensors:
-                found = _findings(checkpoint.opened.catalog.against(str(path), json.dumps(run), progress))
+                found = checkpoint.opened.catalog.against(str(path), run, progress)
                 return [*about, *found]
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays: its arrays are the source's.
@@ -219,10 +220,6 @@ def accepted_before(paths: Iterable[StrPath]) -> list[str]:
     return [word for word in dict.fromkeys(words) if word.partition("=")[0] in ACCEPTABLE]
 
 
-def _findings(text: str) -> list[Finding]:
-    return [Finding.from_dict(f) for f in json.loads(text)]
-
-
 def read(path: Path) -> dict[str, Any]:
     """The manifest at a path, as plain data.
 
@@ -274,7 +271,7 @@ def _rows(rows: object, needed: Collection[str] = ()) -> bool:
 def against_result(
     path: Path,
     plan: Plan,
-    run: dict[str, Any],
+    run: RunOptions,
     progress: ProgressCallback,
     *,
     severity: str = "warning",
@@ -284,9 +281,7 @@ def against_result(
 
     A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not looked at.
     """
-    outcome = json.loads(plan.core.check(json.dumps(run), progress))
-    hashes: dict[str, str] = outcome["hashes"]
-    findings = [Finding.from_dict(f) for f in outcome["findings"]]
+    findings, hashes, _ = plan.core.check(run, progress)
     unnamed = set(hashes)
     for tensor in read(path)["tensors"]:
         # A shard is known by its file and its name there.

@@ -52,6 +52,14 @@ class Absent:
         return "\n".join(lines)
 
 
+def _layers(finding: Finding) -> str:
+    """Layers that a finding misses, in words."""
+    if not finding.layers:
+        return finding.tensor or "not told which"
+    first, last = finding.layers[0], finding.layers[-1]
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
 def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | None:
     """What findings (``FS101``, ``FS103``, ``FS111``) miss, and how to get it; None if that is nothing."""
     files: dict[str, list[str]] = {}
@@ -63,7 +71,7 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
         if finding.code == "FS111" and finding.tensor:
             chunks.setdefault(finding.rank or "", []).append(finding.tensor)
         elif finding.code == "FS103":
-            layers.append(finding.message)
+            layers.append(_layers(finding))
         # Links that lead nowhere are there, and to be mended here.
         elif (
             finding.code == "FS101"

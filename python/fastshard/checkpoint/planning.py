@@ -146,8 +146,7 @@ class Plan:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Counts, bytes, files, dtypes, axes and value ops."""
-        summary: dict[str, Any] = json.loads(self.core.summary())
-        return summary
+        return self.core.summary()
 
     def why(self, name: str) -> dict[str, Any]:
         """What an output is made of: rules, ranks, files and offsets, and what is done to its values.
@@ -237,7 +236,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     paths = [file.path for file in opened.files]
     causes = causes_of(findings, source, paths, opened.catalog.names)
     draft = _draft(opened.catalog, asked)
-    drafted = [Finding.from_dict(f) for f in json.loads(draft.findings())]
+    drafted = draft.findings()
     lost_by_core = draft.lost()
     looked_at = draft.tensors() if target is not None or dtype is not None else []
     tensors = {
@@ -291,8 +290,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         "constants": completed.constants,
         "pointers": completed.pointers,
     }
-    core = draft.place(json.dumps(placement))
-    planned = causes.left(Finding.from_dict(f) for f in json.loads(core.findings()))
+    core = draft.place(placement)
+    planned = causes.left(core.findings())
     if request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, opened, request) for f in planned]
     findings += (planned if source.optimizer.rules is None else _grouped(planned)) + told
@@ -334,7 +333,7 @@ def _sides(opened: Opened, request: Request, planned: Side, asked: dict[str, Any
         except FastshardError:
             # It has no such form.
             return
-        if not any(found["severity"] == "error" for found in json.loads(draft.findings())):
+        if not any(found.severity == "error" for found in draft.findings()):
             yield Side(draft, source, False, _Values(opened.catalog, every).same)
 
 
@@ -413,7 +412,7 @@ class _Values:
     @cached_property
     def _plan(self) -> _core.Plan:
         draft = _draft(self._catalog, self._asked)
-        return draft.place(json.dumps(_UNPLACED))
+        return draft.place(_UNPLACED)
 
     @cached_property
     def _index(self) -> dict[str, tuple[int, int]]:
@@ -481,18 +480,18 @@ def _unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
         help_ = "give --expect CONFIG (a config.json or the training config)"
     else:
         help_ = "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own"
-    message = "completeness not provable: nothing outside the files states what must exist"
+    unnoticed = "nothing outside the files states what must exist"
     if seen is not None:
         if source.expected_names:
-            message = "completeness not provable: the index alone states what must exist"
+            unnoticed = "the index alone states what must exist"
         if seen.alone:
-            message += f"; {heuristics.unheld(seen)}"
-    return Finding.of("FS109", message, help=help_)
+            unnoticed += f"; {heuristics.unheld(seen)}"
+    return Finding.of("FS109", f"completeness not provable: {unnoticed}", unnoticed=unnoticed, help=help_)
 
 
 def to_be_written(plan: Plan) -> Plan:
     """The plan, with findings for what can be looked at and not be written."""
-    plan.findings += [Finding.from_dict(found) for found in json.loads(plan.core.unwritable())]
+    plan.findings += plan.core.unwritable()
     return plan
 
 
@@ -504,7 +503,7 @@ def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
     for pattern in request.include:
         near = nearest(pattern, names)
         if near is not None and not any(fnmatchcase(name, pattern) for name in names):
-            return replace(finding, got=f"--include {pattern}", help=f"did you mean {near}?")
+            return finding.replace(got=f"--include {pattern}", help=f"did you mean {near}?")
     return finding
 
 
@@ -580,7 +579,7 @@ def _asked_for(finding: Finding, request: Request) -> Finding:
     """An error about a tensor is a note where that is left out, as the core takes these patterns."""
     if request.wants(finding.tensor or ""):
         return finding
-    return replace(finding, message=f"left out, as asked for: {finding.message}", severity="note", help=None)
+    return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
 def _weights(source: Source, opened: list[Finding], weights: str | None, optimizer: bool) -> list[Finding]:
@@ -618,10 +617,10 @@ def _weights(source: Source, opened: list[Finding], weights: str | None, optimiz
 
     def weighed(finding: Finding, about_optimizer: bool) -> Finding:
         if lenient and about_optimizer and finding.severity == "error":
-            return replace(finding, severity="warning")
+            return finding.replace(severity="warning")
         # What cannot be named cannot be taken either.
         if (taken == "masters" or optimizer) and finding.code == "FS402":
-            return replace(finding, severity="error")
+            return finding.replace(severity="error")
         return finding
 
     found = [weighed(f, f.file in state.files) for f in opened]
@@ -648,7 +647,7 @@ def _grouped(findings: list[Finding]) -> list[Finding]:
         if finding.code == "FS212":
             left.setdefault(finding.message, []).append(finding)
     notes = [
-        group[0] if len(group) == 1 else replace(group[0], message=f"{len(group)} tensors: {reason}")
+        group[0] if len(group) == 1 else group[0].replace(message=f"{len(group)} tensors: {reason}")
         for reason, group in left.items()
     ]
     return [f for f in findings if f.code != "FS212"] + notes
@@ -686,11 +685,11 @@ def _quantised(tensors: dict[str, Drafted], dtype: str, config: dict[str, Any] |
 
 
 def _draft(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Draft:
-    """The request goes to the core as JSON, the tables of source and target as themselves."""
-    sides = {key: dict(request[key]) for key in ("source", "target") if key in request}
+    """A draft of a request, with the tables of source and target."""
+    sides: dict[str, Any] = {key: dict(request[key]) for key in ("source", "target") if key in request}
     tables = [sides.get(key, {}).pop("layout", None) for key in ("source", "target")]
     try:
         catalog.within(memory_budget.stated())
-        return catalog.draft(json.dumps({**request, **sides}), *tables)
+        return catalog.draft({**request, **sides}, *tables)
     except _core.CoreError as error:
         raise from_core(error) from None

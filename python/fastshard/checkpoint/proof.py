@@ -71,9 +71,7 @@ def _left_open(finding: Finding) -> str | None:
     """What a finding says may be missing, or lie elsewhere, unnoticed; None for others."""
     if finding.code == "FS114":
         return "files or chunks that were swapped would not be noticed"
-    if finding.code == "FS109" and finding.file is None:
-        return finding.message.removeprefix("completeness not provable: ")
-    return None
+    return finding.unnoticed
 
 
 def not_proven(findings: Iterable[Finding]) -> list[str]:

@@ -78,10 +78,10 @@ def as_sarif(told: Told) -> str:
     rules = [
         {
             "id": code,
-            "name": "".join(word.capitalize() for word in CODES[code]["name"].split("_")),
-            "shortDescription": {"text": CODES[code]["name"].lower().replace("_", " ")},
-            "fullDescription": {"text": CODES[code]["explanation"]},
-            "defaultConfiguration": {"level": _LEVELS[CODES[code]["severity"]]},
+            "name": "".join(word.capitalize() for word in CODES[code].name.split("_")),
+            "shortDescription": {"text": CODES[code].name.lower().replace("_", " ")},
+            "fullDescription": {"text": CODES[code].explanation},
+            "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
         for code in codes
     ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _core
+from .._core import Finding
 
 __all__ = [
     "CannotRunError",
@@ -20,64 +19,33 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One observation about a checkpoint: what, where, expected, got, what to do.
-
-    ``code`` is stable (``fastshard explain CODE``); ``severity`` is ``error``, ``warning`` or ``note``. ``decided`` says by
-    which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error CODE``, ``fail_on warning``.
-    """
-
-    code: str
-    severity: str
-    message: str
-    file: str | None = None
-    rank: str | None = None
-    host: str | None = None
-    tensor: str | None = None
-    expected: str | None = None
-    got: str | None = None
-    help: str | None = None
-    decided: str | None = None
-
-    def __post_init__(self) -> None:
-        # Names of files are bytes; those that are no text come with lone surrogates, which no output takes.
-        for key, value in vars(self).items():
-            if isinstance(value, str) and not value.isascii():
-                object.__setattr__(self, key, value.encode("utf-8", "backslashreplace").decode())
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Finding:
-        """A finding from its JSON form."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in data.items() if k in known})
-
-    @classmethod
-    def of(cls, code: str, message: str, **where: str | None) -> Finding:
-        """A finding with the code's own severity."""
-        severity = where.pop("severity", None) or CODES[code]["severity"]
-        return cls(code=code, severity=severity, message=message, **where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, without empty fields."""
-        return {k: v for k, v in asdict(self).items() if v is not None}
-
-    def __str__(self) -> str:
-        return _core.format_finding(json.dumps(self.to_dict()))
-
-
 #: What is said of a run that ended before its result appeared. Another run may have published meanwhile.
 UNPUBLISHED = "this run published nothing"
 
 #: What nothing inside the files proves, and a manifest that was made where they were written does.
 UNPROVEN = ("FS114", "FS314")
-#: Row of every code: ``name``, ``severity``, ``exit``, ``explanation``.
-CODES: dict[str, dict[str, Any]] = {row["code"]: row for row in json.loads(_core.codes_table())}
+
+
+class Code(NamedTuple):
+    """What there is to know of a code."""
+
+    code: str
+    #: Short stable name.
+    name: str
+    #: Of its findings, unless they have another.
+    severity: str
+    #: Exit code of an error.
+    exit: int
+    explanation: str
+
+
+#: Every code, in order.
+CODES: dict[str, Code] = {row[0]: Code(*row) for row in _core.codes_table()}
 
 
 def exit_code(findings: list[Finding]) -> int:
     """0 done, 1 problems found, 2 could not run, 3 incomplete only."""
-    return _core.exit_code(json.dumps([f.to_dict() for f in findings]))
+    return _core.exit_code(findings)
 
 
 class FastshardError(Exception):
@@ -88,7 +56,7 @@ class FastshardError(Exception):
         self.findings = findings
 
     @classmethod
-    def of(cls, code: str, message: str, **where: str | None) -> FastshardError:
+    def of(cls, code: str, message: str, **where: Any) -> FastshardError:
         """An error with one finding, of the class that fits its exit code."""
         return error_for([Finding.of(code, message, **where)])
 
@@ -173,7 +141,7 @@ def error_for(findings: list[Finding]) -> FastshardError:
 
 def from_core(error: _core.CoreError) -> FastshardError:
     """The exception for an error of the core."""
-    return error_for([Finding.from_dict(f) for f in json.loads(str(error))])
+    return error_for(error.args[0])
 
 
 def published(findings: Iterable[Finding]) -> str | None:

@@ -3,7 +3,6 @@ aside (``ignore``). An error is accepted by name alone (``accept``)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,10 +56,9 @@ class Gate:
         if not self or not findings:
             return findings
         try:
-            text = _core.judge(json.dumps([f.to_dict() for f in findings]), json.dumps(self.to_dict()))
+            return _core.judge(findings, self.to_dict())
         except _core.CoreError as error:
             raise from_core(error) from None
-        return [Finding.from_dict(f) for f in json.loads(text)]
 
     def passed(self, findings: Iterable[Finding]) -> list[Finding]:
         """The findings as they count.

@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _core
@@ -218,8 +218,7 @@ def _said(listing: Listing, finding: Finding) -> Finding:
         beside = path.with_name(path.name + _UNFINISHED)
         begun = [beside] if beside.is_file() else _begun(path, _local_bases(root))
         if begun:
-            return replace(
-                finding,
+            return finding.replace(
                 code="FS316",
                 message="an unfinished download, not weights",
                 got=f"{_size(begun[0])} bytes in {begun[0].name}",
@@ -229,7 +228,7 @@ def _said(listing: Listing, finding: Finding) -> Finding:
         if blobs:
             # Whose it is nothing tells.
             got = f"no such file, and {blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
-            return replace(finding, got=got, help=_finish(root, path))
+            return finding.replace(got=got, help=_finish(root, path))
     return finding
 
 

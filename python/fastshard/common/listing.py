@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -172,7 +172,7 @@ class Folder:
             return None
         if self.beside is None and not _is_within(real := _real(path), self.within):
             help = "copy the file there if it is meant, or name it by itself (--tokenizer, --config)"
-            raise error_for([replace(_leaves(os.fspath(path), real), help=help)])
+            raise error_for([_leaves(os.fspath(path), real).replace(help=help)])
         if (other := safe_files.stand_in(path)) is not None:
             if self.sifted:
                 return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -60,9 +59,8 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def tell(self, text: str) -> None:
-        """Shows a finding, given as JSON, before the work that it is about."""
-        finding = Finding.from_dict(json.loads(text))
+    def tell(self, finding: Finding) -> None:
+        """Shows a finding before the work that it is about."""
         if self._bar is not None:
             self._bar.console.print(str(finding), markup=False, highlight=False)
         elif self._mode == "plain":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -205,8 +204,7 @@ def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
 def _stand_in(name: str, head: bytes, size: int) -> Finding | None:
     if size == 0 and not name.endswith(_NEVER_EMPTY):
         return None
-    found = _core.stand_in(name, head, size)
-    return None if found is None else Finding.from_dict(json.loads(found))
+    return _core.stand_in(name, head, size)
 
 
 def same(one: StrPath, other: StrPath) -> bool:

@@ -40,6 +40,8 @@ from .distributed import node_local as lending
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .._core import RunOptions, WriteOptions
+
 __all__ = ["convert", "merge", "plan"]
 
 
@@ -256,7 +258,7 @@ class Job:
     checkpoint: Checkpoint
     made: Plan
     #: Memory, threads and the like.
-    run: dict[str, Any]
+    run: RunOptions
     #: Files that go along with the result: (name, path).
     copies: list[tuple[str, str]]
     #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
@@ -266,9 +268,9 @@ class Job:
     #: What was found before the work.
     findings: list[Finding]
 
-    def options(self, *, stats: bool, **writing: Any) -> str:
+    def options(self, *, stats: bool, **writing: Unpack[WriteOptions]) -> RunOptions:
         """How to write, as the core takes it."""
-        return json.dumps({
+        return {
             **self.run,
             **writing,
             "stats": "full" if stats else "nothing",
@@ -276,13 +278,12 @@ class Job:
             "above": self.above,
             "expected": self.settled,
             "gate": self.checkpoint.opened.gate.to_dict(self.findings),
-        })  # fmt: skip
+        }
 
-    def manifest(self, written: str) -> Manifest:
+    def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
         """The manifest of what the core has written."""
-        outcome = json.loads(written)
-        found = [Finding.from_dict(f) for f in outcome["findings"]]
-        return Manifest(outcome["manifest"], [*self.findings, *found])
+        made, found = written
+        return Manifest(json.loads(made), [*self.findings, *found])
 
 
 def prepared(
@@ -334,7 +335,7 @@ def compared(
     expected: Expected,
     checkpoint: Checkpoint,
     made: Plan,
-    run: dict[str, Any],
+    run: RunOptions,
     bar: Progress,
     share: tuple[int, int],
 ) -> list[Finding]:
@@ -372,10 +373,10 @@ def _left(out: StrPath) -> set[str] | None:
     """The fates of what runs have left: ``complete`` where a result is still to be published, or published and to be cleaned
     up after, ``removed`` for what nobody needs. None where one cannot look: why is told by the run itself."""
     try:
-        found = json.loads(_core.collect(os.fspath(out), None, 0.0, True))
+        found = _core.collect(os.fspath(out), None, 0.0, True)
     except _core.CoreError:
         return None
-    return {leaving["fate"] for leaving in found}
+    return {fate for _, _, fate in found}
 
 
 def _done(
@@ -419,7 +420,7 @@ _latest: _core.Plan | None = None
 def told() -> list[Finding]:
     """What the last write of this process came to: ``FS519`` if its result is published. For the command line,
     which may be stopped between a call's end and its use."""
-    return [] if _latest is None else [Finding.from_dict(f) for f in json.loads(_latest.told())]
+    return [] if _latest is None else _latest.told()
 
 
 @contextlib.contextmanager
@@ -432,7 +433,7 @@ def carrying(core: _core.Plan) -> Iterator[None]:
     except _core.CoreError as error:
         raise from_core(error) from None
     except BaseException as error:
-        carry(error, [Finding.from_dict(f) for f in json.loads(core.told())])
+        carry(error, core.told())
         raise
 
 

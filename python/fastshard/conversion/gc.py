@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -34,7 +33,7 @@ def gc(
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
     try:
-        found: list[dict[str, Any]] = json.loads(_core.collect(os.fspath(out), abandon, patience, dry_run))
+        found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:
         raise from_core(error) from None
-    return found
+    return [{"path": path, "run": run, "fate": fate} for path, run, fate in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -21,6 +21,8 @@ from .convert import carrying
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .._core import RunOptions
 
 __all__ = ["MastersReport", "masters", "repair_masters"]
 
@@ -90,7 +92,7 @@ def masters(
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(_request(declared)))
     outputs = plan.outputs()
     if held.params_stored:
-        findings += [Finding.from_dict(f) for f in json.loads(plan.findings())]
+        findings += plan.findings()
         if not outputs and not any(f.severity == "error" for f in findings):
             why = "not checkable: no master could be compared"
             findings.append(Finding.of("FS402", why, severity="error"))
@@ -105,15 +107,11 @@ def masters(
         )
     try:
         with Progress(progress) as bar:
-            checked = json.loads(
-                plan.check(
-                    json.dumps(run_options(memory, threads, checkpoint.opened.catalog)),
-                    bar.phase("comparing"),
-                )
-            )
+            run = run_options(memory, threads, checkpoint.opened.catalog)
+            differing_ones, _, _ = plan.check(run, bar.phase("comparing"))
     except _core.CoreError as error:
         raise from_core(error) from None
-    findings += [Finding.from_dict(f) for f in checked["findings"]]
+    findings += differing_ones
     findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
     differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
     steps = sorted({step for each in held.steps.values() for step in each})
@@ -142,10 +140,10 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
     return declared
 
 
-def _request(declared: Declaration) -> str:
+def _request(declared: Declaration) -> dict[str, Any]:
     """Parameters with their masters as twins; no layout is put on them."""
     side = declared.to_request()
-    return json.dumps({"source": {**side, "layout": None, "prefer_assembled": False}})
+    return {"source": {**side, "layout": None, "prefer_assembled": False}}
 
 
 def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
@@ -223,31 +221,28 @@ def repair_masters(
         # A step that was not looked at would be kept.
         read_in_part = {f.file: f for f in opened if f.code == "FS109"}
         paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
-        raise_errors([replace(read_in_part[p], severity="error") for p in paths if p in read_in_part])
+        raise_errors([read_in_part[p].replace(severity="error") for p in paths if p in read_in_part])
         if not held.state_files:
             raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
     files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
     pointers = [name for name in _TRACKERS if name in texts]
-    repair = json.dumps({"files": files, "texts": texts, "pointers": pointers})
+    repair = {"files": files, "texts": texts, "pointers": pointers}
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
-    findings = gate.passed(left + [Finding.from_dict(f) for f in json.loads(plan.findings())])
-    options = {
+    findings = gate.passed(left + plan.findings())
+    options: RunOptions = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
         "gate": gate.to_dict([*told, *findings]),
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.listing.given()
-        outcome = json.loads(
-            plan.write(
-                os.fspath(out), json.dumps(options), bar.phase("writing"), None, (copies, apart), bar.tell
-            )
+        made, found = plan.write(
+            os.fspath(out), options, bar.phase("writing"), None, (copies, apart), bar.tell
         )
-        found = [Finding.from_dict(f) for f in outcome["findings"]]
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)
         decided = [f for f in told if f.decided is not None]
-        return Manifest(outcome["manifest"], list(dict.fromkeys([*decided, *findings, *found])))
+        return Manifest(json.loads(made), list(dict.fromkeys([*decided, *findings, *found])))
 
 
 def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:

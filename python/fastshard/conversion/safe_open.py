@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.tensor import Tensor
@@ -64,7 +63,7 @@ def _metadata(opened: Checkpoint | View) -> dict[str, str] | None:
     files = getattr(opened, "files", [])
     if not files or any(file["format"] != "safetensors" for file in files):
         return {"format": "pt"}
-    found = json.loads(opened.opened.catalog.values(0)[0])  # type: ignore[union-attr]
+    found = opened.opened.catalog.values(0)[0]  # type: ignore[union-attr]
     return {key: value for key, value in found.items() if isinstance(value, str)} or None
 
 

@@ -133,14 +133,14 @@ class Writer:
                 for name in missing
             ])  # fmt: skip
             texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}
-            outcome = json.loads(self._core.finish(texts, "null"))
+            made, findings = self._core.finish(texts, None)
         except _core.CoreError as core_error:
             raise error_for([*from_core(core_error).findings, *self._abandon()]) from None
         except BaseException as stopped:
             if left := self._abandon():
                 carry(stopped, left)
             raise
-        self.manifest = Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+        self.manifest = Manifest(json.loads(made), findings)
 
     def _abandon(self) -> list[Finding]:
         """Removes what was written; what keeps it from being removed must not hide why it should be."""

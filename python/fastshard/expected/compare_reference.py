@@ -488,6 +488,8 @@ class _Judge:
                 "FS103",
                 f"layer {self._stored(f'{stack}{number}')}: none of its {len(lost[stack, number])} tensors is there",
                 tensor=self._stored(lost[stack, number][0]),
+                layers=range(number, number + 1),
+                count=len(lost[stack, number]),
                 expected=f"{len(self._stacks[stack])} layers, as in {self._path}",
                 got=self._counted(),
                 help="copy the files of this layer from where the checkpoint was saved",

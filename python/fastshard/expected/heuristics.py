@@ -7,7 +7,7 @@ seen, a warning where something could; what nothing speaks of is counted, not ju
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import Finding
@@ -53,7 +53,7 @@ def judge(
     findings = [finding for stack in found for finding in judged(stack)]
     partial = not saved_whole and not by_config.holds_embedding(tensors)
     findings += [
-        replace(finding, severity="warning") if partial else finding
+        finding.replace(severity="warning") if partial else finding
         for finding in by_config.counts(found, stated, tensors, in_files=in_files)
     ]
     if stated is not None:

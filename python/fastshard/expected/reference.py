@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,9 @@ def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
 
 
 def _of_reference(finding: Finding, given: str) -> Finding:
-    if finding.severity != "error" or finding.message.startswith("the reference"):
+    if finding.severity != "error":
         return finding
-    return replace(finding, message=f"the reference {given} (--like) cannot be used: {finding.message}")
+    return finding.replace(message=f"the reference {given} (--like) cannot be used: {finding.message}")
 
 
 def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:

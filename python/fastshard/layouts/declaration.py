@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,9 +89,9 @@ class StateFile:
 ListedBlocks: TypeAlias = tuple[
     list[tuple[str, str, list[int], int]],
     str,
-    Callable[[str, memoryview], str | None],
-    tuple[list[int], Callable[[list[str]], str | None]] | None,
-    Callable[[bool], str | None] | None,
+    Callable[[str, memoryview], list[Finding] | None],
+    tuple[list[int], Callable[[list[str]], list[Finding] | None]] | None,
+    Callable[[bool], list[Finding] | None] | None,
 ]
 
 
@@ -117,14 +116,14 @@ class Blocks:
     apart: tuple[list[int], Callable[[list[str]], None]] | None = None
 
     def listed(self) -> ListedBlocks:
-        """The form that the core takes; findings of a block come back as JSON."""
+        """The form that the core takes; findings of a block come back as a list."""
 
-        def telling(work: Callable[..., None]) -> Callable[..., str | None]:
-            def told(*arguments: Any) -> str | None:
+        def telling(work: Callable[..., None]) -> Callable[..., list[Finding] | None]:
+            def told(*arguments: Any) -> list[Finding] | None:
                 try:
                     work(*arguments)
                 except FastshardError as error:
-                    return json.dumps([finding.to_dict() for finding in error.findings])
+                    return error.findings
                 return None
 
             return told

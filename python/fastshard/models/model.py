@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import FastshardError, Finding, error_for
@@ -109,7 +109,7 @@ class Model:
             for name in fields
             if name in self.assumed
         ]
-        return found + [replace(remark, file=file) for remark in self.remarks]
+        return found + [remark.replace(file=file) for remark in self.remarks]
 
     def settled(self, *fields: str) -> None:
         """Asks for fields that decide values.

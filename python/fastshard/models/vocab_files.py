@@ -40,7 +40,7 @@ def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
 
 
 def _of_core(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
-    found: dict[str, Any] = json.loads(_core.vocabulary(path, kind, wanted))
+    found = _core.vocabulary(path, kind, wanted)
     return found if found.get("largest") is not None else None
 
 

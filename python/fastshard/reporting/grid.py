@@ -64,18 +64,12 @@ _OPTIMIZER: Key = (None, "\0optimizer state")
 _OTHER: Key = (None, "\0other values")
 #: The role of a layer of which nothing is there.
 _WHOLE = "\0all of it"
-#: What the core says of such a layer: its position, and how many tensors it has.
-_LAYER = re.compile(r"^position ([0-9]+) on axis L: none of its ([0-9]+) tensors is there$")
-#: What a source says of such a layer, or of several in a row.
-_RUN = re.compile(r"\blayers? ([0-9]{1,6})(?: to ([0-9]{1,6}))?\b")
+#: The axis of the layers.
+_LAYERS = "L"
 #: Layers of a run that are shown; no model has more.
 _MOST_LAYERS = 1 << 14
-#: What it says of those that it does not name.
-_CUT = re.compile(r"^and [0-9]+ more ")
 #: The part of a rank in which ranks differ that hold the same tensors.
 _TENSOR_RANK = re.compile(r"\b(?:tp|mp) [0-9]+")
-#: What is said of one tensor of a file, as an example.
-_MORE = re.compile(r"\(and [0-9]+ more tensors?\)$")
 
 
 @dataclass(frozen=True)
@@ -314,16 +308,14 @@ class _Filling:
         #: Layers of which something is said already.
         layers = {layer_of(f.tensor) for f in told if f.tensor}
         if any(f.code == "FS103" for f in told):
-            layers |= {int(lost[1]) for echo in echoes if (lost := _LAYER.search(echo.message))}
+            layers |= {echo.layers[0] for echo in echoes if echo.layers and echo.axis == _LAYERS}
         for echo in echoes:
             if echo.code in _ECHOES and echo.tensor and (echo.tensor, echo.rank) not in said:
                 said.add((echo.tensor, echo.rank))
                 self._lose(echo, self._key(echo.tensor), 1, causes, explained)
-            elif (lost := _LAYER.search(echo.message)) and int(lost[1]) not in layers:
-                self._lose(echo, (int(lost[1]), _WHOLE), int(lost[2]), causes, explained)
-        self.inferred = any(
-            echo.code == "FS102" and not echo.tensor and _CUT.search(echo.message) for echo in echoes
-        )
+            elif echo.layers and echo.axis == _LAYERS and echo.layers[0] not in layers:
+                self._lose(echo, (echo.layers[0], _WHOLE), echo.count or 1, causes, explained)
+        self.inferred = any(echo.code == "FS102" and not echo.tensor and echo.count for echo in echoes)
         if self.inferred:
             self._infer(causes)
         single = {(f.code, f.rank, f.file) for f in told if f.tensor}
@@ -415,7 +407,8 @@ class _Filling:
                 row.mark(key, state)
             return
         row = self.rows[self._row_for(finding)]
-        if finding.tensor and not (_MORE.search(finding.message) and finding.file in self.held):
+        # Of several tensors of a file one is named.
+        if finding.tensor and not ((finding.count or 1) > 1 and finding.file in self.held):
             row.mark(self._key(finding.tensor), state)
         elif finding.file in self.held:
             for key in self.held[finding.file]:
@@ -425,11 +418,9 @@ class _Filling:
 
     def _lose_layer(self, finding: Finding) -> None:
         """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their own."""
-        run = _RUN.search(finding.message)
-        # Layers in a row are one finding.
-        numbers = range(int(run[1]), int(run[2] or run[1]) + 1) if run else range(0)
-        keys: list[Key] = [(number, _WHOLE) for number in numbers[:_MOST_LAYERS]] or [_FILE]
-        whole = run and self.ranks and not any("pp" in rank for rank in self.ranks)
+        keys: list[Key] = [(number, _WHOLE) for number in (finding.layers or range(0))[:_MOST_LAYERS]]
+        keys = keys or [_FILE]
+        whole = finding.layers and self.ranks and not any("pp" in rank for rank in self.ranks)
         names = sorted(self.ranks) if whole else [self._row_for(finding)]
         for name in names:
             for key in keys:

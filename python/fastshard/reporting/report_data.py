@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint import manifests
@@ -23,6 +22,9 @@ from ..models.tensor_roles import layer_of, parts_of, role_of
 from ..targets.request import Request
 from ..verification.stats import TensorStats
 from .grid import Grid, grid
+
+if TYPE_CHECKING:
+    from .._core import RunOptions
 
 __all__ = ["Change", "Comparison", "Family", "Group", "Numbers", "Report", "Tensor", "gathered", "unopened"]
 
@@ -163,7 +165,7 @@ def gathered(
     against_path: str,
     *,
     stats: bool,
-    run: Mapping[str, Any],
+    run: RunOptions,
     bar: Progress,
 ) -> Report:
     """Everything that is to be told of a checkpoint.
@@ -197,7 +199,7 @@ def gathered(
         own = _Side("", checkpoint, document, numbers.tensors if numbers else {}, hashes)
         comparison = _compared(own, other, stats, run, bar)
     findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
-    echoes = [Finding.from_dict(f) for f in json.loads(plan.core.findings())]
+    echoes = plan.core.findings()
     provable = plan.source.provable
     missing = absent(findings, checkpoint.roots)
     read = "headers and all data" if stats else "headers alone: no value of a tensor was read"
@@ -276,9 +278,9 @@ def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
     return tuple(
         Group(
             code,
-            str(CODES[code]["name"]).replace("_", " ").lower() if code in CODES else "",
+            CODES[code].name.replace("_", " ").lower() if code in CODES else "",
             severity,
-            str(CODES[code]["explanation"]) if code in CODES else "",
+            CODES[code].explanation if code in CODES else "",
             tuple(group),
             tuple(dict.fromkeys(f.help for f in group if f.help)),
         )
@@ -382,7 +384,7 @@ def _manifest(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Findi
 
 def _weaker(finding: Finding) -> Finding:
     """A manifest that cannot be read says nothing against the checkpoint."""
-    return Finding.from_dict({**finding.to_dict(), "severity": "warning"})
+    return finding.replace(severity="warning")
 
 
 def _recorded(document: dict[str, Any], plan: Plan) -> dict[str, TensorStats]:
@@ -448,23 +450,22 @@ def _provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
 
 
 def _read(
-    plan: Plan, run: Mapping[str, Any], bar: Progress, title: str
+    plan: Plan, run: RunOptions, bar: Progress, title: str
 ) -> tuple[dict[str, TensorStats], dict[str, str], list[Finding]]:
     """Statistics and hashes of a plan's outputs, and what came up while they were read."""
     if not plan.outputs:
         return {}, {}, []
     try:
-        outcome = json.loads(plan.core.check(json.dumps({**run, "stats": "full"}), bar.phase(title)))
+        findings, hashes, found = plan.core.check({**run, "stats": "full"}, bar.phase(title))
     except _core.CoreError as error:
         # A page about it is what is asked for.
         return {}, {}, from_core(error).findings
-    found = outcome["stats"]
     tensors = {
         name: TensorStats.from_dict(dtype, shape, found[name])
         for name, dtype, shape, _, _ in plan.outputs
         if name in found
     }
-    return tensors, outcome["hashes"], [Finding.from_dict(f) for f in outcome["findings"]]
+    return tensors, hashes, findings
 
 
 # --- before against after
@@ -497,7 +498,7 @@ class _Side:
         }
 
 
-def _compared(own: _Side, other: _Side, stats: bool, run: Mapping[str, Any], bar: Progress) -> Comparison:
+def _compared(own: _Side, other: _Side, stats: bool, run: RunOptions, bar: Progress) -> Comparison:
     if isinstance(other.opened, FastshardError):
         return Comparison(other.path, "nothing: it cannot be opened", refused=tuple(other.opened.findings))
     assert isinstance(own.opened, Checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +42,7 @@ class Contents:
         if file not in self._values:
             self._values[file] = None
             if self.readable(file):
-                text, whole = self._catalog.values(file)
-                self._values[file] = json.loads(text)
+                self._values[file], whole = self._catalog.values(file)
                 if not whole:
                     self.cut.add(file)
         return self._values[file]
@@ -56,15 +54,14 @@ class Contents:
     def tensors(self, file: int) -> list[dict[str, Any]]:
         """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``strides``, ``storage_bytes``, ``storage_crc32`` of each."""
         if file not in self._tensors:
-            self._tensors[file] = json.loads(self._catalog.tensors(file))
+            self._tensors[file] = self._catalog.tensors(file)
         return self._tensors[file]
 
     def distributed(self, file: int) -> dict[str, Any]:
         """Tensors of which the file holds a rank's part: ``meshes`` and ``parts``, as the core tells them."""
         if not self.readable(file):
             return {"meshes": [], "parts": []}
-        told: dict[str, Any] = json.loads(self._catalog.distributed(file))
-        return told
+        return self._catalog.distributed(file)
 
     def archive(self, file: int) -> str | None:
         """The name that the archive was given when it was saved; None for other files."""
@@ -98,11 +95,9 @@ class Contents:
             FastshardError: if it is malformed or too large.
         """
         try:
-            text = self._catalog.packed(file, path)
+            return self._catalog.packed(file, path)
         except _core.CoreError as error:
             raise from_core(error) from None
-        packed: dict[str, Any] | None = None if text is None else json.loads(text)
-        return packed
 
 
 #: What ``accept`` takes: all of it but ``copies=GLOB``.

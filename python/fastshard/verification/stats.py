@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ from ..targets.request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .._core import RunOptions
 
 __all__ = ["HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"]
 
@@ -229,17 +230,16 @@ def with_findings(
 
 
 def gather(
-    plan: Plan, run: dict[str, Any], progress: ProgressCallback, only: list[str] | None = None
+    plan: Plan, run: RunOptions, progress: ProgressCallback, only: list[str] | None = None
 ) -> tuple[Stats, list[Finding]]:
     """Statistics of a plan's outputs, all or those named, and what was found while they were read."""
     try:
-        outcome = json.loads(plan.core.check(json.dumps({**run, "stats": "full", "only": only}), progress))
+        findings, _, found = plan.core.check({**run, "stats": "full", "only": only}, progress)
     except _core.CoreError as error:
         raise from_core(error) from None
-    found = outcome["stats"]
     gathered = Stats(
         (name, TensorStats.from_dict(dtype, shape, found[name]))
         for name, dtype, shape, _, _ in plan.outputs
         if name in found
     )
-    return gathered, [Finding.from_dict(f) for f in outcome["findings"]]
+    return gathered, findings

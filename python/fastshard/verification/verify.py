@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Unpack
 
+    from .._core import RunOptions
+
 __all__ = ["Difference", "diff", "manifest", "verify"]
 
 
@@ -144,7 +146,7 @@ def verified(
     findings = list(plan.findings)
     signed = _signed(checkpoint, signature, public_key, list(certificates))
     findings += signed
-    run = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
+    run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     if len(checkpoint.listing.roots) > 1:
         try:
             with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
@@ -154,7 +156,7 @@ def verified(
             findings += error.findings
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
-    findings = [replace(f, severity="error") if f.code == "FS208" else f for f in findings]
+    findings = [f.replace(severity="error") if f.code == "FS208" else f for f in findings]
     if path is not None or host_parts.settled(checkpoint):
         # The manifest states what must exist, and where.
         findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
@@ -164,9 +166,7 @@ def verified(
             downloaded, differing = _downloaded(checkpoint, subset or (1, 1), run["threads"], bar)
             findings += differing
             # Replicas and duplicates can only be judged over tensors that are whole.
-            text = plan.core.check(json.dumps({**run, "stats": "zero_slabs"}), bar.phase("verifying"))
-            checked = json.loads(text)
-            found = [Finding.from_dict(f) for f in checked["findings"]]
+            found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
             if path is not None:
                 left_out = (
@@ -306,7 +306,7 @@ def _against(
     path: Path,
     checkpoint: Checkpoint,
     plan: Plan,
-    run: dict[str, Any],
+    run: RunOptions,
     progress: Any,
     left_out: Collection[str] = (),
 ) -> list[Finding]:
@@ -316,10 +316,9 @@ def _against(
     named = {file["name"] for file in tensor_files(document)}
     own = manifest_files.root_of(path, document, checkpoint) is not None
     if (own and named & {file["path"] for file in checkpoint.files}) or not plan.outputs:
-        text = checkpoint.opened.catalog.against(str(path), json.dumps(run), progress, plan.core)
+        found = checkpoint.opened.catalog.against(str(path), run, progress, plan.core)
         # What is there and cannot be opened has been told of.
         there = {file.path for file in checkpoint.listing.files}
-        found = (Finding.from_dict(f) for f in json.loads(text))
         return findings + [f for f in found if f.code != "FS101" or f.file not in there]
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
@@ -374,26 +373,24 @@ def manifest(
     try:
         with Progress(progress) as bar:
             run = run_options(memory, threads, checkpoint.opened.catalog)
-            checked = json.loads(plan.core.check(json.dumps(run), bar.phase("verifying")))
-            findings += gate.passed(Finding.from_dict(f) for f in checked["findings"])
+            findings += gate.passed(plan.core.check(run, bar.phase("verifying"))[0])
             run["stats"] = "full" if stats else "nothing"
-            outcome = json.loads(checkpoint.opened.catalog.inventory(json.dumps(run), bar.phase("hashing")))
+            made, found = checkpoint.opened.catalog.inventory(run, bar.phase("hashing"))
     except _core.CoreError as error:
         raise from_core(error) from None
     # What the plan takes nothing of is read here for the first time.
-    findings = list(
-        dict.fromkeys([*findings, *gate.passed(Finding.from_dict(f) for f in outcome["findings"])])
-    )
+    findings = list(dict.fromkeys([*findings, *gate.passed(found)]))
+    manifest = json.loads(made)
     # What was decided holds for the files as they are now: `verify` takes it from there.
     decided = [f for f in findings if f.decided is not None]
-    as_found = [replace(f, decided=None).to_dict() for f in decided]
-    outcome["manifest"]["findings"] = [
-        *(f for f in outcome["manifest"]["findings"] if f not in as_found),
+    as_found = [f.replace(decided=None).to_dict() for f in decided]
+    manifest["findings"] = [
+        *(f for f in manifest["findings"] if f not in as_found),
         *(f.to_dict() for f in decided),
     ]
-    outcome["manifest"]["files"] += manifest_files.companions(checkpoint)
-    safe_files.replace(path, json.dumps(outcome["manifest"], indent=1) + "\n")
-    return Manifest(outcome["manifest"], findings)
+    manifest["files"] += manifest_files.companions(checkpoint)
+    safe_files.replace(path, json.dumps(manifest, indent=1) + "\n")
+    return Manifest(manifest, findings)
 
 
 @dataclass(frozen=True)
@@ -516,12 +513,11 @@ def diff(
     try:
         with Progress(progress) as bar:
             for plan, side, title in zip(plans, (one, two), "ab", strict=True):
-                outcome = json.loads(plan.core.check(json.dumps(run), bar.phase(f"hashing {title}")))
+                findings, of_side, _ = plan.core.check(run, bar.phase(f"hashing {title}"))
                 # What is no number differs from nothing but itself: the comparison says where.
-                findings = [Finding.from_dict(f) for f in outcome["findings"]]
-                findings = [replace(f, severity="warning") if f.code == "FS306" else f for f in findings]
+                findings = [f.replace(severity="warning") if f.code == "FS306" else f for f in findings]
                 found += side.opened.gate.passed(findings)
-                hashes.append(outcome["hashes"])
+                hashes.append(of_side)
             both = sorted(set(hashes[0]) & set(hashes[1]))
             unlike = [
                 n for n in both if hashes[0][n] != hashes[1][n] or _form(plans[0], n) != _form(plans[1], n)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import shutil
 import threading
 from collections import deque
@@ -98,17 +97,17 @@ class StoreWriter:
         self._how: dict[str, Any] = {}
         self._context: Any = None
 
-    def begin(self, folder: str, how: str, arrays: str) -> str | None:
+    def begin(self, folder: str, how: dict[str, Any], arrays: list[dict[str, Any]]) -> list[Finding] | None:
         """Makes the store in ``folder``, from nothing: what an interrupted run left there is removed."""
         # TensorStore takes no path with `..` in it.
         path = Path(folder).resolve()
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
-        self._how = {**json.loads(how), "folder": str(path)}
+        self._how = {**how, "folder": str(path)}
         # What is published is brought to disk as a whole, once.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
-        self._arrays = {a["key"]: Array(**a) for a in json.loads(arrays)}
+        self._arrays = {a["key"]: Array(**a) for a in arrays}
         return self._told(lambda: self._create(list(self._arrays.values())))
 
     def _create(self, arrays: list[Array]) -> None:
@@ -150,7 +149,7 @@ class StoreWriter:
             "config": {"max_inline_value_bytes": _INLINE, "max_decoded_node_bytes": _NODE},
         }
 
-    def write(self, key: str, index: list[int], shape: list[int], data: bytes) -> str | None:
+    def write(self, key: str, index: list[int], shape: list[int], data: bytes) -> list[Finding] | None:
         """Stores the block at ``index``: ``data`` holds its elements in C order."""
         return self._told(lambda: self._write(key, index, shape, data))
 
@@ -173,7 +172,7 @@ class StoreWriter:
         for commit in done:
             commit.result()
 
-    def finish(self) -> str | None:
+    def finish(self) -> list[Finding] | None:
         """Waits for all that is under way; every key that must be there is looked up."""
         return self._told(self._finish)
 
@@ -200,17 +199,17 @@ class StoreWriter:
                 self._under_way.popleft()[1].result()
         self._open.clear()
 
-    def _told(self, work: Any) -> str | None:
+    def _told(self, work: Any) -> list[Finding] | None:
         try:
             work()
         except FastshardError as error:
-            return json.dumps([finding.to_dict() for finding in error.findings])
+            return error.findings
         except Exception as error:
             # TensorStore raises ValueError for what the system says of files.
             finding = Finding.of(
                 "FS507", f"the store cannot be written: {error}", file=self._how.get("folder")
             )
-            return json.dumps([finding.to_dict()])
+            return [finding]
         return None
 
 

@@ -11,6 +11,8 @@ use fastshard::error::{Finding, Result};
 use fastshard::steps::{self, Step};
 use pyo3::prelude::*;
 
+use crate::findings;
+
 /// How often Python gets to look at signals and to draw progress.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -44,7 +46,7 @@ pub(crate) fn run<T: Send + 'static>(
     run_telling(py, progress, None, work)
 }
 
-/// The same; `tell` is called with the JSON of each finding that is to be said before the end.
+/// The same; `tell` is called with each finding that is to be said before the end.
 pub(crate) fn run_telling<T: Send + 'static>(
     py: Python<'_>,
     progress: Option<Py<PyAny>>,
@@ -109,7 +111,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
 /// Hands on what is to be said by now.
 fn told(py: Python<'_>, tell: &Py<PyAny>, control: &Control) -> PyResult<()> {
     let notices = std::mem::take(&mut *control.notices.lock().unwrap_or_else(PoisonError::into_inner));
-    notices.iter().try_for_each(|finding| tell.call1(py, (crate::to_json(finding)?,)).map(|_| ()))
+    findings::list(notices).into_iter().try_for_each(|finding| tell.call1(py, (finding,)).map(|_| ()))
 }
 
 impl<T> Ended<T> {

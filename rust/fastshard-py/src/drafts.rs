@@ -9,9 +9,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::plain::Given;
 use crate::plans::{with_files, Plan};
 use crate::rosters::{compared, Roster};
-use crate::{raise, to_json, unusable};
+use crate::{findings, raise};
 
 /// Half as many bytes per byte of a name as placing a draft takes, as measured.
 const PLACED: u64 = 5;
@@ -49,8 +50,8 @@ impl Draft {
 
 #[pymethods]
 impl Draft {
-    fn findings(&self) -> PyResult<String> {
-        self.with(|draft| to_json(&draft.findings))?
+    fn findings(&self) -> PyResult<Vec<findings::Finding>> {
+        self.with(|draft| findings::list(draft.findings.iter().cloned()))
     }
 
     fn lost(&self) -> PyResult<Vec<String>> {
@@ -114,11 +115,10 @@ impl Draft {
     }
 
     /// The plan. A draft is placed once.
-    fn place(&self, py: Python<'_>, placement: &str) -> PyResult<Plan> {
-        let placement: Placement = serde_json::from_str(placement).map_err(unusable)?;
+    fn place(&self, py: Python<'_>, placement: Given<Placement>) -> PyResult<Plan> {
         let draft = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let draft = draft.ok_or_else(|| PyValueError::new_err("the draft was placed"))?;
         self.room(&draft, PLACED)?;
-        Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement))))
+        Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement.0))))
     }
 }

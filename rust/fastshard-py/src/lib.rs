@@ -1,10 +1,12 @@
 //! `fastshard._core`: the Python face of the core crate.
 //!
-//! Thin: documents go in and out as JSON, long calls run without the GIL and stay interruptible,
-//! and every error becomes the one exception that carries findings.
+//! Thin: records go in and out as classes, tuples and dicts whose keys `_core.pyi` states; long calls run
+//! without the GIL and stay interruptible; every error becomes the one exception that carries findings.
 
 mod calls;
 mod drafts;
+mod findings;
+mod plain;
 mod plans;
 mod ranks;
 mod rosters;
@@ -16,10 +18,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::{Catalog as CoreCatalog, Wanted};
-use fastshard::codes;
 use fastshard::draft::Planned;
 use fastshard::engine::{Control, Options as EngineOptions};
-use fastshard::error::{exit_code as exit_code_of, Error, Finding};
+use fastshard::error::Error;
 use fastshard::format::stand_in;
 use fastshard::gate::Gate;
 use fastshard::manifest::Manifest;
@@ -32,32 +33,25 @@ use numpy::PyReadonlyArray1;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 use serde_json::json;
 
 use calls::{run, run_telling};
+use plain::{object, told, Given};
 use plans::{with_files, Plan};
 
-create_exception!(_core, CoreError, PyException, "Findings that stopped an operation, as a JSON array.");
+create_exception!(_core, CoreError, PyException, "Findings that stopped an operation, a list of them.");
 
-fn json_error(e: serde_json::Error) -> PyErr {
-    PyValueError::new_err(e.to_string())
-}
+/// What writing came to: the manifest as JSON, which is its format, and findings.
+type Written = (String, Vec<findings::Finding>);
 
-/// A request that holds what no option can be: a number beyond 64 bits, a text that is no UTF-8.
-fn unusable(e: serde_json::Error) -> PyErr {
-    raise(Finding::new(codes::USAGE, format!("an option holds what cannot be used: {e}")).into())
+fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
+    serde_json::to_string(value).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 /// The one place where a core error becomes an exception.
 fn raise(error: Error) -> PyErr {
-    match serde_json::to_string(error.findings()) {
-        Ok(text) => CoreError::new_err(text),
-        Err(e) => json_error(e),
-    }
-}
-
-fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
-    serde_json::to_string(value).map_err(json_error)
+    CoreError::new_err((findings::list(error.into_findings()),))
 }
 
 #[derive(serde::Deserialize)]
@@ -143,10 +137,6 @@ fn yes() -> bool {
 }
 
 impl RunOptions {
-    fn parse(text: &str) -> PyResult<RunOptions> {
-        serde_json::from_str(text).map_err(unusable)
-    }
-
     fn engine(&self) -> EngineOptions {
         EngineOptions {
             threads: self.threads,
@@ -210,11 +200,11 @@ impl Catalog {
         Ok(Catalog { inner: Arc::new(opened.settle(None)?) })
     }
 
-    fn findings(&self) -> PyResult<String> {
-        to_json(&self.inner.findings)
+    fn findings(&self) -> Vec<findings::Finding> {
+        findings::list(self.inner.findings.iter().cloned())
     }
 
-    fn files(&self) -> PyResult<String> {
+    fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let files: Vec<_> = self
             .inner
             .files
@@ -230,37 +220,37 @@ impl Catalog {
                 })
             })
             .collect();
-        to_json(&files)
+        told(py, &files)
     }
 
-    fn values(&self, file: usize) -> PyResult<(String, bool)> {
+    fn values<'py>(&self, py: Python<'py>, file: usize) -> PyResult<(Bound<'py, PyAny>, bool)> {
         let value =
             self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| f.parsed.values.to_json_whole());
-        let (value, whole) = value.map_or((None, true), |(value, whole)| (Some(value), whole));
-        Ok((to_json(&value)?, whole))
+        let (value, whole) = value.unwrap_or((serde_json::Value::Null, true));
+        Ok((object(py, &value)?, whole))
     }
 
-    fn tensors(&self, file: usize) -> PyResult<String> {
-        let tensors = self.inner.files.get(file).and_then(|f| f.as_ref()).map(|f| {
-            f.parsed
-                .tensors
-                .iter()
-                .map(|t| {
-                    let blob = &f.parsed.blobs[t.blob as usize];
-                    json!({
+    fn tensors<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        if let Some(f) = self.inner.files.get(file).and_then(|f| f.as_ref()) {
+            for t in &f.parsed.tensors {
+                let blob = &f.parsed.blobs[t.blob as usize];
+                list.append(told(
+                    py,
+                    &json!({
                         "path": t.path, "dtype": t.dtype, "torch_dtype": t.dtype.torch_name(), "shape": t.shape,
                         "storage": t.blob, "offset": t.offset, "strides": t.strides,
                         "storage_bytes": blob.len, "storage_crc32": blob.crc32,
-                    })
-                })
-                .collect::<Vec<_>>()
-        });
-        to_json(&tensors.unwrap_or_default())
+                    }),
+                )?)?;
+            }
+        }
+        Ok(list)
     }
 
-    fn distributed(&self, file: usize) -> PyResult<String> {
+    fn distributed<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyAny>> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
-        to_json(&file.map(|f| &f.parsed.distributed))
+        told(py, &file.map(|f| &f.parsed.distributed))
     }
 
     /// Bytes of a small tensor, at most `limit` of them.
@@ -276,12 +266,17 @@ impl Catalog {
     }
 
     /// An object that a file holds as bytes, read inertly.
-    fn packed(&self, py: Python<'_>, file: usize, path: Vec<String>) -> PyResult<Option<String>> {
+    fn packed<'py>(
+        &self,
+        py: Python<'py>,
+        file: usize,
+        path: Vec<String>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(Some(file)) = self.inner.files.get(file) else { return Ok(None) };
         let packed = py
             .detach(|| fastshard::format::packed::read(&file.source, &file.parsed, &path))
             .map_err(raise)?;
-        packed.map(|packed| to_json(&packed.to_json())).transpose()
+        packed.map(|packed| object(py, &packed.to_json())).transpose()
     }
 
     fn names(&self, file: usize) -> Vec<String> {
@@ -301,11 +296,11 @@ impl Catalog {
     fn draft(
         &self,
         py: Python<'_>,
-        request: &str,
+        request: Given<Request>,
         source: Option<PyRef<'_, tables::Table>>,
         target: Option<PyRef<'_, tables::Table>>,
     ) -> PyResult<drafts::Draft> {
-        let mut request: Request = serde_json::from_str(request).map_err(unusable)?;
+        let mut request = request.0;
         if let Some(table) = source {
             request.source.layout = Some(Arc::clone(&table.inner));
         }
@@ -317,28 +312,35 @@ impl Catalog {
         Ok(drafts::Draft::new(draft, catalog))
     }
 
-    fn compare(&self, py: Python<'_>, request: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(unusable)?;
+    fn compare(&self, py: Python<'_>, request: Given<Request>) -> Plan {
         let catalog = Arc::clone(&self.inner);
-        Ok(self.with_files(py.detach(move || fastshard::repair::compare(&catalog, &request))))
+        self.with_files(py.detach(move || fastshard::repair::compare(&catalog, &request.0)))
     }
 
-    fn repair(&self, py: Python<'_>, request: &str, repair: &str) -> PyResult<Plan> {
-        let request: Request = serde_json::from_str(request).map_err(unusable)?;
-        let repair: fastshard::repair::Repair = serde_json::from_str(repair).map_err(unusable)?;
+    fn repair(
+        &self,
+        py: Python<'_>,
+        request: Given<Request>,
+        repair: Given<fastshard::repair::Repair>,
+    ) -> PyResult<Plan> {
         let catalog = Arc::clone(&self.inner);
         let planned =
-            py.detach(move || fastshard::repair::plan(&catalog, &request, &repair)).map_err(raise)?;
+            py.detach(move || fastshard::repair::plan(&catalog, &request.0, &repair.0)).map_err(raise)?;
         Ok(self.with_files(planned))
     }
 
     #[pyo3(signature = (options, progress=None))]
-    fn inventory(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
-        let options = RunOptions::parse(options)?.engine();
+    fn inventory(
+        &self,
+        py: Python<'_>,
+        options: Given<RunOptions>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Written> {
+        let options = options.0.engine();
         let catalog = Arc::clone(&self.inner);
-        let (manifest, findings) =
+        let (manifest, found) =
             run(py, progress, move |control| verify::inventory(&catalog, &options, control)).settle(None)?;
-        to_json(&json!({"manifest": manifest, "findings": findings}))
+        Ok((to_json(&manifest)?, findings::list(found)))
     }
 
     #[pyo3(signature = (manifest, options, progress=None, checked=None))]
@@ -346,26 +348,26 @@ impl Catalog {
         &self,
         py: Python<'_>,
         manifest: PathBuf,
-        options: &str,
+        options: Given<RunOptions>,
         progress: Option<Py<PyAny>>,
         checked: Option<PyRef<'_, Plan>>,
-    ) -> PyResult<String> {
+    ) -> PyResult<Vec<findings::Finding>> {
         let known = checked.map_or_else(verify::Hashed::new, |plan| plan.hashed().clone());
-        let options = RunOptions::parse(options)?;
+        let options = options.0;
         let manifest = Manifest::read(&manifest).map_err(raise)?;
         let catalog = Arc::clone(&self.inner);
-        let findings = run(py, progress, move |control| {
+        let found = run(py, progress, move |control| {
             verify::against(&catalog, &manifest, options.subset(), &known, &options.engine(), control)
         })
         .settle(None)?;
-        to_json(&findings)
+        Ok(findings::list(found))
     }
 }
 
 /// Files that go along with a result, by their names there; and what its destination must lie apart from.
 type Paths = (Vec<(String, PathBuf)>, Vec<PathBuf>);
 
-/// Copies files (name, path) below `roots` to `out` as a host's part of a checkpoint: `{"manifest", "findings"}`.
+/// Copies files (name, path) below `roots` to `out` as a host's part of a checkpoint.
 #[pyfunction]
 #[pyo3(signature = (files, roots, out, options, progress=None, tell=None))]
 fn write_piece(
@@ -373,17 +375,17 @@ fn write_piece(
     files: Vec<(String, PathBuf)>,
     roots: Vec<PathBuf>,
     out: PathBuf,
-    options: &str,
+    options: Given<RunOptions>,
     progress: Option<Py<PyAny>>,
     tell: Option<Py<PyAny>>,
-) -> PyResult<String> {
-    let options = RunOptions::parse(options)?.writing(Vec::new(), None);
+) -> PyResult<Written> {
+    let options = options.0.writing(Vec::new(), None);
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
         move |control| write::write_piece(files, &roots, &out, options, control)
     });
-    let (manifest, findings) = ended.settle(Some(&out))?;
-    to_json(&json!({"manifest": manifest, "findings": findings}))
+    let (manifest, found) = ended.settle(Some(&out))?;
+    Ok((to_json(&manifest)?, findings::list(found)))
 }
 
 /// A result written tensor by tensor.
@@ -432,13 +434,12 @@ impl ResultWriter {
         &self,
         py: Python<'_>,
         texts: std::collections::BTreeMap<String, String>,
-        values: &str,
-    ) -> PyResult<String> {
-        let values = serde_json::from_str(values).map_err(json_error)?;
-        let (manifest, findings) = py
-            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(&texts, values))
+        values: Given<serde_json::Value>,
+    ) -> PyResult<Written> {
+        let (manifest, found) = py
+            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(&texts, values.0))
             .map_err(raise)?;
-        to_json(&json!({"manifest": manifest, "findings": findings}))
+        Ok((to_json(&manifest)?, findings::list(found)))
     }
 
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
@@ -446,73 +447,38 @@ impl ResultWriter {
     }
 }
 
-/// The table of finding codes, as JSON.
+/// What a `.metadata` file of torch.distributed.checkpoint says.
 #[pyfunction]
-fn codes_table() -> PyResult<String> {
-    let rows: Vec<_> = codes::TABLE
-        .iter()
-        .map(|row| {
-            let exit = match row.exit {
-                codes::Exit::Problem => 1,
-                codes::Exit::CouldNotRun => 2,
-                codes::Exit::Incomplete => 3,
-            };
-            json!({"code": row.code, "name": row.name, "severity": row.severity, "exit": exit, "explanation": row.explanation})
-        })
-        .collect();
-    to_json(&rows)
-}
-
-/// The exit code that findings (a JSON array) stand for.
-#[pyfunction]
-fn exit_code(findings: &str) -> PyResult<u8> {
-    let findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
-    Ok(exit_code_of(&findings))
-}
-
-/// Findings (a JSON array) as a gate (a JSON object) judges them.
-#[pyfunction]
-fn judge(findings: &str, gate: &str) -> PyResult<String> {
-    let mut findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
-    let gate: Gate = serde_json::from_str(gate).map_err(json_error)?;
-    gate.judge(&mut findings).map_err(raise)?;
-    to_json(&findings)
-}
-
-/// One line for a finding (a JSON object), control characters escaped.
-#[pyfunction]
-fn format_finding(finding: &str) -> PyResult<String> {
-    let finding: Finding = serde_json::from_str(finding).map_err(json_error)?;
-    Ok(finding.to_string())
-}
-
-/// What a `.metadata` file of torch.distributed.checkpoint says, as JSON.
-#[pyfunction]
-fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<String> {
+fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyAny>> {
     let read = move |_: &Control| {
         let file = SourceFile::open(&path)?;
         fastshard::format::dcp::metadata(&file).map_err(|e| stand_in::explained(&file, e))
     };
-    to_json(&run(py, None, read).settle(None)?)
+    told(py, &run(py, None, read).settle(None)?)
 }
 
-/// The value of a record of a `.distcp` file that is no tensor, as JSON.
+/// The value of a record of a `.distcp` file that is no tensor.
 #[pyfunction]
-fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<String> {
+fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<Bound<'_, PyAny>> {
     let read = move |_: &Control| fastshard::format::dcp::object(&SourceFile::open(&path)?, offset, len);
-    to_json(&run(py, None, read).settle(None)?)
+    told(py, &run(py, None, read).settle(None)?)
 }
 
-/// What lies in the place of a file of text, by its first bytes, as a finding in JSON; None for what may be the file itself.
+/// What lies in the place of a file of text, by its first bytes, as a finding; None for what may be the file itself.
 #[pyfunction]
 #[pyo3(name = "stand_in")]
-fn stands_in(path: PathBuf, head: &[u8], size: u64) -> PyResult<Option<String>> {
-    stand_in::finding(&path, head, size, stand_in::Place::Text).map(|finding| to_json(&finding)).transpose()
+fn stands_in(path: PathBuf, head: &[u8], size: u64) -> Option<findings::Finding> {
+    stand_in::finding(&path, head, size, stand_in::Place::Text).map(findings::Finding::from)
 }
 
-/// What is kept of a tokenizer's vocabulary, as JSON; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
+/// What is kept of a tokenizer's vocabulary; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
 #[pyfunction]
-fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) -> PyResult<String> {
+fn vocabulary<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    kind: &str,
+    wanted: Vec<String>,
+) -> PyResult<Bound<'py, PyAny>> {
     use fastshard::format::vocabulary::{read, Kind};
     let kind = match kind {
         "tokenizers" => Kind::Tokenizers,
@@ -521,30 +487,30 @@ fn vocabulary(py: Python<'_>, path: PathBuf, kind: &str, wanted: Vec<String>) ->
         "lines" => Kind::Lines,
         other => return Err(PyValueError::new_err(format!("no kind of vocabulary: {other}"))),
     };
-    to_json(&run(py, None, move |_| read(&SourceFile::open(&path)?, kind, &wanted)).settle(None)?)
+    told(py, &run(py, None, move |_| read(&SourceFile::open(&path)?, kind, &wanted)).settle(None)?)
 }
 
-/// Findings about the files below `roots` that `manifest` lists and that hold no tensors, as JSON.
+/// Findings about the files below `roots` that `manifest` lists and that hold no tensors.
 #[pyfunction]
 #[pyo3(signature = (manifest, roots, options, progress=None))]
 fn manifest_files(
     py: Python<'_>,
     manifest: PathBuf,
     roots: Vec<PathBuf>,
-    options: &str,
+    options: Given<RunOptions>,
     progress: Option<Py<PyAny>>,
-) -> PyResult<String> {
-    let threads = RunOptions::parse(options)?.threads;
+) -> PyResult<Vec<findings::Finding>> {
+    let threads = options.0.threads;
     let compared = run(py, progress, move |control| {
         verify::files(&Manifest::read(&manifest)?, &roots, threads, control)
     });
-    to_json(&compared.settle(None)?)
+    Ok(findings::list(compared.settle(None)?))
 }
 
-/// The entry of a file without tensors in a manifest, as JSON.
+/// The entry of a file without tensors in a manifest.
 #[pyfunction]
-fn manifest_entry(py: Python<'_>, root: PathBuf, name: &str) -> PyResult<String> {
-    to_json(&py.detach(|| verify::entry(&root, name)).map_err(raise)?)
+fn manifest_entry<'py>(py: Python<'py>, root: PathBuf, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    told(py, &py.detach(|| verify::entry(&root, name)).map_err(raise)?)
 }
 
 /// The edges between the bins of a histogram, ascending.
@@ -567,6 +533,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
+    m.add_class::<findings::Finding>()?;
     m.add_class::<drafts::Draft>()?;
     m.add_class::<plans::Plan>()?;
     m.add_class::<ranks::Meeting>()?;
@@ -585,10 +552,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(ranks::bring, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::let_go, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::will_read, m)?)?;
-    m.add_function(wrap_pyfunction!(codes_table, m)?)?;
-    m.add_function(wrap_pyfunction!(exit_code, m)?)?;
-    m.add_function(wrap_pyfunction!(judge, m)?)?;
-    m.add_function(wrap_pyfunction!(format_finding, m)?)?;
+    m.add_function(wrap_pyfunction!(findings::codes_table, m)?)?;
+    m.add_function(wrap_pyfunction!(findings::exit_code, m)?)?;
+    m.add_function(wrap_pyfunction!(findings::judge, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_files, m)?)?;
     m.add_function(wrap_pyfunction!(manifest_entry, m)?)?;
     m.add_function(wrap_pyfunction!(dcp_metadata, m)?)?;

@@ -10,16 +10,17 @@ use fastshard::draft::Planned;
 use fastshard::error::{Error, Finding, Severity};
 use fastshard::manifest::Manifest;
 use fastshard::plan::{Pieces, Plan as CorePlan};
-use fastshard::stats;
 use fastshard::storage::SourceFile;
 use fastshard::{verify, write};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
-use crate::{json_error, raise, ranks, to_json, Paths, RunOptions};
+use crate::plain::{told, Given};
+use crate::{findings, raise, ranks, to_json, Paths, RunOptions, Written};
 
 /// A plan with the open files that it reads.
 #[pyclass(frozen, module = "fastshard._core")]
@@ -77,13 +78,13 @@ fn decoding(plan: &CorePlan) -> serde_json::Value {
 
 #[pymethods]
 impl Plan {
-    fn findings(&self) -> PyResult<String> {
-        to_json(&self.findings)
+    fn findings(&self) -> Vec<findings::Finding> {
+        findings::list(self.findings.iter().cloned())
     }
 
     /// What no file can hold, for a plan that is to be written.
-    fn unwritable(&self) -> PyResult<String> {
-        to_json(&fastshard::files::unwritable(&self.plan))
+    fn unwritable(&self) -> Vec<findings::Finding> {
+        findings::list(fastshard::files::unwritable(&self.plan))
     }
 
     fn digest(&self, py: Python<'_>) -> String {
@@ -109,7 +110,7 @@ impl Plan {
         Ok(self.plan.excerpt(&[output]).told())
     }
 
-    fn summary(&self) -> PyResult<String> {
+    fn summary<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let plan = &self.plan;
         let mut dtypes: BTreeMap<String, (u64, u64)> = Default::default();
         for output in &plan.outputs {
@@ -117,29 +118,32 @@ impl Plan {
             slot.0 += 1;
             slot.1 += output.nbytes();
         }
-        to_json(&json!({
-            "target": plan.target,
-            "sources": plan.sources.len(),
-            "source_bytes": plan.sources.iter().map(|s| s.size).sum::<u64>(),
-            "stored_tensors": plan.stored.len(),
-            "outputs": plan.outputs.len(),
-            "parameters": plan.outputs.iter().map(|o| o.elements()).sum::<u64>(),
-            "bytes": plan.bytes(),
-            "files": plan.files.iter().map(|f| json!({"name": f.name, "header_len": f.header_len, "size": f.size})).collect::<Vec<_>>(),
-            "dtypes": dtypes,
-            "topology": plan.topology,
-            "axes": plan.axes,
-            "texts": plan.texts.keys().collect::<Vec<_>>(),
-            "value_ops": Manifest::ops_of(plan),
-            "changes": plan.changes(),
-            "read_amplification": plan.read_amplification(),
-            "decoding": decoding(plan),
-            "compared": {
-                "checksums": plan.blobs.iter().filter(|blob| blob.crc32.is_some()).count(),
-                "twins": plan.stored.iter().filter(|stored| !stored.twins.is_empty()).count(),
-                "pads": plan.pads.len(),
-            },
-        }))
+        told(
+            py,
+            &json!({
+                "target": plan.target,
+                "sources": plan.sources.len(),
+                "source_bytes": plan.sources.iter().map(|s| s.size).sum::<u64>(),
+                "stored_tensors": plan.stored.len(),
+                "outputs": plan.outputs.len(),
+                "parameters": plan.outputs.iter().map(|o| o.elements()).sum::<u64>(),
+                "bytes": plan.bytes(),
+                "files": plan.files.iter().map(|f| json!({"name": f.name, "header_len": f.header_len, "size": f.size})).collect::<Vec<_>>(),
+                "dtypes": dtypes,
+                "topology": plan.topology,
+                "axes": plan.axes,
+                "texts": plan.texts.keys().collect::<Vec<_>>(),
+                "value_ops": Manifest::ops_of(plan),
+                "changes": plan.changes(),
+                "read_amplification": plan.read_amplification(),
+                "decoding": decoding(plan),
+                "compared": {
+                    "checksums": plan.blobs.iter().filter(|blob| blob.crc32.is_some()).count(),
+                    "twins": plan.stored.iter().filter(|stored| !stored.twins.is_empty()).count(),
+                    "pads": plan.pads.len(),
+                },
+            }),
+        )
     }
 
     /// (name, dtype, shape, bytes, pieces) of every output.
@@ -205,7 +209,7 @@ impl Plan {
         .map_err(raise)
     }
 
-    /// Writes and publishes; returns `{"manifest", "findings"}`.
+    /// Writes and publishes; returns the manifest as JSON, and findings.
     /// `arrays` writes the arrays of a result that holds some. `paths` are the files that go along, by
     /// their names there, and what the destination must lie apart from: none, and the roots, if not given.
     /// With `meeting` it does so together with the other ranks there, and `about` is kept for those that go on.
@@ -215,20 +219,20 @@ impl Plan {
         &self,
         py: Python<'_>,
         out: PathBuf,
-        options: &str,
+        options: Given<RunOptions>,
         progress: Option<Py<PyAny>>,
         arrays: Option<Py<PyAny>>,
         paths: Option<Paths>,
         tell: Option<Py<PyAny>>,
         meeting: Option<&ranks::Meeting>,
-        about: Option<&str>,
-    ) -> PyResult<String> {
+        about: Option<Given<serde_json::Value>>,
+    ) -> PyResult<Written> {
         self.refuse_errors()?;
         let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
-        let write_options = RunOptions::parse(options)?.writing(copies, arrays);
+        let write_options = options.0.writing(copies, arrays);
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let meeting = meeting.map(ranks::Meeting::inner).transpose()?;
-        let about = about.map(serde_json::from_str).transpose().map_err(json_error)?.unwrap_or_default();
+        let about = about.map(|about| about.0).unwrap_or_default();
         let ended = run_telling(py, progress, tell, {
             let out = out.clone();
             move |control| match meeting {
@@ -247,19 +251,24 @@ impl Plan {
         });
         *self.told.lock().unwrap_or_else(PoisonError::into_inner) =
             ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
-        let (manifest, findings) = ended.settle(Some(&out))?;
-        to_json(&json!({"manifest": manifest, "findings": findings}))
+        let (manifest, warnings) = ended.settle(Some(&out))?;
+        Ok((to_json(&manifest)?, findings::list(warnings)))
     }
 
-    /// What the last `write` came to, as a JSON array of findings: `FS519` if the result is published.
-    fn told(&self) -> PyResult<String> {
-        to_json(&*self.told.lock().unwrap_or_else(PoisonError::into_inner))
+    /// What the last `write` came to, as findings: `FS519` if the result is published.
+    fn told(&self) -> Vec<findings::Finding> {
+        findings::list(self.told.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned())
     }
 
-    /// Runs without writing; returns `{"findings", "hashes", "stats"}`.
+    /// Runs without writing; returns findings, hashes and statistics, by the outputs' names.
     #[pyo3(signature = (options, progress=None))]
-    fn check(&self, py: Python<'_>, options: &str, progress: Option<Py<PyAny>>) -> PyResult<String> {
-        let options = RunOptions::parse(options)?;
+    fn check<'py>(
+        &self,
+        py: Python<'py>,
+        options: Given<RunOptions>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(Vec<findings::Finding>, BTreeMap<String, String>, Bound<'py, PyDict>)> {
+        let options = options.0;
         let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
         if options.only.is_some() {
             let names = plan.names();
@@ -271,8 +280,8 @@ impl Plan {
         })
         .settle(None)?;
         self.hashed().extend(verify::hashed(&checked, &report));
-        let mut hashes = std::collections::BTreeMap::new();
-        let mut gathered: BTreeMap<String, &stats::TensorStats> = Default::default();
+        let mut hashes = BTreeMap::new();
+        let gathered = PyDict::new(py);
         for (o, r) in checked.outputs.iter().zip(&report.outputs) {
             // Shards of one tensor are told apart by their files.
             let name = match &o.key {
@@ -280,11 +289,11 @@ impl Plan {
                 None => o.name.clone(),
             };
             if let Some(stats) = r.seen.stats() {
-                gathered.insert(name.clone(), stats);
+                gathered.set_item(&name, told(py, stats)?)?;
             }
             hashes.insert(name, fastshard::hash::hex(&r.hash));
         }
-        to_json(&json!({"findings": report.findings, "hashes": hashes, "stats": gathered}))
+        Ok((findings::list(report.findings), hashes, gathered))
     }
 }
 

@@ -18,8 +18,9 @@ use pyo3::prelude::*;
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
+use crate::plain::{told, Given};
 use crate::plans::Plan;
-use crate::{json_error, raise, to_json, Paths, RunOptions};
+use crate::{findings, raise, to_json, Paths, RunOptions, Written};
 
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -36,6 +37,9 @@ struct About {
 fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
+
+/// A run of parts: its name, its folder, the number of its round, bytes and findings.
+type Begun = (String, String, Option<u32>, Vec<u64>, Vec<findings::Finding>);
 
 /// A rank that has met the others.
 #[pyclass(frozen, module = "fastshard._core")]
@@ -55,8 +59,8 @@ impl Meeting {
 impl Meeting {
     /// Meets the other ranks at `out`.
     #[new]
-    fn new(py: Python<'_>, out: PathBuf, about: &str) -> PyResult<Self> {
-        let about: About = serde_json::from_str(about).map_err(json_error)?;
+    fn new(py: Python<'_>, out: PathBuf, about: Given<About>) -> PyResult<Self> {
+        let about = about.0;
         let about = meeting::About {
             rank: about.rank,
             world: about.world,
@@ -73,19 +77,18 @@ impl Meeting {
     }
 
     /// What each rank said of itself: of all for rank 0, of rank 0 and this one for the others.
-    fn ranks(&self) -> PyResult<String> {
+    fn ranks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let cards = self.inner()?.cards();
-        let told: Vec<_> = cards
+        let each: Vec<_> = cards
             .iter()
             .map(|card| json!({"rank": card.rank, "host": card.process.host, "pid": card.process.pid, "storage": card.storage}))
             .collect();
-        to_json(&told)
+        told(py, &each)
     }
 
-    /// Says why this rank stops, so that the others do too: a JSON array of findings.
-    fn stop(&self, findings: &str) -> PyResult<()> {
-        let findings: Vec<Finding> = serde_json::from_str(findings).map_err(json_error)?;
-        self.inner()?.stop(&findings);
+    /// Says why this rank stops, so that the others do too.
+    fn stop(&self, findings: Vec<findings::Finding>) -> PyResult<()> {
+        self.inner()?.stop(&findings::core(findings));
         Ok(())
     }
 
@@ -95,24 +98,24 @@ impl Meeting {
         Ok(())
     }
 
-    /// Lends `files` (root and relative path) below `roots` (JSON: `{"folder", "file"}` of each), and makes folders below
+    /// Lends `files` (root and relative path) below `roots` (`folder` and `file` of each), and makes folders below
     /// `folder` that stand for the roots of the other ranks: `{"rank", "host", "there", "here", "file"}` of each root of
     /// all ranks.
-    fn lend(
+    fn lend<'py>(
         &self,
-        py: Python<'_>,
-        roots: &str,
+        py: Python<'py>,
+        roots: Given<Vec<Root>>,
         files: Vec<(u32, String)>,
         folder: PathBuf,
-    ) -> PyResult<String> {
-        let roots: Vec<Root> = serde_json::from_str(roots).map_err(json_error)?;
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let roots = roots.0;
         let (inner, by) = (self.inner()?, std::thread::current().id());
         let begun = run(py, None, move |control| {
             let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
             Lending::begin(&inner, roots, &files, &folder, by, &go_on)
         });
         let lending = begun.settle(None)?;
-        let told: Vec<_> = lending
+        let each: Vec<_> = lending
             .sources()
             .iter()
             .map(
@@ -120,7 +123,7 @@ impl Meeting {
             )
             .collect();
         *self.lending.lock().unwrap_or_else(PoisonError::into_inner) = Some(lending);
-        to_json(&told)
+        told(py, &each)
     }
 
     /// A digest of files (rank, number of its root, path) as they were when the ranks met.
@@ -144,22 +147,21 @@ impl Meeting {
     }
 }
 
-/// Begins a run of `parts` parts, or its next round: `{"run", "folder", "round", "bytes", "findings"}`.
+/// Begins a run of `parts` parts, or its next round: the run, its folder, the round, bytes and findings.
 #[pyfunction]
 #[pyo3(signature = (plan, out, options, parts, about, paths))]
 pub(crate) fn begin_parts(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: &str,
+    options: Given<RunOptions>,
     parts: usize,
-    about: &str,
+    about: Given<serde_json::Value>,
     paths: Paths,
-) -> PyResult<String> {
+) -> PyResult<Begun> {
     plan.refuse_errors()?;
     let (copies, roots) = paths;
-    let options = RunOptions::parse(options)?.writing(copies, None);
-    let about = serde_json::from_str(about).map_err(json_error)?;
+    let (options, about) = (options.0.writing(copies, None), about.0);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let begun = run(py, None, move |control| {
         let begun = shared::begin(&plan, &files, &roots, &out, &options, parts, about, control)?;
@@ -172,8 +174,8 @@ pub(crate) fn begin_parts(
             begun.findings,
         ))
     });
-    let (nonce, folder, round, bytes, findings) = begun.settle(None)?;
-    to_json(&json!({"run": nonce, "folder": folder, "round": round, "bytes": bytes, "findings": findings}))
+    let (nonce, folder, round, bytes, found) = begun.settle(None)?;
+    Ok((nonce, folder, round, bytes, findings::list(found)))
 }
 
 /// Makes a part of the run `nonce`; false if it was made before.
@@ -184,7 +186,7 @@ pub(crate) fn make_part(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: &str,
+    options: Given<RunOptions>,
     nonce: String,
     part: u32,
     paths: Paths,
@@ -192,7 +194,7 @@ pub(crate) fn make_part(
 ) -> PyResult<bool> {
     plan.refuse_errors()?;
     let (copies, roots) = paths;
-    let options = RunOptions::parse(options)?.writing(copies, None);
+    let options = options.0.writing(copies, None);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let made = run(py, progress, move |control| {
         let shared = Shared::enter(&out, &plan.digest(), &write::document(&plan), Some(&nonce))?;
@@ -210,7 +212,7 @@ pub(crate) fn make_part(
     Ok(made.settle(None)? == shared::Made::Now)
 }
 
-/// Concludes the run `nonce`, all of whose parts are made: `{"manifest", "findings"}`.
+/// Concludes the run `nonce`, all of whose parts are made: the manifest as JSON, and findings.
 #[pyfunction]
 #[pyo3(signature = (plan, out, options, nonce, arrays, paths, progress=None, tell=None))]
 #[allow(clippy::too_many_arguments)] // as Python passes them
@@ -218,27 +220,27 @@ pub(crate) fn commit(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: &str,
+    options: Given<RunOptions>,
     nonce: String,
     arrays: Option<Py<PyAny>>,
     paths: Paths,
     progress: Option<Py<PyAny>>,
     tell: Option<Py<PyAny>>,
-) -> PyResult<String> {
+) -> PyResult<Written> {
     plan.refuse_errors()?;
     let (copies, _) = paths;
-    let options = RunOptions::parse(options)?.writing(copies, arrays);
+    let options = options.0.writing(copies, arrays);
     let (held, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
         move |control| shared::commit(&held, &files, &out, &nonce, &options, control)
     });
     plan.remember(ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
-    let (manifest, findings) = ended.settle(Some(&out))?;
-    to_json(&json!({"manifest": manifest, "findings": findings}))
+    let (manifest, warnings) = ended.settle(Some(&out))?;
+    Ok((to_json(&manifest)?, findings::list(warnings)))
 }
 
-/// Takes away what runs that are over have left: a JSON array of `{"path", "run", "fate"}`.
+/// Takes away what runs that are over have left: path, run and fate of each.
 #[pyfunction]
 pub(crate) fn collect(
     py: Python<'_>,
@@ -246,7 +248,7 @@ pub(crate) fn collect(
     abandon: Option<String>,
     patience: f64,
     dry: bool,
-) -> PyResult<String> {
+) -> PyResult<Vec<(String, Option<String>, &'static str)>> {
     let collected = run(py, None, move |control| {
         let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
         gc::collect(&out, abandon.as_deref(), &seconds(patience).into(), dry, &go_on)
@@ -258,12 +260,8 @@ pub(crate) fn collect(
         gc::Fate::Complete => "complete",
         gc::Fate::Foreign => "foreign",
     };
-    let told: Vec<_> = collected
-        .settle(None)?
-        .into_iter()
-        .map(|left| json!({"path": left.path.to_string_lossy(), "run": left.run, "fate": fate(left.fate)}))
-        .collect();
-    to_json(&told)
+    let left = collected.settle(None)?.into_iter();
+    Ok(left.map(|left| (left.path.to_string_lossy().into_owned(), left.run, fate(left.fate))).collect())
 }
 
 /// True if `path` stands for something on another host.
@@ -303,13 +301,16 @@ pub(crate) fn storage_of(path: PathBuf) -> String {
 
 /// What is written of the run `nonce` (or the beginning of it) towards `out`: `{"run", "folder", "about", "parts", "missing"}`.
 #[pyfunction]
-pub(crate) fn shared_run(out: PathBuf, nonce: &str) -> PyResult<String> {
+pub(crate) fn shared_run<'py>(py: Python<'py>, out: PathBuf, nonce: &str) -> PyResult<Bound<'py, PyAny>> {
     let shared = Shared::called(&out, nonce).map_err(raise)?;
     let round = shared.round().map_err(raise)?;
     let missing =
         round.as_ref().map(|round| shared::missing_parts(&shared, round)).transpose().map_err(raise)?;
-    to_json(&json!({
-        "run": shared.run.nonce, "folder": shared.path().to_string_lossy(), "about": shared.run.work["about"],
-        "parts": round.map(|round| round.parts), "missing": missing,
-    }))
+    told(
+        py,
+        &json!({
+            "run": shared.run.nonce, "folder": shared.path().to_string_lossy(), "about": shared.run.work["about"],
+            "parts": round.map(|round| round.parts), "missing": missing,
+        }),
+    )
 }

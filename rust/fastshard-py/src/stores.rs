@@ -16,6 +16,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
+use crate::findings;
+use crate::plain::{object, told};
+
 /// The root of each block, and the function that sends for blocks: where some lie on other hosts.
 type Apart = (Vec<u32>, Py<PyAny>);
 
@@ -41,7 +44,7 @@ pub(crate) fn store((blocks, identity, read, apart, look): Listed) -> PyResult<S
     Ok(Store { blocks: blocks?, identity, reader: Arc::new(PythonReader { read, apart, look }) })
 }
 
-/// Calls `read(key, buffer)`; it returns None, or a JSON array of findings.
+/// Calls `read(key, buffer)`; it returns None, or a list of findings.
 #[derive(Debug)]
 struct PythonReader {
     read: Py<PyAny>,
@@ -87,10 +90,10 @@ impl BlockBytes for PythonBytes {
     }
 }
 
-/// What a function returned that returns None, or a JSON array of findings.
-fn told(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
-    let told = returned.and_then(|told| told.extract::<Option<String>>(py));
-    findings_of(told.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
+/// What a function returned that returns None, or a list of findings.
+fn settled(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
+    let told = returned.and_then(|told| told.extract::<Told>(py));
+    error_of(told.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
 }
 
 impl PythonReader {
@@ -124,8 +127,8 @@ impl BlockReader for PythonReader {
             let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(key, &error))?;
             let told = self.read.call1(py, (key, &view));
             drop(view);
-            let told = told.and_then(|told| told.extract::<Option<String>>(py));
-            if let Some(error) = findings_of(told.map_err(|error| failed(key, &error))?) {
+            let told = told.and_then(|told| told.extract::<Told>(py));
+            if let Some(error) = error_of(told.map_err(|error| failed(key, &error))?) {
                 return Err(error);
             }
             // Whatever looks at the buffer, through however many views, refers to it. What is looked at still
@@ -150,16 +153,16 @@ impl BlockReader for PythonReader {
 
     fn will_read(&self, keys: &[&str]) -> Result<()> {
         let (Some((_, send)), Some(first)) = (&self.apart, keys.first()) else { return Ok(()) };
-        Python::attach(|py| told(py, first, send.call1(py, (keys.to_vec(),))))
+        Python::attach(|py| settled(py, first, send.call1(py, (keys.to_vec(),))))
     }
 
     fn unchanged(&self, status: bool) -> Result<()> {
         let Some(look) = &self.look else { return Ok(()) };
-        Python::attach(|py| told(py, "", look.call1(py, (status,))))
+        Python::attach(|py| settled(py, "", look.call1(py, (status,))))
     }
 }
 
-/// Calls the methods of a writer; each returns None, or a JSON array of findings.
+/// Calls the methods of a writer; each returns None, or a list of findings.
 #[derive(Debug)]
 pub(crate) struct PythonWriter {
     pub(crate) writer: Py<PyAny>,
@@ -167,9 +170,9 @@ pub(crate) struct PythonWriter {
 
 impl PythonWriter {
     fn call(&self, what: &str, call: impl FnOnce(Python<'_>) -> PyResult<Py<PyAny>>) -> Result<()> {
-        let told = Python::attach(|py| call(py).and_then(|told| told.extract::<Option<String>>(py)));
+        let told = Python::attach(|py| call(py).and_then(|told| told.extract::<Told>(py)));
         match told {
-            Ok(told) => findings_of(told).map_or(Ok(()), Err),
+            Ok(told) => error_of(told).map_or(Ok(()), Err),
             Err(error) => Err(failed(what, &error)),
         }
     }
@@ -177,8 +180,9 @@ impl PythonWriter {
 
 impl ArrayWriter for PythonWriter {
     fn begin(&self, folder: &Path, how: &serde_json::Value, arrays: &[Array]) -> Result<()> {
-        let (how, arrays) = (how.to_string(), serde_json::json!(arrays).to_string());
-        self.call("the store", |py| self.writer.call_method1(py, "begin", (folder, how, arrays)))
+        self.call("the store", |py| {
+            self.writer.call_method1(py, "begin", (folder, object(py, how)?, told(py, &arrays)?))
+        })
     }
 
     fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()> {
@@ -206,12 +210,15 @@ fn copied(py: Python<'_>, buffer: &PythonBytes) -> PyResult<Box<dyn BlockBytes>>
     Ok(Box::new(bytes.as_bytes().to_vec()))
 }
 
-/// Findings that a callback gave as JSON.
-fn findings_of(told: Option<String>) -> Option<Error> {
-    let text = told?;
-    Some(match serde_json::from_str::<Vec<Finding>>(&text) {
-        Ok(findings) if !findings.is_empty() => Error::from(findings),
-        _ => failed("a callback", &PyValueError::new_err(text)),
+/// What a callback came to: None, or findings, one at least.
+type Told = Option<Vec<findings::Finding>>;
+
+/// The error that a callback tells of.
+fn error_of(told: Told) -> Option<Error> {
+    let found = findings::core(told?);
+    Some(match found.is_empty() {
+        true => failed("a callback", &PyValueError::new_err("an error without findings")),
+        false => Error::from(found),
     })
 }
 

@@ -34,7 +34,7 @@ impl<'de> Deserialize<'de> for Code {
 }
 
 /// How much a finding weighs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
     /// A fact worth recording; never changes an exit code.
@@ -43,6 +43,17 @@ pub enum Severity {
     Warning,
     /// The operation is refused.
     Error,
+}
+
+impl Severity {
+    /// Its word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Severity::Note => "note",
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        }
+    }
 }
 
 /// What an error of this code does to the exit code.

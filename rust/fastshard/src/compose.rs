@@ -241,7 +241,8 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     }
     if unmade > MAX_MISSING && judge {
         let more = unmade - MAX_MISSING;
-        findings.push(Finding::new(codes::MISSING_TENSOR, format!("and {more} more tensors like these")));
+        let told = format!("and {more} more tensors like these");
+        findings.push(Finding::new(codes::MISSING_TENSOR, told).count(more as u64));
     }
     let mut ledger = builder.ledger;
 

@@ -12,13 +12,24 @@ use crate::codes::{self, Code, Exit};
 
 pub use crate::codes::Severity;
 
+/// Layers in a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Layers {
+    /// The first.
+    pub first: u64,
+    /// The last.
+    pub last: u64,
+}
+
 /// One observation about a checkpoint: what, where, expected, got, what to do.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
     /// Stable code, e.g. `FS101`; documented by [`crate::codes::TABLE`].
     pub code: Code,
     /// Weight of the finding.
     pub severity: Severity,
+    /// One clause that says what is wrong.
+    pub message: String,
     /// File, as the user would name it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
@@ -31,20 +42,30 @@ pub struct Finding {
     /// Tensor name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor: Option<String>,
+    /// Layers that it is about, as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<Layers>,
+    /// Axis of the layout that it is about.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub axis: Option<String>,
+    /// How many tensors, files or findings it stands for, where it names one or none of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub count: Option<u64>,
     /// What was expected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected: Option<String>,
     /// What was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub got: Option<String>,
-    /// One clause that says what is wrong.
-    pub message: String,
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
     /// By which option it is judged otherwise than by itself: `accept WHAT`, `ignore CODE`, `error CODE`, `fail_on warning`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decided: Option<String>,
+    /// What could be missing without a finding, for one that says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unnoticed: Option<String>,
 }
 
 impl Finding {
@@ -57,11 +78,15 @@ impl Finding {
             rank: None,
             host: None,
             tensor: None,
+            layers: None,
+            axis: None,
+            count: None,
             expected: None,
             got: None,
             message: message.into(),
             help: None,
             decided: None,
+            unnoticed: None,
         }
     }
 
@@ -90,6 +115,27 @@ impl Finding {
     #[must_use]
     pub fn tensor(mut self, tensor: impl Into<String>) -> Self {
         self.tensor = Some(tensor.into());
+        self
+    }
+
+    /// Names layers that it is about.
+    #[must_use]
+    pub fn layers(mut self, first: u64, last: u64) -> Self {
+        self.layers = Some(Layers { first, last });
+        self
+    }
+
+    /// Names the axis of the layout.
+    #[must_use]
+    pub fn axis(mut self, axis: impl Into<String>) -> Self {
+        self.axis = Some(axis.into());
+        self
+    }
+
+    /// Says how many it stands for.
+    #[must_use]
+    pub fn count(mut self, count: u64) -> Self {
+        self.count = Some(count);
         self
     }
 

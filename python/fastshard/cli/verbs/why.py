@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...checkpoint.manifests import beside, read, run_options
@@ -25,6 +23,9 @@ from ..shared_arguments import (
     shape,
 )
 from ..verb import Outcome, Result, Verb
+
+if TYPE_CHECKING:
+    from ..._core import RunOptions
 
 #: Branches of one kind that are shown without ``-v``.
 _SHOWN = 8
@@ -67,14 +68,13 @@ def _stated(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
 def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     """What is known of a tensor that is not in the result: ``own`` if the source calls one so."""
     # What follows from another finding is not among the plan's own.
-    echoes = (Finding.from_dict(finding) for finding in json.loads(plan.core.findings()))
+    echoes = plan.core.findings()
     about = [finding for finding in (*plan.findings, *echoes) if finding.tensor == name]
     if about:
         first = about[0]
         errors = [finding for finding in plan.findings if finding.severity == "error"]
         cause = plan.causes.of(first) or first
-        told = replace(
-            first,
+        told = first.replace(
             code=cause.code,
             message=f"not in the result: {first.message}",
             # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
@@ -101,13 +101,13 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
 
 def _read(a: argparse.Namespace, plan: Plan) -> tuple[str, list[Finding]]:
     """The hash of the tensor, and what was found while it was read."""
-    run = {**run_options(a.memory, a.threads), "only": [a.tensor]}
+    run: RunOptions = {**run_options(a.memory, a.threads), "only": [a.tensor]}
     try:
-        outcome = json.loads(plan.core.check(json.dumps(run)))
+        findings, hashes, _ = plan.core.check(run)
     except _core.CoreError as error:
         raise from_core(error) from None
-    (found,) = outcome["hashes"].values()
-    return found, [Finding.from_dict(finding) for finding in outcome["findings"]]
+    (found,) = hashes.values()
+    return found, findings
 
 
 def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from ...common.progress import Progress, Report
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..._core import RunOptions
     from ...common.options import Opening
 
 __all__ = ["compared", "piece", "settled"]
@@ -78,16 +78,15 @@ def piece(
     root = listing.roots[0]
     files = [(file.path, os.fspath(root / file.path)) for file in taken]
     run = run_options(memory, threads)
-    options = json.dumps({**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(told)})
+    options: RunOptions = {**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(told)}
     with Progress(progress) as bar:
         try:
-            written = _core.write_piece(
+            made, found = _core.write_piece(
                 files, [os.fspath(root)], os.fspath(out), options, bar.phase("copying"), bar.tell
             )
         except _core.CoreError as error:
             raise from_core(error) from None
-    outcome = json.loads(written)
-    return Manifest(outcome["manifest"], [Finding.from_dict(f) for f in outcome["findings"]])
+    return Manifest(json.loads(made), found)
 
 
 def _of_it(checkpoint: Checkpoint) -> list[File]:
@@ -117,9 +116,7 @@ def settled(checkpoint: Checkpoint) -> bool:
     return len(list(_held(checkpoint))) == len(checkpoint.listing.roots)
 
 
-def compared(
-    checkpoint: Checkpoint, part: tuple[int, int], run: dict[str, Any], bar: Progress
-) -> list[Finding]:
+def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar: Progress) -> list[Finding]:
     """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several processes see all,
     else of those that lie here.
 
@@ -153,13 +150,10 @@ def compared(
         root = checkpoint.listing.roots[index]
         document: dict[str, Any] = read(path)
         try:
-            found = json.loads(
-                _core.manifest_files(os.fspath(path), [os.fspath(root)], json.dumps(run), phase)
-            )
+            own = _core.manifest_files(os.fspath(path), [os.fspath(root)], run, phase)
         except _core.CoreError as error:
             raise from_core(error) from None
         named = {file["name"] for file in document["files"]}
-        own = [Finding.from_dict(f) for f in found]
         own += [
             Finding.of(
                 "FS108",
@@ -171,5 +165,5 @@ def compared(
             for file in checkpoint.listing.files
             if file.root == index and file.path not in named and file.path != MANIFEST_NAME
         ]
-        findings += [replace(f, file=os.fspath(root / f.file)) if several and f.file else f for f in own]
+        findings += [f.replace(file=os.fspath(root / f.file)) if several and f.file else f for f in own]
     return findings

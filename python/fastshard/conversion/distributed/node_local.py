@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Lent:
             for here, host, there in self._names if isinstance(text, str) else ():
                 text = text.replace(here, f"{host}:{there}")
             changed[field] = text
-        return replace(finding, **changed)
+        return finding.replace(**changed)
 
     def asked(self, words: Mapping[str, Any]) -> list[str]:
         """:func:`asked` of each rank."""
@@ -62,11 +62,11 @@ class Lent:
             of_rank.setdefault(rank, []).append(path)
         return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
-    def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> str:
-        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now. JSON."""
+    def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> dict[str, Any]:
+        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now."""
         places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
         stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
-        return json.dumps({"asked": self.asked(words), "stamps": stamp})
+        return {"asked": self.asked(words), "stamps": stamp}
 
     def told(self) -> Finding:
         """How many bytes went by way of the destination, for rank 0."""
@@ -139,7 +139,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
         try:
             # Names that no plan can hold are refused where one is needed, on its own host.
             files = [(file.root, file.path) for file in listing.files if is_utf8(file.path)]
-            found: list[dict[str, Any]] = json.loads(meeting.core.lend(json.dumps(roots), files, folder))
+            found = meeting.core.lend(roots, files, folder)
         except _core.CoreError as error:
             raise from_core(error) from None
         yield from _shown(meeting, found)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ... import _core
@@ -93,14 +92,13 @@ class Meeting:
             "hosts": list(rank.hosts),
         }
         try:
-            self.core = _core.Meeting(os.fspath(out), json.dumps(about))
+            self.core = _core.Meeting(os.fspath(out), about)
         except _core.CoreError as error:
             raise from_core(error) from None
 
     def ranks(self) -> list[dict[str, Any]]:
         """``rank``, ``host``, ``pid`` and ``storage`` of each: of all for rank 0, of rank 0 and itself for others."""
-        found: list[dict[str, Any]] = json.loads(self.core.ranks())
-        return found
+        return self.core.ranks()
 
     def __enter__(self) -> Meeting:
         return self
@@ -113,7 +111,7 @@ class Meeting:
                 findings = getattr(error, "findings", None) or [Finding.of("FS510", f"stopped: {error}")]
                 if isinstance(error, FastshardError):
                     error.findings = findings = self._placed(findings)
-                self.core.stop(json.dumps([f.to_dict() for f in findings]))
+                self.core.stop(findings)
         self.core.close()
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
@@ -121,7 +119,7 @@ class Meeting:
         ranks tell them."""
         own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
         return [
-            replace(f, rank=f"rank {self.rank.rank}", host=f.host or own["host"])
+            f.replace(rank=f"rank {self.rank.rank}", host=f.host or own["host"])
             if f.severity == "error" and f.rank is None
             else f
             for f in findings

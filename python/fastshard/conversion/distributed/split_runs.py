@@ -3,7 +3,6 @@ once. What the parts do is what ranks do (:mod:`fastshard.conversion.distributed
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ def begin(
         raise refused("parts", "a whole number from 1 to 100000", parts)
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    writing = {"overwrite": overwrite, "sparse": sparse, "stats": stats}
+    writing: dict[str, Any] = {"overwrite": overwrite, "sparse": sparse, "stats": stats}
     about = {
         "source": [_absolute(path) for path in source],
         "to": to,
@@ -94,17 +93,15 @@ def begin(
     reference.apart(job.checkpoint.opened.reference, out)
     given = job.checkpoint.listing.given()
     with carrying(job.made.core):
-        begun = _core.begin_parts(
+        nonce, folder, _, sizes, found = _core.begin_parts(
             job.made.core,
             os.fspath(out),
             job.options(**writing, resume=resume),
             parts,
-            json.dumps(_written(about)),
+            _written(about),
             (job.copies, given),
         )
-    document = json.loads(begun)
-    findings = [*job.findings, *(Finding.from_dict(f) for f in document["findings"])]
-    return Run(document["run"], _absolute(out), document["folder"], document["bytes"], findings)
+    return Run(nonce, _absolute(out), folder, sizes, [*job.findings, *found])
 
 
 #: The key of what stands in JSON for a name that is no text.
@@ -154,7 +151,7 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
     if not isinstance(run, str) or not run:
         raise refused("run", "the id that was printed when it was begun", run)
     try:
-        found: dict[str, Any] = json.loads(_core.shared_run(os.fspath(out), run))
+        found = _core.shared_run(os.fspath(out), run)
     except _core.CoreError as error:
         raise from_core(error) from None
     if not isinstance(found["about"], dict) or "source" not in found["about"]:

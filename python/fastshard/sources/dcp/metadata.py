@@ -6,7 +6,6 @@ source: torch/distributed/checkpoint/{metadata,filesystem}.py
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -57,7 +56,7 @@ def read(listing: Listing, file: File) -> dict[str, Any]:
         FastshardError: if it cannot be read.
     """
     try:
-        told: dict[str, Any] = json.loads(_core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path)))
+        told = _core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path))
     except _core.CoreError as error:
         raise from_core(error) from None
     return told

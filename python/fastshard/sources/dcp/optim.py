@@ -145,7 +145,7 @@ def read_object(place: tuple[Path, int, int]) -> Any:
         FastshardError: if it cannot be read.
     """
     try:
-        return json.loads(_core.dcp_object(*place))
+        return _core.dcp_object(*place)
     except _core.CoreError as error:
         raise from_core(error) from None
 

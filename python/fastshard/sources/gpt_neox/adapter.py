@@ -140,6 +140,7 @@ class GptNeox:
                     if one
                     else f"layers {first:02d} to {last:02d}: none of their files is there",
                     file=_in(notes["folder"], self._file(notes, first, 0)),
+                    layers=range(first, last + 1),
                     expected=why,
                     got=got,
                     help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "

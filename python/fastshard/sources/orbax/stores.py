@@ -7,7 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +285,7 @@ class Reader:
             self._compare(box, holders)
             holders[0].store.decode(box, view)
         except FastshardError as error:
-            told = (replace(f, message=f"chunk {chunk}: {f.message}") for f in error.findings)
+            told = (f.replace(message=f"chunk {chunk}: {f.message}") for f in error.findings)
             raise error_for(list(told)) from None
         if array.partial and not holders[0].store.has(key):
             raise FastshardError.of(

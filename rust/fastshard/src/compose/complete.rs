@@ -117,6 +117,9 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
                 codes::MISSING_LAYER,
                 format!("position {at} on axis {axis}: none of its {count} tensors is there"),
             )
+            .axis(axis)
+            .layers(at, at)
+            .count(*count)
             .expected(format!("{axis} 0..{n}"), there)
             .help(if ranked {
                 "copy the files of this layer from the pipeline stage that owned it"
@@ -159,10 +162,10 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
     findings.extend(in_no_half(source, gone));
     let more = layers.len().saturating_sub(MAX_MISSING) + single.len().saturating_sub(MAX_MISSING);
     if more > 0 {
-        findings.push(Finding::new(
-            codes::MISSING_TENSOR,
-            format!("and {more} more layers or tensors like these"),
-        ));
+        findings.push(
+            Finding::new(codes::MISSING_TENSOR, format!("and {more} more layers or tensors like these"))
+                .count(more as u64),
+        );
     }
     (findings, missing.into_iter().map(|(name, ..)| name).collect())
 }

@@ -186,6 +186,7 @@ pub(crate) fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
         if n > MAX_FINDINGS_PER_CODE {
             out.push(
                 Finding::new(code, format!("and {} more like these", n - MAX_FINDINGS_PER_CODE))
+                    .count((n - MAX_FINDINGS_PER_CODE) as u64)
                     .severity(Severity::Note),
             );
         }

@@ -7,7 +7,6 @@ import math
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ....checkpoint.manifests import Manifest
@@ -39,8 +38,8 @@ def take_part(
             **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=telling(board, rank)
         )  # fmt: skip
     except FastshardError as error:
-        return {**here, "findings": [finding.to_dict() for finding in error.findings]}
-    return {**here, "manifest": made.document, "findings": [finding.to_dict() for finding in made.findings]}
+        return {**here, "findings": error.findings}
+    return {**here, "manifest": made.document, "findings": made.findings}
 
 
 def on_own_disks(
@@ -138,10 +137,10 @@ def _once(
                 except ray.exceptions.RayError as error:
                     died.append(_dead(rank, node, line_of(error)))
                     continue
-                findings = [Finding.from_dict(finding) for finding in outcome["findings"]]
+                findings = outcome["findings"]
                 if outcome["manifest"] is None:
                     host = called(outcome["host"], outcome["node"])
-                    stopped += [f if f.host or f.rank else replace(f, host=host) for f in findings]
+                    stopped += [f if f.host or f.rank else f.replace(host=host) for f in findings]
                 else:
                     made[rank] = Manifest(outcome["manifest"], findings)
             if told is not None and board is not None:

@@ -80,7 +80,7 @@ def make_part(
             if is_taken and time.monotonic() - begun < _TAKEN:
                 time.sleep(2.0)
                 continue
-            return {**here, "findings": [finding.to_dict() for finding in error.findings]}
+            return {**here, "findings": error.findings}
         return {**here, "findings": []}
 
 
@@ -235,8 +235,7 @@ class Tasks:
         except exceptions.RayError as error:
             return [self._missing(task, line_of(error))]
         host = called(outcome["host"], outcome["node"])
-        findings = [Finding.from_dict(finding) for finding in outcome["findings"]]
-        return [finding if finding.host else replace(finding, host=host) for finding in findings]
+        return [f if f.host else f.replace(host=host) for f in outcome["findings"]]
 
     def _missing(self, task: _Task, why: str) -> Finding:
         return Finding.of(
@@ -256,4 +255,4 @@ class Tasks:
 def _with_way(finding: Finding, way: str) -> Finding:
     if finding.severity != "error":
         return finding
-    return replace(finding, help=f"{finding.help}; {way}" if finding.help else way)
+    return finding.replace(help=f"{finding.help}; {way}" if finding.help else way)

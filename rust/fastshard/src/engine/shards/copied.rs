@@ -301,6 +301,7 @@ fn finding(plan: &Plan, copy: &Copy) -> Finding {
             of.name
         ),
     )
+    .count(copy.tensors.len() as u64)
     .expected("contents of its own", "a copy")
     .help("copy the right file from the node that wrote it; --accept copies if it was copied on purpose");
     let mut finding = place(plan, own, finding);

@@ -117,6 +117,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
                 plan.label(original)
             ),
         )
+        .count(count)
         .expected("another part of the tensor", "a copy")
         .help("copy the right file from the node that ran this rank; --accept copies if it was copied on purpose");
         findings.push(place(plan, b, finding));
@@ -219,6 +220,7 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
             code,
             format!("the same bytes as {original}, another layer or expert{more}"),
         )
+        .count(count)
         .expected("one of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
         .help(
             "copy the right file from the node that ran this rank; --accept copies if the layer was copied on purpose",

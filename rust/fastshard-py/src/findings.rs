@@ -1,0 +1,298 @@
+//! Findings as Python has them: one class on both sides.
+
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+
+use fastshard::codes;
+use fastshard::error::{exit_code as exit_code_of, Finding as CoreFinding, Layers};
+use fastshard::gate::Gate;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyRange, PyString, PyTuple, PyType};
+
+use crate::plain::Given;
+use crate::raise;
+
+/// One observation about a checkpoint: what, where, expected, got, what to do. It does not change.
+#[pyclass(frozen, eq, module = "fastshard", from_py_object)]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Finding {
+    pub(crate) inner: CoreFinding,
+}
+
+impl From<CoreFinding> for Finding {
+    fn from(inner: CoreFinding) -> Self {
+        Finding { inner }
+    }
+}
+
+/// Findings for Python.
+pub(crate) fn list(findings: impl IntoIterator<Item = CoreFinding>) -> Vec<Finding> {
+    findings.into_iter().map(Finding::from).collect()
+}
+
+/// Findings of Python's.
+pub(crate) fn core(findings: Vec<Finding>) -> Vec<CoreFinding> {
+    findings.into_iter().map(|finding| finding.inner).collect()
+}
+
+/// A text. Names of files are bytes; those that are no text come with lone surrogates, which no output takes.
+fn text(given: &Bound<'_, PyAny>) -> PyResult<String> {
+    let given = given.cast::<PyString>()?;
+    if let Ok(text) = given.to_str() {
+        return Ok(text.to_string());
+    }
+    given.call_method1("encode", ("utf-8", "backslashreplace"))?.call_method0("decode")?.extract()
+}
+
+fn layers(given: &Bound<'_, PyAny>) -> PyResult<Layers> {
+    let (start, stop, step): (u64, u64, u64) = (
+        given.getattr("start")?.extract()?,
+        given.getattr("stop")?.extract()?,
+        given.getattr("step")?.extract()?,
+    );
+    match step == 1 && start < stop {
+        true => Ok(Layers { first: start, last: stop - 1 }),
+        false => Err(PyValueError::new_err("layers are a range of one layer at least, in steps of 1")),
+    }
+}
+
+/// Sets what keyword arguments name; None takes away.
+fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
+    for (key, given) in changes.iter() {
+        let key: String = key.extract()?;
+        let place = match key.as_str() {
+            "code" => {
+                let word = text(&given)?;
+                finding.code = codes::parse(&word)
+                    .ok_or_else(|| PyValueError::new_err(format!("no finding has the code {word}")))?;
+                continue;
+            }
+            "severity" => {
+                finding.severity = serde_json::from_value(text(&given)?.into())
+                    .map_err(|_| PyValueError::new_err(format!("no severity: {given}")))?;
+                continue;
+            }
+            "message" => {
+                finding.message = text(&given)?;
+                continue;
+            }
+            "layers" => {
+                finding.layers = (!given.is_none()).then(|| layers(&given)).transpose()?;
+                continue;
+            }
+            "count" => {
+                finding.count = given.extract()?;
+                continue;
+            }
+            "file" => &mut finding.file,
+            "rank" => &mut finding.rank,
+            "host" => &mut finding.host,
+            "tensor" => &mut finding.tensor,
+            "expected" => &mut finding.expected,
+            "got" => &mut finding.got,
+            "help" => &mut finding.help,
+            "axis" => &mut finding.axis,
+            "decided" => &mut finding.decided,
+            "unnoticed" => &mut finding.unnoticed,
+            _ => return Err(PyTypeError::new_err(format!("a finding has no field {key:?}"))),
+        };
+        *place = (!given.is_none()).then(|| text(&given)).transpose()?;
+    }
+    Ok(())
+}
+
+#[pymethods]
+impl Finding {
+    #[new]
+    #[pyo3(signature = (code, severity, message, **fields))]
+    fn new(
+        code: &Bound<'_, PyAny>,
+        severity: &Bound<'_, PyAny>,
+        message: &Bound<'_, PyAny>,
+        fields: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let given = fields.cloned().unwrap_or_else(|| PyDict::new(code.py()));
+        given.set_item("code", code)?;
+        given.set_item("severity", severity)?;
+        given.set_item("message", message)?;
+        let mut inner = CoreFinding::new(codes::INTERNAL, "");
+        set(&mut inner, &given)?;
+        Ok(Finding { inner })
+    }
+
+    /// A finding with the code's own severity, unless another is given.
+    #[classmethod]
+    #[pyo3(signature = (code, message, **fields))]
+    fn of(
+        _cls: &Bound<'_, PyType>,
+        code: &Bound<'_, PyAny>,
+        message: &Bound<'_, PyAny>,
+        fields: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        let word = text(code)?;
+        let known = codes::parse(&word)
+            .ok_or_else(|| PyValueError::new_err(format!("no finding has the code {word}")))?;
+        let mut inner = CoreFinding::new(known, text(message)?);
+        if let Some(fields) = fields {
+            if fields.get_item("severity")?.is_some_and(|severity| severity.is_none()) {
+                fields.del_item("severity")?;
+            }
+            set(&mut inner, fields)?;
+        }
+        Ok(Finding { inner })
+    }
+
+    /// The finding that `to_dict` made this of; keys that it does not know are passed over.
+    #[classmethod]
+    fn from_dict(_cls: &Bound<'_, PyType>, data: Given<CoreFinding>) -> Self {
+        Finding { inner: data.0 }
+    }
+
+    /// Plain data, without empty fields.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        crate::plain::told(py, &self.inner)
+    }
+
+    /// The same with other fields.
+    #[pyo3(signature = (**changes))]
+    fn replace(&self, changes: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let mut inner = self.inner.clone();
+        if let Some(changes) = changes {
+            set(&mut inner, changes)?;
+        }
+        Ok(Finding { inner })
+    }
+
+    #[getter]
+    fn code(&self) -> String {
+        self.inner.code.to_string()
+    }
+
+    #[getter]
+    fn severity(&self) -> &'static str {
+        self.inner.severity.word()
+    }
+
+    #[getter]
+    fn message(&self) -> &str {
+        &self.inner.message
+    }
+
+    #[getter]
+    fn file(&self) -> Option<&str> {
+        self.inner.file.as_deref()
+    }
+
+    #[getter]
+    fn rank(&self) -> Option<&str> {
+        self.inner.rank.as_deref()
+    }
+
+    #[getter]
+    fn host(&self) -> Option<&str> {
+        self.inner.host.as_deref()
+    }
+
+    #[getter]
+    fn tensor(&self) -> Option<&str> {
+        self.inner.tensor.as_deref()
+    }
+
+    #[getter]
+    fn layers<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyRange>>> {
+        let range = |layers: Layers| {
+            let (first, last) = (isize::try_from(layers.first)?, isize::try_from(layers.last)?);
+            PyRange::new(py, first, last.saturating_add(1))
+        };
+        self.inner.layers.map(range).transpose()
+    }
+
+    #[getter]
+    fn axis(&self) -> Option<&str> {
+        self.inner.axis.as_deref()
+    }
+
+    #[getter]
+    fn count(&self) -> Option<u64> {
+        self.inner.count
+    }
+
+    #[getter]
+    fn expected(&self) -> Option<&str> {
+        self.inner.expected.as_deref()
+    }
+
+    #[getter]
+    fn got(&self) -> Option<&str> {
+        self.inner.got.as_deref()
+    }
+
+    #[getter]
+    fn help(&self) -> Option<&str> {
+        self.inner.help.as_deref()
+    }
+
+    #[getter]
+    fn decided(&self) -> Option<&str> {
+        self.inner.decided.as_deref()
+    }
+
+    #[getter]
+    fn unnoticed(&self) -> Option<&str> {
+        self.inner.unnoticed.as_deref()
+    }
+
+    fn __str__(&self) -> String {
+        self.inner.to_string()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let dict = self.to_dict(py)?.cast_into::<PyDict>()?;
+        let fields: PyResult<Vec<_>> =
+            dict.iter().map(|(key, value)| Ok(format!("{key}={}", value.repr()?))).collect();
+        Ok(format!("Finding({})", fields?.join(", ")))
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.inner.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let make = py.get_type::<Finding>().getattr("from_dict")?;
+        Ok((make, PyTuple::new(py, [self.to_dict(py)?])?))
+    }
+}
+
+/// A row of the table of codes: its name, severity, exit code and explanation.
+type Row = (String, &'static str, &'static str, u8, &'static str);
+
+/// The table of finding codes, in order.
+#[pyfunction]
+pub(crate) fn codes_table() -> Vec<Row> {
+    let row = |row: &codes::CodeInfo| {
+        let exit = match row.exit {
+            codes::Exit::Problem => 1,
+            codes::Exit::CouldNotRun => 2,
+            codes::Exit::Incomplete => 3,
+        };
+        (row.code.to_string(), row.name, row.severity.word(), exit, row.explanation)
+    };
+    codes::TABLE.iter().map(row).collect()
+}
+
+/// The exit code that findings stand for.
+#[pyfunction]
+pub(crate) fn exit_code(findings: Vec<Finding>) -> u8 {
+    exit_code_of(&core(findings))
+}
+
+/// Findings as a gate judges them.
+#[pyfunction]
+pub(crate) fn judge(findings: Vec<Finding>, gate: Given<Gate>) -> PyResult<Vec<Finding>> {
+    let mut findings = core(findings);
+    gate.0.judge(&mut findings).map_err(raise)?;
+    Ok(list(findings))
+}
