@@ -106,7 +106,7 @@ def open(
         if refused.code in _NOTHING_FOUND:
             raise_errors([*others.values(), *hub_downloads.unfinished(listing)])
         raise
-    found.findings = hub_downloads.said_of_missing(listing, found.findings)
+    found = replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
     for file in found.files:
         refuse_unprintable(file.path)
     if reference is not None:
@@ -135,7 +135,7 @@ def open(
     if not found.reads_parts:
         _refuse_parts(readable)
     contents = Contents(catalog, readable[: len(found.files)])
-    folders = {found.notes.get("folder") or "", *(file.folder for file in _behind(found))}
+    folders = {found.folder, *(file.folder for file in _behind(found))}
     not_themselves = placeholder_files.near(others, folders)
     try:
         source = found.adapter.declare(found, listing, contents, options)
@@ -159,7 +159,7 @@ def open(
     if options.layout:
         source = hf_config.by_own_table(source, tables.parse(options.layout), contents.names())
     if adapted is not None:
-        found.files += further
+        found = replace(found, files=[*found.files, *further])
         lora.merge(source, adapted, found, listing, Contents(catalog, readable))
     findings += not_themselves
     findings += source.findings
@@ -168,19 +168,14 @@ def open(
     left = {f.file for f in findings if f.code == "FS108"}
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in options.accept, ranks, roots)
-    findings += _expected_names(found, source, catalog, readable)
+    findings += _expected_names(source, catalog, readable)
     accepted = accepted_copies.patterns(options.accept)
     findings = accepted_copies.accepted(findings, accepted)
     optimizer = replace(
         source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
     )
-    near = (
-        source.places
-        or sidecar_files.places(listing, found.notes.get("folder") or "")
-        or sidecar_files.beside_files(listing)
-    )
-    weight_map: dict[str, int] = found.notes.get("weight_map") or {}
-    unreadable = {name for name, file in weight_map.items() if readable[file] is None}
+    near = source.places or sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
+    unreadable = {name for name, file in (source.weight_map or {}).items() if readable[file] is None}
     source = replace(
         source,
         places=near,
@@ -246,7 +241,7 @@ def _refuse_parts(readable: list[Any]) -> None:
             )
 
 
-def _behind(found: Found) -> list[File]:
+def _behind(found: Found[Any]) -> list[File]:
     """All files that hold what is read."""
     stores = [file for blocks in found.blocks.values() for file in blocks.files]
     return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
@@ -302,16 +297,13 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
     return content, str(path)
 
 
-def _expected_names(
-    found: Found, source: Source, catalog: _core.Catalog, readable: list[Any]
-) -> list[Finding]:
+def _expected_names(source: Source, catalog: _core.Catalog, readable: list[Any]) -> list[Finding]:
     """Tensors that an index or layout.json calls for and the file does not hold."""
     findings: list[Finding] = []
-    weight_map: dict[str, int] | None = found.notes.get("weight_map")
     names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
-    if weight_map is not None:
+    if source.weight_map is not None:
         paths = {i: readable[i]["path"] for i in names}
-        findings += disagreeing(weight_map, names, paths, whole=found.notes.get("whole_files", False))
+        findings += disagreeing(source.weight_map, names, paths, whole=source.whole_files)
     elif source.expected_names:
         for unit in source.units:
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):

@@ -309,6 +309,10 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     #: Tensor names that an index or metadata file calls for.
     expected_names: set[str] = field(default_factory=set)
+    #: The file that an index names for each tensor, by its number; None without an index.
+    weight_map: Mapping[str, int] | None = None
+    #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
+    whole_files: bool = False
     #: Names of tensors of which the files that are missing held all, or a part.
     lost: set[str] = field(default_factory=set)
     #: True if an index names the tensors of each file, so that these are all that is lost with files.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from .. import _core
 from ..common.errors import FastshardError, Finding, from_core
@@ -140,14 +140,23 @@ class Options:
     expect_processes: int | None = None
 
 
-@dataclass
-class Found:
+#: What one adapter learns from names: a frozen record that the adapter, or a container it reads, defines.
+Seen = TypeVar("Seen")
+_Seen_co = TypeVar("_Seen_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Found(Generic[_Seen_co]):
     """Files that an adapter recognised by their names."""
 
-    adapter: Adapter
+    adapter: Adapter[Any]
     framework: str
     #: Files whose headers are to be read, in order.
     files: list[File]
+    #: What :meth:`Adapter.declare` needs to know of them.
+    seen: _Seen_co
+    #: Folder of the checkpoint, below the root that holds it.
+    folder: str = ""
     #: What the names alone say is wrong.
     findings: list[Finding] = field(default_factory=list)
     step: str | None = None
@@ -162,15 +171,15 @@ class Found:
     blocks: dict[int, Blocks] = field(default_factory=dict)
 
 
-class Adapter(Protocol):
+class Adapter(Protocol[Seen]):
     """Recognises one framework's checkpoints and declares them."""
 
     name: str
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Seen] | None:
         """Files of a checkpoint of this framework, by names alone; None if there is none."""
 
-    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Seen], listing: Listing, values: Contents, options: Options) -> Source:
         """The declaration, from what the files' headers say."""
 
 

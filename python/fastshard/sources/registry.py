@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..common.errors import FastshardError, raise_errors
 from ..common.listing import Listing
 from .base import Adapter, Found, Options
@@ -25,7 +27,7 @@ from .unsupported_formats import looks_like
 __all__ = ["ADAPTERS", "detect"]
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter] = [
+ADAPTERS: list[Adapter[Any]] = [
     Universal(),
     DeepSpeed([GptNeox()]),
     Dcp([TorchDist()]),
@@ -41,7 +43,7 @@ ADAPTERS: list[Adapter] = [
 ]
 
 
-def detect(listing: Listing, options: Options) -> Found:
+def detect(listing: Listing, options: Options) -> Found[Any]:
     """The files of the checkpoint below the listing's roots.
 
     Raises:

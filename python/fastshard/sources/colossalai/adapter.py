@@ -49,7 +49,7 @@ class ColossalAI:
 
     name = "colossalai"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for numbered shards that do not tell how many there are."""
         held = None if listing.single else _folder(listing, options)
         if held is None:
@@ -127,20 +127,20 @@ class ColossalAI:
         # An index that was not merged of several has the names in the model's own order.
         order = list(weight_map) if len(indexes) == 1 and not written else []
         notes: dict[str, Any] = {
-            "order": order, "folder": folder, "files": roots, "map": weight_map, "stages": stages, "experts": experts, "stem": stem, "kind": kind,
+            "order": order, "files": roots, "map": weight_map, "stages": stages, "experts": experts, "stem": stem, "kind": kind,
             "index": indexes[0] if len(indexes) == 1 else None, "whole": set(whole),
         }  # fmt: skip
         notes["optim"] = colossalai_optim.detect(listing, folder, files)
         step = chosen.name if chosen is not None and is_step(chosen.name) else None
-        return Found(self, "ColossalAI", files, findings, step=step, notes=notes)
+        return Found(self, "ColossalAI", files, None, folder, findings, step=step, notes=notes)
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         notes = found.notes
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
-        config, path = hf_config.config_of(listing, notes["folder"], options)
+        config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, contents.names())
         # name -> (file, number of the tensor in it, shape), one per directory that holds it
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
@@ -158,7 +158,7 @@ class ColossalAI:
                     if name in notes["whole"]:
                         expected.setdefault(key, copies[0])
         source.expected_names = set(expected)
-        notes["weight_map"] = expected
+        source.weight_map = expected
         # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the whole.
         source.provable = source.layout is not None
         source.findings += self._missing_layers(found, config, held)
@@ -193,7 +193,9 @@ class ColossalAI:
         return source
 
     @staticmethod
-    def _missing_layers(found: Found, config: dict[str, Any] | None, held: dict[str, Any]) -> list[Finding]:
+    def _missing_layers(
+        found: Found[Any], config: dict[str, Any] | None, held: dict[str, Any]
+    ) -> list[Finding]:
         """The stages after the last one that is there, by the number of layers."""
         notes = found.notes
         count = (config or {}).get("num_hidden_layers")
@@ -202,10 +204,12 @@ class ColossalAI:
             return []
         why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
         stage, ep = max(notes["stages"]) + 1, 1 if notes["experts"] else 0
-        return [_stage_missing(notes["folder"], notes["stem"], stage, notes["kind"], why, ep)]
+        return [_stage_missing(found.folder, notes["stem"], stage, notes["kind"], why, ep)]
 
     @staticmethod
-    def _missing_experts(found: Found, config: dict[str, Any] | None, held: dict[str, Any]) -> list[Finding]:
+    def _missing_experts(
+        found: Found[Any], config: dict[str, Any] | None, held: dict[str, Any]
+    ) -> list[Finding]:
         """The expert-parallel ranks after the last one that is there, by the number of experts."""
         notes = found.notes
         counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
@@ -215,12 +219,12 @@ class ColossalAI:
         why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
         ep = notes["experts"] + 1
         return [
-            _stage_missing(notes["folder"], notes["stem"], stage, notes["kind"], why, ep)
+            _stage_missing(found.folder, notes["stem"], stage, notes["kind"], why, ep)
             for stage in sorted(notes["stages"])
         ]
 
     @staticmethod
-    def _slices(source: Source, found: Found, held: dict[str, Any], whole: _Whole) -> set[str]:
+    def _slices(source: Source, found: Found[Any], held: dict[str, Any], whole: _Whole) -> set[str]:
         """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
@@ -375,7 +379,10 @@ def _padded(source: Source, held: dict[str, list[tuple[int, int, list[int]]]], w
 
 
 def _copied(
-    listing: Listing, found: Found, contents: Contents, slices: dict[str, list[tuple[int, int, list[int]]]]
+    listing: Listing,
+    found: Found[Any],
+    contents: Contents,
+    slices: dict[str, list[tuple[int, int, list[int]]]],
 ) -> list[Finding]:
     """Directories of two ranks that are one, or hold the same slice by the checksums of torch's files."""
     findings: list[Finding] = []

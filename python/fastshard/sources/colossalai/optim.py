@@ -153,7 +153,7 @@ def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | 
     }  # fmt: skip
 
 
-def declare(source: Source, found: Found, contents: Contents, shapes: dict[str, list[int]]) -> None:
+def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[str, list[int]]) -> None:
     """Adds the moments under the parameters' names, and what is wrong with them."""
     notes = found.notes["optim"]
     if notes is None:
@@ -285,7 +285,7 @@ def _groups(content: Any) -> list[list[int]] | None:
 
 def _names(
     source: Source,
-    found: Found,
+    found: Found[Any],
     groups: list[list[int]],
     states: dict[int, Any],
     shapes: dict[str, list[int]],

@@ -78,7 +78,7 @@ class Framework(Protocol):
     """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
 
     def take(
-        self, source: Source, found: Found, listing: Listing, contents: Contents, tensors: _Tensors
+        self, source: Source, found: Found[Any], listing: Listing, contents: Contents, tensors: _Tensors
     ) -> _Tensors | None:
         """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
 
@@ -91,7 +91,7 @@ class Dcp:
     def __init__(self, frameworks: Sequence[Framework] = ()) -> None:
         self._frameworks = frameworks
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
         if listing.single:
             return None
@@ -125,14 +125,15 @@ class Dcp:
             described = dcp_metadata.of_ranks(listing, ranks, findings)
             findings += dcp_metadata.ranks_without(listing, folder, ranks)
         found = self._found(listing, folder, chosen.name or None, described)
-        found.findings[:0] = [*chosen.findings, *findings]
-        for other in within:
-            found.findings.append(
-                Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
-            )
-        return found
+        inner = [
+            Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
+            for other in within
+        ]
+        return replace(found, findings=[*chosen.findings, *findings, *found.findings, *inner])
 
-    def _found(self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]) -> Found:
+    def _found(
+        self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]
+    ) -> Found[Any]:
         findings: list[Finding] = []
         metadata = f"{folder}/{METADATA}" if folder else METADATA
         copies: dict[str, list[File]] = {}
@@ -222,15 +223,16 @@ class Dcp:
             if name.endswith(".distcp") and name not in named:
                 findings.append(Finding.of("FS108", ".metadata does not name this file", file=file.path))
         notes = {
-            "folder": folder,
             "described": described,
             "places": places,
             "objects": values,
             "lacking": set().union(*lacking.values(), ()),
         }
-        return Found(self, "torch DCP", files, findings, step=step, notes=notes, records=records)
+        return Found(
+            self, "torch DCP", files, None, folder, findings, step=step, notes=notes, records=records
+        )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Every tensor as boxes; the metadata states all shapes."""
         described, places = found.notes["described"], found.notes["places"]
         source: Source = _Records(
@@ -303,7 +305,7 @@ class Dcp:
 
     @staticmethod
     def _same_dtype(
-        source: Source, found: Found, contents: Contents, entry: dict[str, Any], file: int, number: int
+        source: Source, found: Found[Any], contents: Contents, entry: dict[str, Any], file: int, number: int
     ) -> None:
         stored = contents.tensors(file)[number]["torch_dtype"]
         if entry["dtype"] and stored != entry["dtype"]:
@@ -322,14 +324,14 @@ class Dcp:
     @staticmethod
     def _model(
         source: Source,
-        found: Found,
+        found: Found[Any],
         listing: Listing,
         options: Options,
         names: list[str],
         paths: dict[str, list[str]],
     ) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
-        config, path = hf_config.config_of(listing, found.notes["folder"], options)
+        config, path = hf_config.config_of(listing, found.folder, options)
         model_prefix.recognise(source, names, config, options.under, paths)
         if config is None:
             return
@@ -394,8 +396,8 @@ def _holds_tensors(place: tuple[Path, int, int]) -> bool:
         return False
 
 
-def _unstored(found: Found, name: str, lo: list[int]) -> Finding:
-    folder = found.notes["folder"]
+def _unstored(found: Found[Any], name: str, lo: list[int]) -> Finding:
+    folder = found.folder
     return Finding.of(
         "FS205",
         f"the chunk at {lo} is stored nowhere",

@@ -104,7 +104,7 @@ class Dialect(Protocol):
 
     def take(
         self,
-        found: Found,
+        found: Found[Any],
         listing: Listing,
         contents: Contents,
         states: list[dict[str, Any]],
@@ -121,7 +121,7 @@ class DeepSpeed:
     def __init__(self, dialects: Sequence[Dialect] = ()) -> None:
         self._dialects = dialects
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
         if listing.single:
             return None
@@ -143,7 +143,6 @@ class DeepSpeed:
         order += [t[-1] for t in files.experts] + [t[-1] for t in files.expp]
         index = {id(file): i for i, file in enumerate(order)}
         notes: dict[str, Any] = {
-            "folder": places[0][1],
             "places": places,
             "pipeline": bool(files.layers),
             "ranks": [rank for rank, _ in ranks],
@@ -154,9 +153,11 @@ class DeepSpeed:
             "experts": [(*at, index[id(file)]) for *at, file in files.experts],
             "expp": [(ep, mp, index[id(file)]) for ep, mp, file in files.expp],
         }
-        return Found(self, "DeepSpeed", order, list(chosen.findings), step=chosen.name, notes=notes)
+        return Found(
+            self, "DeepSpeed", order, None, places[0][1], list(chosen.findings), step=chosen.name, notes=notes
+        )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
         states = [as_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
         _refuse(found, states)
@@ -192,7 +193,7 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
     return 2, 2
 
 
-def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
+def _refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
     """Layouts that are not read, by name."""
     for i, state in enumerate(states):
         config = as_dict(state.get("ds_config"))
@@ -206,7 +207,7 @@ def _refuse(found: Found, states: list[dict[str, Any]]) -> None:
 
 
 def _plain(
-    found: Found, listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
+    found: Found[Any], listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
 ) -> tuple[Source, optimizer_state.Naming]:
     """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
     notes = found.notes
@@ -271,7 +272,7 @@ def _plain(
                 )
             )
     _all_ranks(found, states, source.findings)
-    config, path = hf_config.config_of(listing, notes["folder"], options)
+    config, path = hf_config.config_of(listing, found.folder, options)
     names = {str(name) for state in states for name in as_dict(state.get("module"))}
     hf_config.describe(source, listing, config, path, names)
     if divided and source.generic:
@@ -282,9 +283,9 @@ def _plain(
     return source, str
 
 
-def _all_ranks(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _all_ranks(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Model-parallel ranks must all be there and of one step."""
-    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    ranks, folder = found.notes["ranks"], found.folder
     findings += same_step(found, states, "mp")
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
     pattern = (

@@ -22,7 +22,7 @@ def counts(states: list[dict[str, Any]]) -> list[int]:
     return [n for n in told if isinstance(n, int) and 0 < n <= 1 << 20]
 
 
-def refuse(found: Found, states: list[dict[str, Any]]) -> None:
+def refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
     """Mixtures of which the files do not tell enough.
 
     Raises:
@@ -52,7 +52,9 @@ def refuse(found: Found, states: list[dict[str, Any]]) -> None:
         )
 
 
-def take(source: Source, found: Found, contents: Contents, states: list[dict[str, Any]]) -> Experts | None:
+def take(
+    source: Source, found: Found[Any], contents: Contents, states: list[dict[str, Any]]
+) -> Experts | None:
     """Adds the experts' files to a declaration, and those that are missing; None for a model without."""
     notes = found.notes
     wanted = counts(states)
@@ -90,8 +92,8 @@ def take(source: Source, found: Found, contents: Contents, states: list[dict[str
     return experts
 
 
-def _missing(found: Found, layer: int, held: set[int], count: int) -> list[Finding]:
-    folder, findings = found.notes["folder"], []
+def _missing(found: Found[Any], layer: int, held: set[int], count: int) -> list[Finding]:
+    folder, findings = found.folder, []
     for first, last in lacking(held, 0, count - 1):
         name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))
         findings.append(

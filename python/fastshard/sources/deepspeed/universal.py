@@ -36,7 +36,7 @@ class Universal:
 
     name = "universal"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for ``zero/<parameter>/fp32.pt``."""
         if listing.single:
             return None
@@ -78,7 +78,6 @@ class Universal:
         # The first model file of each model-parallel rank says what the others say too.
         first = {mp: i for i, (mp, _) in reversed(list(enumerate(ordered)))}
         notes = {
-            "folder": places[0][1],
             "models": len(ordered),
             "ranks": sorted(first.items()),
             "sliced": [(dp, mp, i) for i, (mp, dp) in enumerate(ordered) if (mp, dp) in sliced],
@@ -86,9 +85,11 @@ class Universal:
             "of_all": len(models) + len(parts) if of_all else None,
         }
         findings = list(chosen.findings)
-        return Found(self, "DeepSpeed universal", files, findings, step=chosen.name, notes=notes)
+        return Found(
+            self, "DeepSpeed universal", files, None, places[0][1], findings, step=chosen.name, notes=notes
+        )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Whole fp32 tensors; the model files beside them say which there must be."""
         notes = found.notes
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
@@ -150,7 +151,7 @@ class Universal:
                 source.findings.append(_shape(file, name, wanted, shape))
                 continue
             slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
-        source.optimizer.findings.extend(_moments_missing(notes, slots, shapes))
+        source.optimizer.findings.extend(_moments_missing(found.folder, slots, shapes))
         values = slots.setdefault(_VALUES, [])
         owned = {name: (shape, ranges) for name, shape, ranges in values}
         values += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
@@ -161,16 +162,16 @@ class Universal:
             source.findings += _frozen_shards(ranks, have)
         if model:
             self._beside(source, model, contents, notes["sliced"])
-        config, config_file = hf_config.config_of(listing, notes["folder"], options)
+        config, config_file = hf_config.config_of(listing, found.folder, options)
         names = have.union(*(rank.names() for rank in ranks))
         hf_config.describe(source, listing, config, config_file, names)
-        source.findings += _shapes_not_told(notes, flat)
+        source.findings += _shapes_not_told(found.folder, flat)
         for name in sorted(listed):
             if name not in have:
                 path = f"zero/{name}/{_VALUES}.pt"
                 source.findings.append(
                     missing(
-                        f"{notes['folder']}/{path}" if notes["folder"] else path,
+                        f"{found.folder}/{path}" if found.folder else path,
                         None,
                         f"parameter {name} in the model files' param_shapes",
                         "run ds_to_universal again on the whole checkpoint",
@@ -234,26 +235,24 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
     ]
 
 
-def _shapes_not_told(notes: dict[str, Any], flat: list[str]) -> list[Finding]:
+def _shapes_not_told(folder: str, flat: list[str]) -> list[Finding]:
     """Stage 3 leaves parameters flat: without a model file they have no shapes."""
     if not flat:
         return []
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    path = f"{notes['folder']}/{name}" if notes["folder"] else name
+    path = f"{folder}/{name}" if folder else name
     why = f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file tells their shapes"
     return [missing(path, None, why, "copy the model files of this step beside the folder zero/")]
 
 
-def _moments_missing(
-    notes: dict[str, Any], slots: dict[str, list[Any]], shapes: dict[str, list[int]]
-) -> list[Finding]:
+def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
     """A parameter that is trained has every moment that another one has; frozen ones have none."""
     held = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
     trained = set(shapes) | set().union(*held.values())
-    folder = f"{notes['folder']}/" if notes["folder"] else ""
+    start = f"{folder}/" if folder else ""
     return [
         missing(
-            f"{folder}zero/{name}/{slot}.pt",
+            f"{start}zero/{name}/{slot}.pt",
             None,
             f"{slot} as for {len(names)} other parameters",
             "run ds_to_universal again on the whole checkpoint",
@@ -282,7 +281,7 @@ def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Findin
     )
 
 
-def _steps_agree(found: Found, steps: dict[int, list[float]], source: Source) -> None:
+def _steps_agree(found: Found[Any], steps: dict[int, list[float]], source: Source) -> None:
     values = [step for each in steps.values() for step in each]
     usual = max(set(values), key=values.count) if values else None
     for file, each in steps.items():

@@ -32,28 +32,36 @@ class FsdpRanks:
         self.name = name
         self._any_name = any_name
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for files that are numbered by ranks."""
         save = find_files.saved(listing, options, any_name=self._any_name)
         if save is None:
             return None
         kinds = (("model", save.model), ("optim", save.optim), ("extra", save.extra))
         order: list[File] = []
-        notes: dict[str, Any] = {"folder": save.folder, "world": save.world}
+        notes: dict[str, Any] = {"world": save.world}
         for kind, held in kinds:
             notes[kind] = {rank: len(order) + i for i, rank in enumerate(held)}
             order += held.values()
         return Found(
-            self, "FSDP rank files", order, save.findings, step=save.step, notes=notes, reads_parts=True
+            self,
+            "FSDP rank files",
+            order,
+            None,
+            save.folder,
+            save.findings,
+            step=save.step,
+            notes=notes,
+            reads_parts=True,
         )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Every tensor as the boxes that ranks hold."""
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.vocab_size = options.vocab_size
         ranks = Ranks(found, contents, found.notes["model"])
         source.findings += ranks.findings
-        folder = found.notes["folder"]
+        folder = found.folder
         source.findings += _stated(listing, folder, found.notes["world"] or len(ranks.files))
         config, path = hf_config.config_of(listing, folder, options)
         is_flat = flat_params.is_flat(ranks.told)

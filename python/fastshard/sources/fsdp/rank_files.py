@@ -17,7 +17,7 @@ from .placements import Unreadable, box
 class Ranks:
     """The files of one kind, each with what it says of its place."""
 
-    found: Found
+    found: Found[Any]
     contents: Contents
     #: By rank, by the files' names.
     files: dict[int, int]

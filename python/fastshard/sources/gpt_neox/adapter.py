@@ -40,7 +40,7 @@ class GptNeox:
 
     def take(
         self,
-        found: Found,
+        found: Found[Any],
         listing: Listing,
         contents: Contents,
         states: list[dict[str, Any]],
@@ -53,7 +53,6 @@ class GptNeox:
         """
         if not _is_neox(found, contents, states):
             return None
-        found.framework = "GPT-NeoX"
         if found.notes["sliced"]:
             raise FastshardError.of(
                 "FS514",
@@ -64,7 +63,7 @@ class GptNeox:
         source = self.declare(found, listing, contents, options)
         return source, pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
 
-    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, values: Contents, options: Options) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         notes = found.notes
         ranks: list[int] = notes["ranks"]
@@ -72,7 +71,7 @@ class GptNeox:
         for i in range(len(ranks)):
             content = values(i)
             states.append(content if isinstance(content, dict) else {})
-        source = Source(framework=found.framework, units=[], step=found.step)
+        source = Source(framework="GPT-NeoX", units=[], step=found.step)
         yaml, yaml_path = neox_config.read(listing, notes["places"], options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
@@ -91,7 +90,7 @@ class GptNeox:
             source.vocab_size = options.vocab_size
         return source
 
-    def _pipeline(self, found: Found, model: neox_config.Model, source: Source) -> None:
+    def _pipeline(self, found: Found[Any], model: neox_config.Model, source: Source) -> None:
         notes = found.notes
         layers: list[tuple[int, int]] = notes["layers"]
         offset = len(notes["ranks"])
@@ -139,7 +138,7 @@ class GptNeox:
                     f"layer {first:02d}: none of its files is there"
                     if one
                     else f"layers {first:02d} to {last:02d}: none of their files is there",
-                    file=_in(notes["folder"], self._file(notes, first, 0)),
+                    file=_in(found.folder, self._file(notes, first, 0)),
                     layers=range(first, last + 1),
                     expected=why,
                     got=got,
@@ -149,9 +148,7 @@ class GptNeox:
             )
         for layer in expected:
             if layer in have:
-                _missing_ranks(
-                    source, notes["folder"], have[layer], tp, why, partial(self._file, notes, layer)
-                )
+                _missing_ranks(source, found.folder, have[layer], tp, why, partial(self._file, notes, layer))
         wanted = set(expected)
         for i, (layer, _) in enumerate(layers):
             if layer not in wanted:
@@ -172,7 +169,7 @@ class GptNeox:
         return f"layer_{layer:0{layer_width}d}{model}-model_states.pt"
 
     def _sequential(
-        self, found: Found, model: neox_config.Model, source: Source, states: list[dict[str, Any]]
+        self, found: Found[Any], model: neox_config.Model, source: Source, states: list[dict[str, Any]]
     ) -> None:
         ranks: list[int] = found.notes["ranks"]
         if states and states[0].get("module") is None:
@@ -202,7 +199,7 @@ class GptNeox:
                         file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}"
                     )
                 )
-        _missing_ranks(source, found.notes["folder"], set(ranks), tp, why, _rank_file)
+        _missing_ranks(source, found.folder, set(ranks), tp, why, _rank_file)
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
 
@@ -259,9 +256,9 @@ def _missing_ranks(
         )
 
 
-def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _rank_files(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
-    ranks, folder = found.notes["ranks"], found.notes["folder"]
+    ranks, folder = found.notes["ranks"], found.folder
     worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
     if not worlds:
         return
@@ -281,7 +278,7 @@ def _rank_files(found: Found, states: list[dict[str, Any]], findings: list[Findi
         )
 
 
-def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _same_run(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """The rank files must tell of one step and one set of arguments."""
     findings += same_step(found, states, "mp rank")
     step = _number(found.step or "")
@@ -320,7 +317,7 @@ def _same_run(found: Found, states: list[dict[str, Any]], findings: list[Finding
                 )
 
 
-def _is_neox(found: Found, contents: Contents, states: list[dict[str, Any]]) -> bool:
+def _is_neox(found: Found[Any], contents: Contents, states: list[dict[str, Any]]) -> bool:
     """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
     for state in states:
         args = as_dict(state.get("args"))

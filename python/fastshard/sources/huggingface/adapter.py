@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ...common import safe_files
 from ...common.config_text import shown
@@ -70,16 +71,30 @@ def slices_as_wholes(
     ]
 
 
+@dataclass(frozen=True)
+class HfFiles:
+    """What an index says of the files; without one, nothing."""
+
+    #: Path of the index.
+    index: str | None = None
+    #: The file that it names for each tensor, of those that are there.
+    weight_map: Mapping[str, int] | None = None
+    #: Its ``total_size``, whatever that is.
+    counted: object = None
+    #: Tensors of which the file is missing.
+    lost: tuple[str, ...] = ()
+
+
 class HuggingFace:
     """Directories that ``save_pretrained`` or fastshard wrote, and single tensor files."""
 
     name = "hf"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[HfFiles] | None:
         """Looks for an index, a single model file, or numbered shards without an index."""
         if listing.single:
             files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
-            return Found(self, "Hugging Face", files[:1], notes={"folder": files[0].folder})
+            return Found(self, "Hugging Face", files[:1], HfFiles(), files[0].folder)
         held = self._folder(listing, options)
         if held is None:
             return None
@@ -87,8 +102,8 @@ class HuggingFace:
         inside = {f.name: f for f in reversed(listing.within(folder))}
         found = self._found(listing, folder, inside)
         if chosen is not None:
-            found.findings[:0] = chosen.findings
-            found.step = chosen.name if is_step(chosen.name) else None
+            step = chosen.name if is_step(chosen.name) else None
+            found = replace(found, findings=[*chosen.findings, *found.findings], step=step)
         names: dict[str, list[File]] = {}
         for file in listing.within(folder):
             names.setdefault(file.name, []).append(file)
@@ -129,7 +144,7 @@ class HuggingFace:
         folder, chosen, _ = folder_of(listing, places, options)
         return folder, chosen
 
-    def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found:
+    def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found[HfFiles]:
         for index, single in _FORMS:
             if (
                 index in inside
@@ -137,15 +152,15 @@ class HuggingFace:
                 and not index_mismatch.is_for(listing, inside, index, single)
             ):
                 stale = index_mismatch.without_files(inside[index], single)
-                return Found(self, "Hugging Face", [inside[single]], [stale], notes={"folder": folder})
+                return Found(self, "Hugging Face", [inside[single]], HfFiles(), folder, [stale])
             if index in inside:
                 return self._from_index(listing, inside[index], inside)
             if single in inside:
-                return Found(self, "Hugging Face", [inside[single]], notes={"folder": folder})
+                return Found(self, "Hugging Face", [inside[single]], HfFiles(), folder)
         shards = [(f, m) for f in inside.values() if (m := _SHARD.match(f.name))]
         return self._without_index(folder, shards)
 
-    def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found:
+    def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found[HfFiles]:
         content = read_json(listing, index, safe_files.MAX_INDEX)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
@@ -201,17 +216,14 @@ class HuggingFace:
         findings += index_mismatch.numbers(index, files)
         metadata = content.get("metadata")
         counted = metadata.get("total_size") if isinstance(metadata, dict) else None
-        notes = {
-            "folder": index.folder, "index": index.path, "weight_map": expected, "whole_files": True, "counted": counted,
-            "lost": lost,
-        }  # fmt: skip
+        seen = HfFiles(index.path, expected, counted, tuple(lost))
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
             if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
                 findings.append(Finding.of("FS108", "the index does not name this file", file=file.path))
-        return Found(self, "Hugging Face", present, findings, notes=notes)
+        return Found(self, "Hugging Face", present, seen, index.folder, findings)
 
-    def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found:
+    def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found[HfFiles]:
         """Shards named ``-0000i-of-0000n`` state their number themselves."""
         findings = []
         groups: dict[tuple[str, str, str], dict[int, File]] = {}
@@ -252,12 +264,11 @@ class HuggingFace:
                 file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
             )
         )
-        return Found(
-            self, "Hugging Face", [have[i] for i in sorted(have)], findings, notes={"folder": folder}
-        )
+        return Found(self, "Hugging Face", [have[i] for i in sorted(have)], HfFiles(), folder, findings)
 
-    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(self, found: Found[HfFiles], listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
+        weight_map = found.seen.weight_map
         source = Source(
             framework=found.framework,
             step=found.step,
@@ -267,16 +278,18 @@ class HuggingFace:
             model=Description(
                 dialect=huggingface.DIALECT, saved_whole=True, is_part=_is_part(listing, found.files)
             ),
-            expected_names=set(found.notes.get("weight_map", {})),
-            lost=set(found.notes.get("lost", ())),
-            listed="weight_map" in found.notes,
+            weight_map=weight_map,
+            whole_files=weight_map is not None,
+            expected_names=set(weight_map or ()),
+            lost=set(found.seen.lost),
+            listed=weight_map is not None,
             vocab_size=options.vocab_size,
         )
-        counted, index = found.notes.get("counted"), found.notes.get("index")
+        counted, index = found.seen.counted, found.seen.index
         slices = not_whole(found.files, values, index, counted)
         source.findings += slices
-        source.findings += zeroed(listing, found.notes["folder"], found.files, values)
-        folder = found.notes["folder"]
+        source.findings += zeroed(listing, found.folder, found.files, values)
+        folder = found.folder
         # A model's own folder says what it is; that of a step may leave it to the one above.
         above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
         source.places = sidecar_files.places(listing, folder, above=above)
@@ -314,7 +327,7 @@ def _paths(contents: Contents, files: int) -> dict[str, list[str]]:
     return {".".join(t["path"]): t["path"] for i in readable for t in contents.tensors(i)}
 
 
-def _by_a_trainer(contents: Contents, found: Found) -> bool:
+def _by_a_trainer(contents: Contents, found: Found[HfFiles]) -> bool:
     """True for what ``torch.save`` of a script or of Lightning wrote: a state dict below a key."""
     torch_files = (i for i, file in enumerate(found.files) if not file.name.endswith(".safetensors"))
     return any(len(t["path"]) > 1 for i in torch_files if contents.readable(i) for t in contents.tensors(i))

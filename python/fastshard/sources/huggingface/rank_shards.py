@@ -33,7 +33,7 @@ class HfRankShards:
 
     name = "hf_rank_shards"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[None] | None:
         """Looks for shards, unless a consolidated checkpoint lies above them."""
         if listing.single:
             return None
@@ -87,13 +87,11 @@ class HfRankShards:
                     upto=end if end != one else None,
                 )
             )
-        ranks = [int(m[1]) - 1 for _, m in inside]
         files: list[File] = [f for f, _ in inside]
         step = chosen.name if is_step(chosen.name) else None
-        notes = {"folder": folder, "ranks": ranks}
-        return Found(self, "Hugging Face rank shards", files, findings, step=step, notes=notes)
+        return Found(self, "Hugging Face rank shards", files, None, folder, findings, step=step)
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[None], listing: Listing, contents: Contents, options: Options) -> Source:
         """Tensors as boxes; the whole reaches as far as the boxes do."""
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
@@ -120,7 +118,7 @@ class HfRankShards:
                 raise _twice(found.files, name, lo, holders)
         source.assembled += boxes.assembled()
         names = boxes.names()
-        config, path = hf_config.config_of(listing, found.notes["folder"], options)
+        config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, names)
         if config is None and (layout := config_json.layout_by_names(names)) is not None:
             source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
@@ -128,9 +126,7 @@ class HfRankShards:
             # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one head each.
             source.facts = facts | {"tied": not facts["head"]}
             source.axes = {} if facts.get("qk_norm") else {"d": 1}
-        source.findings += slices_as_wholes(
-            listing, found.notes["folder"], found.files, contents, "shards of ranks"
-        )
+        source.findings += slices_as_wholes(listing, found.folder, found.files, contents, "shards of ranks")
         return source
 
 

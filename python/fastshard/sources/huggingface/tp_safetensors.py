@@ -43,7 +43,7 @@ class TpSafetensors:
 
     name = "tp-safetensors"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for files numbered by rank in one folder."""
         if listing.single:
             return None
@@ -122,16 +122,18 @@ class TpSafetensors:
             self,
             "per-rank safetensors",
             files,
+            None,
+            folder,
             findings,
             step=chosen.name if is_step(chosen.name) else None,
-            notes={"folder": folder, "ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
+            notes={"ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
         )
 
-    def declare(self, found: Found, listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, values: Contents, options: Options) -> Source:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
         layout: dict[str, Any] | None = found.notes["layout"]
         path: str = found.notes["layout_path"]
-        config, config_path = hf_config.config_of(listing, found.notes["folder"], options)
+        config, config_path = hf_config.config_of(listing, found.folder, options)
         source = Source(
             framework=found.framework,
             step=found.step,
@@ -175,7 +177,7 @@ class TpSafetensors:
                 Finding.of(
                     "FS106",
                     "nothing says along which dimension the ranks divide each tensor",
-                    file=found.notes["folder"] or ".",
+                    file=found.folder or ".",
                     help="give the model's config.json (--config), or write a layout.json with tp and tp_dim",
                 )
             )
@@ -183,7 +185,7 @@ class TpSafetensors:
             source.vocab_size = options.vocab_size
             source.axes.pop("V", None)
         source.findings += slices_as_wholes(
-            listing, found.notes["folder"], found.files, values, "files of tensor-parallel ranks"
+            listing, found.folder, found.files, values, "files of tensor-parallel ranks"
         )
         return source
 

@@ -49,7 +49,7 @@ class _Grid:
     etp: int
 
     @classmethod
-    def of(cls, found: Found, args: dict[str, Any], mixture: bool) -> _Grid:
+    def of(cls, found: Found[Any], args: dict[str, Any], mixture: bool) -> _Grid:
         """Folders end in the stage where there are several, then in the expert rank where there are several.
 
         Raises:
@@ -130,7 +130,7 @@ class Megatron:
 
     name = "megatron"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Looks for rank folders; the tracker file chooses among steps."""
         if listing.single:
             return None
@@ -156,8 +156,7 @@ class Megatron:
             (t for t in steps[taken.name] if (t[0].root, t[1][1] or "") in folders),
             key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root),
         )
-        notes = {
-            "folder": chosen[0][1][1] or "",
+        notes: dict[str, Any] = {
             "suffixes": [tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen],
         }
         files = [f for f, _ in chosen]
@@ -166,9 +165,18 @@ class Megatron:
         beside = {n: own[f.root, f.folder] for n, f in enumerate(files) if (f.root, f.folder) in own}
         notes["beside"] = {n: len(files) + i for i, n in enumerate(beside)}
         files += beside.values()
-        return Found(self, "Megatron-LM", files, list(taken.findings), step=taken.name, notes=notes)
+        return Found(
+            self,
+            "Megatron-LM",
+            files,
+            None,
+            folder=chosen[0][1][1] or "",
+            findings=list(taken.findings),
+            step=taken.name,
+            notes=notes,
+        )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
         states = [contents(i) for i in range(len(found.notes["suffixes"]))]
         for file, state in zip(found.files, states, strict=False):
@@ -194,7 +202,6 @@ class Megatron:
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
         grid = _Grid.of(found, args, arguments.mixture(args, names))
-        found.notes["ranks"] = grid.places
         source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
         source.provable = bool(args)
         source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
@@ -253,9 +260,9 @@ class Megatron:
                     )
 
     @staticmethod
-    def _ranks(found: Found, states: list[Any], grid: _Grid, source: Source) -> None:
+    def _ranks(found: Found[Any], states: list[Any], grid: _Grid, source: Source) -> None:
         """All ranks must be there, of one iteration and one set of arguments."""
-        folder = found.notes["folder"]
+        folder = found.folder
         stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
         stated += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
         lacking = grid.lacking()
@@ -353,7 +360,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
 
 def _whole(
     source: Source,
-    found: Found,
+    found: Found[Any],
     contents: Contents,
     states: list[Any],
     models: list[list[tuple[str, list[str]]]],

@@ -59,7 +59,7 @@ _Slots = dict[str, dict[int, list[tuple[str, list[int], list[Any]]]]]
 
 @dataclass
 class _Reading:
-    found: Found
+    found: Found[Any]
     contents: Contents
     args: dict[str, Any]
     #: True if experts are in buffers of their own.
@@ -69,7 +69,7 @@ class _Reading:
     trained: set[str] = field(default_factory=set)
 
 
-def refuse(source: Source, found: Found, states: list[Any]) -> None:
+def refuse(source: Source, found: Found[Any], states: list[Any]) -> None:
     """Says that the state of a model without a table is not read, if there is any: its order is that of the model's modules."""
     beside: dict[int, int] = found.notes["beside"]
     held = [n for n, state in enumerate(states) if n in beside or _held(as_dict(state))]
@@ -90,7 +90,7 @@ def refuse(source: Source, found: Found, states: list[Any]) -> None:
 
 
 def attach(
-    source: Source, found: Found, contents: Contents, states: list[Any], args: dict[str, Any], ep: int
+    source: Source, found: Found[Any], contents: Contents, states: list[Any], args: dict[str, Any], ep: int
 ) -> None:
     """Adds masters and slots to a declaration, and what is wrong with them."""
     beside: dict[int, int] = found.notes["beside"]
@@ -105,7 +105,7 @@ def attach(
                     "FS108",
                     f"the distributed optimizer keeps its state in files of its own ({NAME}), and none is here",
                     severity="note",
-                    file=found.notes["folder"] or None,
+                    file=found.folder or None,
                 )
             )
         return
@@ -161,7 +161,12 @@ def attach(
 
 
 def _rank(
-    source: Source, found: Found, contents: Contents, n: int, state: dict[str, Any], beside: dict[int, int]
+    source: Source,
+    found: Found[Any],
+    contents: Contents,
+    n: int,
+    state: dict[str, Any],
+    beside: dict[int, int],
 ) -> _Rank:
     """The rank's parameters, in the order of its file: that of the module, buffers aside."""
     units = [unit for unit in source.units if unit.file == n]
@@ -419,7 +424,7 @@ def _stepped(state: Any, tensors: list[dict[str, Any]]) -> list[int] | None:
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
 
 
-def _steps_agree(found: Found, ranks: list[_Rank], told: dict[int, list[float]]) -> list[Finding]:
+def _steps_agree(found: Found[Any], ranks: list[_Rank], told: dict[int, list[float]]) -> list[Finding]:
     """All ranks' optimizers must have taken as many steps."""
     first = next((told[rank.file] for rank in ranks if told[rank.file]), None)
     return [

@@ -28,13 +28,13 @@ class TorchDist:
     def take(
         self,
         source: Source,
-        found: Found,
+        found: Found[Any],
         listing: Listing,
         contents: Contents,
         tensors: list[tuple[str, list[int], list[Any]]],
     ) -> list[tuple[str, list[int], list[Any]]] | None:
         """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
-        folder = found.notes["folder"]
+        folder = found.folder
         if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
@@ -64,7 +64,7 @@ class TorchDist:
 
 
 def _of_torch(
-    source: Source, found: Found, tensors: list[tuple[str, list[int], list[Any]]]
+    source: Source, found: Found[Any], tensors: list[tuple[str, list[int], list[Any]]]
 ) -> list[tuple[str, list[int], list[Any]]] | None:
     """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
 
@@ -86,7 +86,7 @@ def _of_torch(
     return tensors
 
 
-def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
+def _common(source: Source, found: Found[Any], contents: Contents) -> dict[str, Any]:
     """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
 
     Raises:
@@ -97,7 +97,7 @@ def _common(source: Source, found: Found, contents: Contents) -> dict[str, Any]:
         return as_dict(contents(file))
     if _COMMON not in found.notes["objects"]:
         if _COMMON not in found.notes["lacking"]:
-            folder = found.notes["folder"]
+            folder = found.folder
             source.findings.append(
                 missing(
                     f"{folder}/common.pt" if folder else "common.pt",

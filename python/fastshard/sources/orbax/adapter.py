@@ -31,7 +31,7 @@ class Orbax:
 
     name = "orbax"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
         """Finds the item, judges its completeness from keys alone, and lists its blocks."""
         if listing.single:
             return None
@@ -94,9 +94,18 @@ class Orbax:
         notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
         paxml = not places[0].ocdbt and tree is None
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
-        return Found(self, framework, [anchor], findings, places[0].step, notes, blocks={0: blocks})
+        return Found(
+            self,
+            framework,
+            [anchor],
+            None,
+            findings=findings,
+            step=places[0].step,
+            notes=notes,
+            blocks={0: blocks},
+        )
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
         """Every array as boxes of its blocks."""
         union, tree, verdict = found.notes["union"], found.notes["tree"], found.notes["verdict"]
         place: Place = found.notes["places"][0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...common.errors import Finding
-from ...common.listing import Listing
+from ...common.listing import File, Listing
 from ...layouts.declaration import Description, Source, Unit
 from ..base import Contents, Found, Options
 from . import adapter_config, tensor_names
@@ -13,23 +15,33 @@ from .find_files import WEIGHTS
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 
+@dataclass(frozen=True)
+class PeftFiles:
+    """What lies beside the adapter's tensors."""
+
+    #: ``adapter_config.json``.
+    config: File
+
+
 class PeftAdapter:
     """Directories that ``save_pretrained`` of a PeftModel wrote."""
 
     name = "peft"
 
-    def detect(self, listing: Listing, options: Options) -> Found | None:
+    def detect(self, listing: Listing, options: Options) -> Found[PeftFiles] | None:
         """Looks for ``adapter_config.json`` beside ``adapter_model.*``, at the top of the directory given."""
         inside = {file.name: file for file in reversed(listing.within(""))}
         weights = next((inside[name] for name in WEIGHTS if name in inside), None)
         said = inside.get(adapter_config.FILE)
         if weights is None or said is None or options.step is not None:
             return None
-        return Found(self, "PEFT adapter", [weights], notes={"folder": "", "config": said})
+        return Found(self, "PEFT adapter", [weights], PeftFiles(said))
 
-    def declare(self, found: Found, listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[PeftFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Its tensors as they are; each factor must have the other one."""
-        file = found.notes["config"]
+        file = found.seen.config
         said = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(found.framework, units=[Unit(file=0)], pass_unknown=True)
         source.model = Description(

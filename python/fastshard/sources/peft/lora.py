@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...common.errors import FastshardError
 from ...common.listing import Listing
 from ...layouts.declaration import Source, Unit
@@ -13,7 +15,7 @@ from .find_files import Files, find
 __all__ = ["find", "merge"]
 
 
-def merge(source: Source, files: Files, found: Found, listing: Listing, contents: Contents) -> None:
+def merge(source: Source, files: Files, found: Found[Any], listing: Listing, contents: Contents) -> None:
     """Puts an adapter on the declaration of its base.
 
     Args:

@@ -14,7 +14,7 @@ from .flat_state import state_of, tensor_index
 _CONSTANT_BYTES = 256 << 20
 
 
-def copied_files(found: Found, contents: Contents) -> list[Finding]:
+def copied_files(found: Found[Any], contents: Contents) -> list[Finding]:
     """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
     seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     findings = []
@@ -53,7 +53,7 @@ def _constant(crc: int, size: int) -> bool:
     return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
 
 
-def same_step(found: Found, states: list[dict[str, Any]], word: str) -> list[Finding]:
+def same_step(found: Found[Any], states: list[dict[str, Any]], word: str) -> list[Finding]:
     """The model files must tell of one step; ``word`` is what their framework calls a rank."""
     findings = []
     for key in ("iteration", "global_steps"):
@@ -74,7 +74,7 @@ def same_step(found: Found, states: list[dict[str, Any]], word: str) -> list[Fin
     return findings
 
 
-def steps_agree(found: Found, steps: dict[int, list[float]]) -> list[Finding]:
+def steps_agree(found: Found[Any], steps: dict[int, list[float]]) -> list[Finding]:
     """All ranks must have taken the same number of optimizer steps."""
     told = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
     usual = max(told.values(), key=list(told.values()).count, default=())

@@ -60,7 +60,7 @@ class Rank:
 class Model:
     """A model-parallel rank: its model file, and what messages need."""
 
-    found: Found
+    found: Found[Any]
     contents: Contents
     state: dict[str, Any]
     file: int
@@ -87,7 +87,7 @@ class Model:
         ranks = (dp, dp if last is None else last)
         start = "bf16_" if bf16 else ""
         name, end = (f"{start}zero_pp_rank_{n}_mp_rank_{self.mp:02d}_optim_states.pt" for n in ranks)
-        folder = self.found.notes["folder"]
+        folder = self.found.folder
         return missing(
             f"{folder}/{name}" if folder else name,
             f"dp {dp}, {self.label}",

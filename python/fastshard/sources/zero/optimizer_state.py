@@ -28,7 +28,7 @@ __all__ = ["Naming", "attach"]
 
 def attach(
     source: Source,
-    found: Found,
+    found: Found[Any],
     contents: Contents,
     states: list[dict[str, Any]],
     name_of: Naming,
@@ -108,7 +108,7 @@ def attach(
             source.findings += stage3.left_out(model, buffers)
     for mp, parts in by_mp.items():
         name = f"mp_rank_{mp:02d}_model_states.pt"
-        folder = notes["folder"]
+        folder = found.folder
         findings.append(
             missing(
                 f"{folder}/{name}" if folder else name,
@@ -170,7 +170,7 @@ def _stage0(model: Model, experts: Experts | None, findings: list[Finding]) -> l
 
 def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
     name, end = (f"expp_rank_{n}_mp_rank_{model.mp:02d}_optim_states.pt" for n in (first, last))
-    folder = model.found.notes["folder"]
+    folder = model.found.folder
     return missing(
         f"{folder}/{name}" if folder else name, f"ep {first}, {model.label}", why,
         f"copy {name} from the node that ran expert-parallel rank {first}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..base import Contents, Found, as_dict
 from .optimizer_state import Naming
 
 
-def pipeline_names(found: Found, contents: Contents) -> Naming:
+def pipeline_names(found: Found[Any], contents: Contents) -> Naming:
     """``tied_modules.KEY.rest`` lies in the first layer file that holds ``rest``."""
     first = len(found.notes["ranks"])
     holders: dict[str, int] = {}

@@ -73,7 +73,7 @@ def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys([*listed, *held]))
 
 
-def buffers_left_out(found: Found, unit: Unit, state: dict[str, Any]) -> list[Finding]:
+def buffers_left_out(found: Found[Any], unit: Unit, state: dict[str, Any]) -> list[Finding]:
     """Buffers that a model file lists and does not hold: nothing else calls for them."""
     module = state.get("module")
     return [
@@ -172,7 +172,7 @@ def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Findin
     findings = []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
     world = model.state.get("dp_world_size")
-    folder = model.found.notes["folder"]
+    folder = model.found.folder
     ranks = world if isinstance(world, int) and 0 < world <= 1 << 20 else 0
     for dp, last in lacking(files, 0, ranks - 1):
         name, end = (f"zero_pp_rank_{n}_mp_rank_{model.mp:02d}_model_states.pt" for n in (dp, last))
