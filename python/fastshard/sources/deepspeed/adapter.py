@@ -21,7 +21,9 @@ from ..zero import optimizer_state, stage3
 from ..zero.cross_checks import same_step
 from ..zero.flat_state import tensor_index
 from ..zero.pipeline_names import pipeline_names
+from ..zero.zero_files import ZeroFiles
 from . import autotp, experts
+from .step_files import DeepSpeedFiles
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
@@ -104,7 +106,7 @@ class Dialect(Protocol):
 
     def take(
         self,
-        found: Found[Any],
+        found: Found[ZeroFiles],
         listing: Listing,
         contents: Contents,
         states: list[dict[str, Any]],
@@ -121,7 +123,7 @@ class DeepSpeed:
     def __init__(self, dialects: Sequence[Dialect] = ()) -> None:
         self._dialects = dialects
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[DeepSpeedFiles] | None:
         """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
         if listing.single:
             return None
@@ -142,24 +144,23 @@ class DeepSpeed:
         order += [file for _, _, file in [*others, *files.optim]]
         order += [t[-1] for t in files.experts] + [t[-1] for t in files.expp]
         index = {id(file): i for i, file in enumerate(order)}
-        notes: dict[str, Any] = {
-            "places": places,
-            "pipeline": bool(files.layers),
-            "ranks": [rank for rank, _ in ranks],
-            "layers": [(layer, tp) for layer, tp, _ in files.layers],
-            "widths": _widths(files.layers),
-            "sliced": [(dp, mp, index[id(file)]) for dp, mp, file in files.sliced],
-            "optim": [(dp, mp, index[id(file)]) for dp, mp, file in files.optim],
-            "experts": [(*at, index[id(file)]) for *at, file in files.experts],
-            "expp": [(ep, mp, index[id(file)]) for ep, mp, file in files.expp],
-        }
-        return Found(
-            self, "DeepSpeed", order, None, places[0][1], list(chosen.findings), step=chosen.name, notes=notes
+        seen = DeepSpeedFiles(
+            places=tuple(places),
+            ranks=tuple((rank, index[id(file)]) for rank, file in ranks),
+            sliced=tuple((dp, mp, index[id(file)]) for dp, mp, file in files.sliced),
+            layers=tuple((layer, tp, index[id(file)]) for layer, tp, file in files.layers),
+            widths=_widths(files.layers),
+            optim=tuple((dp, mp, index[id(file)]) for dp, mp, file in files.optim),
+            experts=tuple((layer, e, mp, index[id(file)]) for layer, e, mp, file in files.experts),
+            expp=tuple((ep, mp, index[id(file)]) for ep, mp, file in files.expp),
         )
+        return Found(self, "DeepSpeed", order, seen, places[0][1], list(chosen.findings), step=chosen.name)
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[DeepSpeedFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
-        states = [as_dict(contents(i)) for i in range(len(found.notes["ranks"]))]
+        states = [as_dict(contents(file)) for _, file in found.seen.ranks]
         _refuse(found, states)
         experts.refuse(found, states)
         declared = next(
@@ -174,10 +175,11 @@ class DeepSpeed:
             source, name_of = declared
         else:
             source, name_of = _plain(found, listing, contents, states, options)
-        if found.notes["sliced"]:
+        if found.seen.sliced:
             # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
+            of_file = dict(zip((file for _, file in found.seen.ranks), states, strict=True))
             for unit in source.units:
-                state = states[unit.file] if unit.file < len(states) else {}
+                state = of_file.get(unit.file, {})
                 unit.only = stage3.buffers(contents, unit.file, state)
                 source.findings += stage3.buffers_left_out(found, unit, state)
         mixture = experts.take(source, found, contents, states)
@@ -193,7 +195,7 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
     return 2, 2
 
 
-def _refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
+def _refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
     """Layouts that are not read, by name."""
     for i, state in enumerate(states):
         config = as_dict(state.get("ds_config"))
@@ -207,10 +209,14 @@ def _refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
 
 
 def _plain(
-    found: Found[Any], listing: Listing, contents: Contents, states: list[dict[str, Any]], options: Options
+    found: Found[DeepSpeedFiles],
+    listing: Listing,
+    contents: Contents,
+    states: list[dict[str, Any]],
+    options: Options,
 ) -> tuple[Source, optimizer_state.Naming]:
     """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
-    notes = found.notes
+    seen = found.seen
     source = Source(framework=found.framework, units=[], step=found.step, pass_unknown=True)
     source.provable = any(state.get("param_shapes") for state in states)
     keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
@@ -219,9 +225,9 @@ def _plain(
     tp = degrees.get("tp_degree") if isinstance(degrees.get("tp_degree"), int) else None
     if tp is None:
         tp = (
-            max((t for _, t in notes["layers"]), default=0) + 1
-            if notes["pipeline"]
-            else len(set(notes["ranks"]))
+            max((t for _, t, _ in seen.layers), default=0) + 1
+            if seen.pipeline
+            else len({rank for rank, _ in seen.ranks})
         )
     divided = autotp.degree(states) > 1
     if divided and options.layout is None:
@@ -238,12 +244,11 @@ def _plain(
     source.degrees = {"tp": tp} if tp > 1 else {}
     if options.vocab_size:
         source.vocab_size = options.vocab_size
-    if notes["pipeline"]:
-        first = len(notes["ranks"])
-        for i, (layer, rank) in enumerate(notes["layers"]):
+    if seen.pipeline:
+        for layer, rank, file in seen.layers:
             source.units.append(
                 Unit(
-                    file=first + i,
+                    file=file,
                     prefix=f"{layer}.",
                     coords={"tp": rank} if tp > 1 else {},
                     rank=f"tp {rank}",
@@ -251,21 +256,17 @@ def _plain(
             )
         _all_ranks(found, states, source.findings)
         return source, pipeline_names(found, contents)
-    for i, rank in enumerate(notes["ranks"]):
+    for (rank, file), state in zip(seen.ranks, states, strict=True):
         source.units.append(
-            Unit(file=i, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
+            Unit(file=file, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
-        held = as_dict(states[i].get("module")).values()
-        if (
-            not notes["sliced"]
-            and contents.readable(i)
-            and not any(tensor_index(v) is not None for v in held)
-        ):
+        held = as_dict(state.get("module")).values()
+        if not seen.sliced and contents.readable(file) and not any(tensor_index(v) is not None for v in held):
             source.findings.append(
                 Finding.of(
                     "FS101",
                     "the rank file holds no tensors, and no layer file is there",
-                    file=found.files[i].path,
+                    file=found.files[file].path,
                     expected="layer_LL-model_TT-model_states.pt beside it",
                     got="none",
                     help="copy the layer files of this step from the nodes that wrote them",
@@ -283,17 +284,17 @@ def _plain(
     return source, str
 
 
-def _all_ranks(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _all_ranks(found: Found[DeepSpeedFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Model-parallel ranks must all be there and of one step."""
-    ranks, folder = found.notes["ranks"], found.folder
+    folder = found.folder
     findings += same_step(found, states, "mp")
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]
     pattern = (
         "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
-        if found.notes["sliced"]
+        if found.seen.sliced
         else "mp_rank_{:02d}_model_states.pt"
     )
-    for rank, last in lacking(ranks, 0, (worlds[0] if worlds else 0) - 1):
+    for rank, last in lacking((rank for rank, _ in found.seen.ranks), 0, (worlds[0] if worlds else 0) - 1):
         name = pattern.format(rank)
         findings.append(
             missing(

@@ -31,7 +31,7 @@ def degree(states: list[dict[str, Any]]) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def take(source: Source, found: Found[Any], contents: Contents, states: list[dict[str, Any]]) -> None:
+def take(source: Source, found: Found[object], contents: Contents, states: list[dict[str, Any]]) -> None:
     """Adds the rule of each parameter to a declaration.
 
     Raises:
@@ -67,7 +67,11 @@ def take(source: Source, found: Found[Any], contents: Contents, states: list[dic
 
 
 def _aliases(
-    rules: dict[str, Divided], found: Found[Any], contents: Contents, states: list[dict[str, Any]], path: str
+    rules: dict[str, Divided],
+    found: Found[object],
+    contents: Contents,
+    states: list[dict[str, Any]],
+    path: str,
 ) -> None:
     """Gives further names of a parameter its rule; what is neither that nor a buffer is refused."""
     module = as_dict(states[0].get("module"))

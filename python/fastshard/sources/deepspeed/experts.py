@@ -13,6 +13,7 @@ from ...common.errors import FastshardError, Finding
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, as_dict, lacking, missing
 from ..zero.experts import Experts
+from .step_files import DeepSpeedFiles
 
 
 def counts(states: list[dict[str, Any]]) -> list[int]:
@@ -22,25 +23,25 @@ def counts(states: list[dict[str, Any]]) -> list[int]:
     return [n for n in told if isinstance(n, int) and 0 < n <= 1 << 20]
 
 
-def refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
+def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
     """Mixtures of which the files do not tell enough.
 
     Raises:
         FastshardError: ``FS514`` for those of several model-parallel ranks, and for AutoEP.
     """
-    notes = found.notes
+    seen = found.seen
     what = None
     if any(state.get("ds_autoep_layers") for state in states):
         what = "a mixture of experts of DeepSpeed's AutoEP (expert_parallel.autoep_size)"
     elif any(state.get("moe") is True for state in states):
         what = "a mixture-of-experts checkpoint of DeepSpeed"
-    elif counts(states) or notes["experts"]:
-        ranks = {*notes["ranks"], *(mp for _, _, mp, _ in notes["experts"])}
-        if notes["pipeline"] or len(ranks) > 1:
+    elif counts(states) or seen.experts:
+        ranks = {*(mp for mp, _ in seen.ranks), *(mp for _, _, mp, _ in seen.experts)}
+        if seen.pipeline or len(ranks) > 1:
             what = (
                 f"a mixture of experts of DeepSpeed over {len(ranks)} model-parallel ranks or pipeline stages"
             )
-        elif notes["sliced"]:
+        elif seen.sliced:
             what = "a mixture of experts of DeepSpeed in ZeRO-3"
     if what:
         raise FastshardError.of(
@@ -53,20 +54,18 @@ def refuse(found: Found[Any], states: list[dict[str, Any]]) -> None:
 
 
 def take(
-    source: Source, found: Found[Any], contents: Contents, states: list[dict[str, Any]]
+    source: Source, found: Found[DeepSpeedFiles], contents: Contents, states: list[dict[str, Any]]
 ) -> Experts | None:
     """Adds the experts' files to a declaration, and those that are missing; None for a model without."""
-    notes = found.notes
+    seen = found.seen
     wanted = counts(states)
-    if not notes["experts"] and not wanted:
+    if not seen.experts and not wanted:
         return None
     config = as_dict(states[0].get("ds_config"))
     experts = Experts(data_first=config.get("use_data_before_expert_parallelism") is True)
-    experts.optimizers = list({rank: (rank, file) for rank, _, file in reversed(notes["expp"])}.values())[
-        ::-1
-    ]
+    experts.optimizers = list({rank: (rank, file) for rank, _, file in reversed(seen.expp)}.values())[::-1]
     held: dict[int, set[int]] = {}
-    for layer, expert, _, file in notes["experts"]:
+    for layer, expert, _, file in seen.experts:
         held.setdefault(layer, set()).add(expert)
         source.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
         for tensor in contents.tensors(file) if contents.readable(file) else ():
@@ -81,7 +80,7 @@ def take(
         if max(have) >= [*wanted, *[0] * (layer + 1)][layer]
     ]
     for layer, expert in extra if wanted else ():
-        name = next(found.files[file].path for n, e, _, file in notes["experts"] if (n, e) == (layer, expert))
+        name = next(found.files[file].path for n, e, _, file in seen.experts if (n, e) == (layer, expert))
         source.findings.append(
             Finding.of(
                 "FS110", "more experts than the model file tells", file=name,
@@ -92,7 +91,7 @@ def take(
     return experts
 
 
-def _missing(found: Found[Any], layer: int, held: set[int], count: int) -> list[Finding]:
+def _missing(found: Found[DeepSpeedFiles], layer: int, held: set[int], count: int) -> list[Finding]:
     folder, findings = found.folder, []
     for first, last in lacking(held, 0, count - 1):
         name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Finding
@@ -20,6 +21,7 @@ from ..choose_step import Step, choose
 from ..param_groups import joined, numbered
 from ..zero import stage3
 from ..zero.flat_state import Model, name_list, scalar, tensor_index
+from ..zero.zero_files import ZeroFiles
 
 _PARAMETER = re.compile(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
 #: Stage 3 has a model file per data-parallel rank.
@@ -31,12 +33,22 @@ _STEP = "step"
 _OF_ALL = "zero/optimizer_state.pt"
 
 
+@dataclass(frozen=True)
+class UniversalFiles(ZeroFiles):
+    """The files of parameters, and the model files beside them."""
+
+    #: (parameter, what of it, file): ``fp32``, ``exp_avg``, ``step`` and the like.
+    parts: tuple[tuple[str, str, int], ...] = ()
+    #: The file of what the optimizer has of all parameters.
+    of_all: int | None = None
+
+
 class Universal:
     """What ``ds_to_universal`` writes."""
 
     name = "universal"
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[UniversalFiles] | None:
         """Looks for ``zero/<parameter>/fp32.pt``."""
         if listing.single:
             return None
@@ -77,33 +89,33 @@ class Universal:
         files = [*(models[place] for place in ordered), *parts.values(), *of_all[:1], *others]
         # The first model file of each model-parallel rank says what the others say too.
         first = {mp: i for i, (mp, _) in reversed(list(enumerate(ordered)))}
-        notes = {
-            "models": len(ordered),
-            "ranks": sorted(first.items()),
-            "sliced": [(dp, mp, i) for i, (mp, dp) in enumerate(ordered) if (mp, dp) in sliced],
-            "parts": list(parts),
-            "of_all": len(models) + len(parts) if of_all else None,
-        }
-        findings = list(chosen.findings)
-        return Found(
-            self, "DeepSpeed universal", files, None, places[0][1], findings, step=chosen.name, notes=notes
+        seen = UniversalFiles(
+            places=tuple(places),
+            ranks=tuple(sorted(first.items())),
+            sliced=tuple((dp, mp, i) for i, (mp, dp) in enumerate(ordered) if (mp, dp) in sliced),
+            parts=tuple((*part, len(ordered) + i) for i, part in enumerate(parts)),
+            of_all=len(ordered) + len(parts) if of_all else None,
         )
+        findings = list(chosen.findings)
+        return Found(self, "DeepSpeed universal", files, seen, places[0][1], findings, step=chosen.name)
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[UniversalFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Whole fp32 tensors; the model files beside them say which there must be."""
-        notes = found.notes
+        seen = found.seen
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.vocab_size = options.vocab_size
         ranks = [
             Model(
                 found, contents, s if isinstance(s := contents(i), dict) else {}, i, mp, {}, f"mp {mp}", str
             )
-            for mp, i in notes["ranks"]
+            for mp, i in seen.ranks
         ]
         # With several model-parallel ranks the model files describe shards.
         model = ranks[0] if len(ranks) == 1 else None
         state = ranks[0].state if ranks else {}
-        stored = bool(model and state.get("module")) and not notes["sliced"]
+        stored = bool(model and state.get("module")) and not seen.sliced
         source.optimizer = Optimizer(masters=True, weights="masters", params_stored=stored)
         keys = ("iteration", "global_steps", "ds_version")
         source.values = {k: state[k] for k in keys if k in state}
@@ -116,13 +128,12 @@ class Universal:
         source.provable = bool(shapes)
         world = state.get("dp_world_size")
         padding = max(0, world - 1) if isinstance(world, int) else 0
-        first = notes["models"]
         slots: dict[str, list[Any]] = {}
         steps = source.optimizer.steps
-        have = {name for name, slot in notes["parts"] if slot == _VALUES}
+        have = {name for name, slot, _ in seen.parts if slot == _VALUES}
         flat: list[str] = []
-        for i, (name, slot) in enumerate(notes["parts"]):
-            index, file = first + i, found.files[first + i]
+        for name, slot, index in seen.parts:
+            file = found.files[index]
             if aliases.get(name) in have or name in buffers:
                 # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its
                 # dtype was, that the model file holds as it is.
@@ -156,12 +167,14 @@ class Universal:
         owned = {name: (shape, ranges) for name, shape, ranges in values}
         values += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
         for slot, parts in slots.items():
-            source.assembled.append(Assembled(first, {}, None, None if slot == _VALUES else slot, parts))
+            source.assembled.append(
+                Assembled(seen.parts[0][2], {}, None, None if slot == _VALUES else slot, parts)
+            )
         source.optimizer.untrained.update({name for name, *_ in values} - set(shapes) if shapes else ())
         if len(ranks) > 1:
             source.findings += _frozen_shards(ranks, have)
         if model:
-            self._beside(source, model, contents, notes["sliced"])
+            self._beside(source, model, contents, seen.sliced)
         config, config_file = hf_config.config_of(listing, found.folder, options)
         names = have.union(*(rank.names() for rank in ranks))
         hf_config.describe(source, listing, config, config_file, names)
@@ -178,9 +191,9 @@ class Universal:
                     )
                 )
         _steps_agree(found, steps, source)
-        if notes["of_all"] is not None:
+        if seen.of_all is not None:
             # A number stands for a group as the model files list them. source: ds_to_universal.py (_save_optimizer_state)
-            groups = as_dict(contents(notes["of_all"])).get("param_groups")
+            groups = as_dict(contents(seen.of_all)).get("param_groups")
             each = [numbered(groups, [list(group) for group in rank.shapes() or []]) for rank in ranks]
             source.optimizer = replace(source.optimizer, groups=joined(each))
         if steps:
@@ -188,7 +201,9 @@ class Universal:
         return source
 
     @staticmethod
-    def _beside(source: Source, model: Model, contents: Contents, sliced: list[tuple[int, int, int]]) -> None:
+    def _beside(
+        source: Source, model: Model, contents: Contents, sliced: Sequence[tuple[int, int, int]]
+    ) -> None:
         """What the model files hold besides: stages 1 and 2 the 16-bit parameters, to be compared with; stage 3
         frozen parameters and buffers."""
         if not isinstance(model.state.get("module"), dict):
@@ -281,7 +296,7 @@ def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Findin
     )
 
 
-def _steps_agree(found: Found[Any], steps: dict[int, list[float]], source: Source) -> None:
+def _steps_agree(found: Found[UniversalFiles], steps: dict[int, list[float]], source: Source) -> None:
     values = [step for each in steps.values() for step in each]
     usual = max(set(values), key=values.count) if values else None
     for file, each in steps.items():

@@ -17,6 +17,7 @@ from ..base import Contents, Found, Options, as_dict, missing
 from ..zero import optimizer_state
 from ..zero.cross_checks import same_step
 from ..zero.pipeline_names import pipeline_names
+from ..zero.zero_files import ZeroFiles
 from . import config as neox_config
 from . import features
 
@@ -40,7 +41,7 @@ class GptNeox:
 
     def take(
         self,
-        found: Found[Any],
+        found: Found[ZeroFiles],
         listing: Listing,
         contents: Contents,
         states: list[dict[str, Any]],
@@ -53,7 +54,7 @@ class GptNeox:
         """
         if not _is_neox(found, contents, states):
             return None
-        if found.notes["sliced"]:
+        if found.seen.sliced:
             raise FastshardError.of(
                 "FS514",
                 "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
@@ -61,18 +62,15 @@ class GptNeox:
                 help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
             )
         source = self.declare(found, listing, contents, options)
-        return source, pipeline_names(found, contents) if found.notes["pipeline"] else _sequential_name
+        return source, pipeline_names(found, contents) if found.seen.pipeline else _sequential_name
 
-    def declare(self, found: Found[Any], listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[ZeroFiles], listing: Listing, values: Contents, options: Options
+    ) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
-        notes = found.notes
-        ranks: list[int] = notes["ranks"]
-        states: list[dict[str, Any]] = []
-        for i in range(len(ranks)):
-            content = values(i)
-            states.append(content if isinstance(content, dict) else {})
+        states = [as_dict(values(file)) for _, file in found.seen.ranks]
         source = Source(framework="GPT-NeoX", units=[], step=found.step)
-        yaml, yaml_path = neox_config.read(listing, notes["places"], options, source.findings)
+        yaml, yaml_path = neox_config.read(listing, found.seen.places, options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
         model = neox_config.Model.of(args, yaml, yaml_path, source.findings)
@@ -80,7 +78,7 @@ class GptNeox:
         source.provable = model.layers is not None and model.tp is not None
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")
         source.values = {k: states[0][k] for k in keys if states and k in states[0]}
-        if notes["pipeline"]:
+        if found.seen.pipeline:
             self._pipeline(found, model, source)
             _rank_files(found, states, source.findings)
         else:
@@ -90,27 +88,23 @@ class GptNeox:
             source.vocab_size = options.vocab_size
         return source
 
-    def _pipeline(self, found: Found[Any], model: neox_config.Model, source: Source) -> None:
-        notes = found.notes
-        layers: list[tuple[int, int]] = notes["layers"]
-        offset = len(notes["ranks"])
-        tp = model.tp or _degree(rank for _, rank in layers)
+    def _pipeline(self, found: Found[ZeroFiles], model: neox_config.Model, source: Source) -> None:
+        layers = found.seen.layers
+        tp = model.tp or _degree(rank for _, rank, _ in layers)
         source.degrees = {"tp": tp}
         have: dict[int, set[int]] = {}
-        for i, (layer, rank) in enumerate(layers):
+        for layer, rank, file in layers:
             if rank >= tp:
                 source.findings.append(
                     Finding.of(
                         "FS108",
                         f"tp rank {rank} of a tp {tp} checkpoint: a leftover?",
-                        file=found.files[offset + i].path,
+                        file=found.files[file].path,
                     )
                 )
                 continue
             have.setdefault(layer, set()).add(rank)
-            source.units.append(
-                Unit(file=offset + i, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}")
-            )
+            source.units.append(Unit(file=file, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}"))
         count = model.layers
         if count is None:
             # Gaps at 1 and N+2 are normal: no tensors live there. The last one is before the norm.
@@ -129,7 +123,9 @@ class GptNeox:
         absent = [layer for layer in expected if layer not in have]
         got = f"layers {_listed(expected, have)}"
         for first, last in _runs(absent):
-            names = [self._file(notes, layer, rank) for layer in {first, last} for rank in {0, tp - 1}]
+            names = [
+                _layer_file(found.seen.widths, layer, rank) for layer in {first, last} for rank in {0, tp - 1}
+            ]
             names.sort()
             one = first == last
             source.findings.append(
@@ -138,7 +134,7 @@ class GptNeox:
                     f"layer {first:02d}: none of its files is there"
                     if one
                     else f"layers {first:02d} to {last:02d}: none of their files is there",
-                    file=_in(found.folder, self._file(notes, first, 0)),
+                    file=_in(found.folder, _layer_file(found.seen.widths, first, 0)),
                     layers=range(first, last + 1),
                     expected=why,
                     got=got,
@@ -148,30 +144,26 @@ class GptNeox:
             )
         for layer in expected:
             if layer in have:
-                _missing_ranks(source, found.folder, have[layer], tp, why, partial(self._file, notes, layer))
+                _missing_ranks(
+                    source, found.folder, have[layer], tp, why, partial(_layer_file, found.seen.widths, layer)
+                )
         wanted = set(expected)
-        for i, (layer, _) in enumerate(layers):
+        for layer, _, file in layers:
             if layer not in wanted:
                 source.findings.append(
                     Finding.of(
                         "FS108",
                         f"layer {layer} of a {count}-layer model",
-                        file=found.files[offset + i].path,
+                        file=found.files[file].path,
                         severity="error",
                         help="a leftover of another run in the same folder? move it away",
                     )
                 )
 
-    @staticmethod
-    def _file(notes: dict[str, Any], layer: int, rank: int) -> str:
-        layer_width, rank_width = notes["widths"]
-        model = f"-model_{rank:0{rank_width}d}" if rank_width else ""
-        return f"layer_{layer:0{layer_width}d}{model}-model_states.pt"
-
     def _sequential(
-        self, found: Found[Any], model: neox_config.Model, source: Source, states: list[dict[str, Any]]
+        self, found: Found[ZeroFiles], model: neox_config.Model, source: Source, states: list[dict[str, Any]]
     ) -> None:
-        ranks: list[int] = found.notes["ranks"]
+        ranks = [rank for rank, _ in found.seen.ranks]
         if states and states[0].get("module") is None:
             raise FastshardError.of(
                 "FS101",
@@ -186,22 +178,34 @@ class GptNeox:
         model.bounded(model.layers or 1, tp)
         source.degrees = {"tp": tp}
         why = f"model_parallel_size {tp} in the checkpoint's arguments"
-        for i, rank in enumerate(ranks):
+        for rank, file in found.seen.ranks:
             if rank >= tp:
                 source.findings.append(
                     Finding.of(
-                        "FS108", f"rank {rank} of a tp {tp} checkpoint: a leftover?", file=found.files[i].path
+                        "FS108",
+                        f"rank {rank} of a tp {tp} checkpoint: a leftover?",
+                        file=found.files[file].path,
                     )
                 )
             else:
                 source.units.append(
                     Unit(
-                        file=i, under=["module"], strip="sequential.", coords={"tp": rank}, rank=f"tp {rank}"
+                        file=file,
+                        under=["module"],
+                        strip="sequential.",
+                        coords={"tp": rank},
+                        rank=f"tp {rank}",
                     )
                 )
         _missing_ranks(source, found.folder, set(ranks), tp, why, _rank_file)
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
+
+
+def _layer_file(widths: tuple[int, int], layer: int, rank: int) -> str:
+    layer_width, rank_width = widths
+    model = f"-model_{rank:0{rank_width}d}" if rank_width else ""
+    return f"layer_{layer:0{layer_width}d}{model}-model_states.pt"
 
 
 def _rank_file(rank: int) -> str:
@@ -256,13 +260,13 @@ def _missing_ranks(
         )
 
 
-def _rank_files(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
-    ranks, folder = found.notes["ranks"], found.folder
+    folder = found.folder
     worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
     if not worlds:
         return
-    for first, last in _runs(sorted(set(range(worlds[0])) - set(ranks))):
+    for first, last in _runs(sorted(set(range(worlds[0])) - {rank for rank, _ in found.seen.ranks})):
         more = "" if first == last else f" to {last}"
         findings.append(
             Finding.of(
@@ -278,7 +282,7 @@ def _rank_files(found: Found[Any], states: list[dict[str, Any]], findings: list[
         )
 
 
-def _same_run(found: Found[Any], states: list[dict[str, Any]], findings: list[Finding]) -> None:
+def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
     """The rank files must tell of one step and one set of arguments."""
     findings += same_step(found, states, "mp rank")
     step = _number(found.step or "")
@@ -294,9 +298,11 @@ def _same_run(found: Found[Any], states: list[dict[str, Any]], findings: list[Fi
                 help="take all files from one step",
             )
         )
-    each = [(i, neox_config.arguments_of(s)) for i, s in enumerate(states)]
-    known = [(i, args) for i, args in each if args is not None]
-    for i, args in known:
+    each = [
+        (file, neox_config.arguments_of(s)) for (_, file), s in zip(found.seen.ranks, states, strict=True)
+    ]
+    known = [(file, args) for file, args in each if args is not None]
+    for file, args in known:
         for key in (
             "num_layers",
             "hidden_size",
@@ -309,7 +315,7 @@ def _same_run(found: Found[Any], states: list[dict[str, Any]], findings: list[Fi
                     Finding.of(
                         "FS110",
                         f"args.{key} differs between ranks",
-                        file=found.files[i].path,
+                        file=found.files[file].path,
                         expected=str(known[0][1].get(key)),
                         got=str(args.get(key)),
                         help="the files belong to different runs",
@@ -317,7 +323,7 @@ def _same_run(found: Found[Any], states: list[dict[str, Any]], findings: list[Fi
                 )
 
 
-def _is_neox(found: Found[Any], contents: Contents, states: list[dict[str, Any]]) -> bool:
+def _is_neox(found: Found[ZeroFiles], contents: Contents, states: list[dict[str, Any]]) -> bool:
     """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
     for state in states:
         args = as_dict(state.get("args"))
@@ -326,9 +332,11 @@ def _is_neox(found: Found[Any], contents: Contents, states: list[dict[str, Any]]
             return True
         if any(str(name).startswith("sequential.") for name in as_dict(state.get("module"))):
             return True
-    first = len(found.notes["ranks"])
-    layers = range(first, first + len(found.notes["layers"]))
-    return any(str(name).startswith(("attention.", "mlp.")) for i in layers for name in as_dict(contents(i)))
+    return any(
+        str(name).startswith(("attention.", "mlp."))
+        for _, _, file in found.seen.layers
+        for name in as_dict(contents(file))
+    )
 
 
 def _sequential_name(name: str) -> str:

@@ -6,6 +6,7 @@ stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ _LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 
 def read(
-    listing: Listing, places: list[tuple[int, str]], options: Options, findings: list[Finding]
+    listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
 ) -> tuple[dict[str, Any], str | None]:
     """The training config: the one given, else all YAML files that were saved with the step, merged."""
     if options.config is not None:

@@ -130,7 +130,7 @@ def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
 
 
 def apply(
-    found: Found[Any], source: Source, model: Model, values: Contents, own_layout: bool = False
+    found: Found[object], source: Source, model: Model, values: Contents, own_layout: bool = False
 ) -> None:
     """Chooses the layout and its facts for a declared source, and records what it was trained with.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...common.errors import Finding
 from ...layouts.declaration import Unit
 from ..base import Contents, Found
@@ -18,7 +16,7 @@ _BEGINNINGS = {
 }  # fmt: skip
 
 
-def others(found: Found[Any], units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:
+def others(found: Found[object], units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:
     """One finding for each kind of block that is not read, where its first tensor is.
 
     Args:

@@ -9,16 +9,17 @@ from typing import Any
 from ...common.errors import Finding
 from ..base import Contents, Found, view_of
 from .flat_state import state_of, tensor_index
+from .zero_files import ZeroFiles
 
 #: Storages up to this size are checked for being constant before they are called copies.
 _CONSTANT_BYTES = 256 << 20
 
 
-def copied_files(found: Found[Any], contents: Contents) -> list[Finding]:
+def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
     """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
     seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     findings = []
-    for dp, mp, file in found.notes["optim"]:
+    for dp, mp, file in found.seen.optim:
         state = state_of(contents, file) or {}
         groups = state.get("single_partition_of_fp32_groups") or state.get("fp32_flat_groups")
         tensors = contents.tensors(file)
@@ -53,32 +54,36 @@ def _constant(crc: int, size: int) -> bool:
     return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
 
 
-def same_step(found: Found[Any], states: list[dict[str, Any]], word: str) -> list[Finding]:
+def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
     """The model files must tell of one step; ``word`` is what their framework calls a rank."""
     findings = []
     for key in ("iteration", "global_steps"):
-        seen = [(i, s[key]) for i, s in enumerate(states) if key in s]
+        told = [
+            (rank, file, state[key])
+            for (rank, file), state in zip(found.seen.ranks, states, strict=True)
+            if key in state
+        ]
         findings += [
             Finding.of(
                 "FS107",
                 f"{key} differs between ranks",
-                file=found.files[i].path,
-                rank=f"{word} {found.notes['ranks'][i]}",
-                expected=f"{seen[0][1]} as in {found.files[seen[0][0]].name}",
+                file=found.files[file].path,
+                rank=f"{word} {rank}",
+                expected=f"{told[0][2]} as in {found.files[told[0][1]].name}",
                 got=str(value),
                 help="take all files from one step",
             )
-            for i, value in seen
-            if value != seen[0][1]
+            for rank, file, value in told
+            if value != told[0][2]
         ]
     return findings
 
 
-def steps_agree(found: Found[Any], steps: dict[int, list[float]]) -> list[Finding]:
+def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[Finding]:
     """All ranks must have taken the same number of optimizer steps."""
     told = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
     usual = max(told.values(), key=list(told.values()).count, default=())
-    ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.notes["optim"]}
+    ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.seen.optim}
     return [
         Finding.of(
             "FS107",

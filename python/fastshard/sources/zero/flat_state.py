@@ -12,6 +12,7 @@ from ...common.errors import Finding
 from ...layouts.declaration import Assembled
 from ..base import Contents, Found, missing
 from .experts import Experts
+from .zero_files import ZeroFiles
 
 #: From the name in ``param_shapes`` to the layout's name.
 Naming = Callable[[str], str]
@@ -60,7 +61,7 @@ class Rank:
 class Model:
     """A model-parallel rank: its model file, and what messages need."""
 
-    found: Found[Any]
+    found: Found[ZeroFiles]
     contents: Contents
     state: dict[str, Any]
     file: int

@@ -22,40 +22,41 @@ from .cross_checks import copied_files, steps_agree
 from .experts import Experts
 from .flat_state import Model, Naming, name_list
 from .partitions import Partitions
+from .zero_files import ZeroFiles
 
 __all__ = ["Naming", "attach"]
 
 
 def attach(
     source: Source,
-    found: Found[Any],
+    found: Found[ZeroFiles],
     contents: Contents,
     states: list[dict[str, Any]],
     name_of: Naming,
     experts: Experts | None = None,
 ) -> None:
     """Adds masters and optimizer slots to a declaration, and what is wrong with them."""
-    notes = found.notes
-    is_stage3 = bool(notes["sliced"])
+    seen = found.seen
+    is_stage3 = bool(seen.sliced)
     by_mp: dict[int, list[tuple[int, int]]] = {}
-    for dp, mp, file in notes["optim"]:
+    for dp, mp, file in seen.optim:
         by_mp.setdefault(mp, []).append((dp, file))
     tp = source.degrees.get("tp", 1)
     state = Optimizer()
     findings, moments_only, unstepped = state.findings, False, False
     groups: list[list[Group] | None] = []
-    for i, mp in enumerate(notes["ranks"]):
+    for i, (mp, file) in enumerate(seen.ranks):
         # The first file of a rank, where several roots hold it.
-        if mp in notes["ranks"][:i]:
+        if any(mp == earlier for earlier, _ in seen.ranks[:i]):
             continue
-        coords, label = _place(mp, tp, notes["pipeline"])
+        coords, label = _place(mp, tp, seen.pipeline)
         plain = source.layout is None and source.pass_unknown
         model = Model(
-            found, contents, states[i], i, mp, coords, label, name_of, own_names=plain, experts=experts
+            found, contents, states[i], file, mp, coords, label, name_of, own_names=plain, experts=experts
         )
-        if notes["pipeline"]:
-            model.layers = _layers(notes, coords.get("tp", 0))
-            model.stages = len(set(notes["ranks"])) // tp
+        if seen.pipeline:
+            model.layers = _layers(seen, coords.get("tp", 0))
+            model.stages = len({rank for rank, _ in seen.ranks}) // tp
         trained: set[str] = set()
         renamed: set[str] = set()
         if mp in by_mp:
@@ -102,9 +103,9 @@ def attach(
         state.untrained.update(map(name_of, untrained))
         state.frozen.update(map(name_of, _frozen(model, untrained, trained)))
         if is_stage3:
-            source.assembled += stage3.frozen(model, notes["sliced"])
-            source.findings += stage3.ranks_agree(model, notes["sliced"])
-            buffers = {name for unit in source.units if unit.file == i for name in unit.only or []}
+            source.assembled += stage3.frozen(model, seen.sliced)
+            source.findings += stage3.ranks_agree(model, seen.sliced)
+            buffers = {name for unit in source.units if unit.file == file for name in unit.only or []}
             source.findings += stage3.left_out(model, buffers)
     for mp, parts in by_mp.items():
         name = f"mp_rank_{mp:02d}_model_states.pt"
@@ -126,13 +127,13 @@ def attach(
     untaken = any(f.code in ("FS101", "FS402") for f in findings)
     source.optimizer = replace(
         state,
-        masters=bool(masters) or is_stage3 or bool(notes["optim"]) or untaken,
+        masters=bool(masters) or is_stage3 or bool(seen.optim) or untaken,
         moments_only=moments_only,
         unstepped=unstepped,
         groups=joined(groups),
         weights="masters" if is_stage3 else "params",
         params_stored=not is_stage3,
-        files=set() if is_stage3 else {found.files[file].path for _, _, file in notes["optim"]},
+        files=set() if is_stage3 else {found.files[file].path for _, _, file in seen.optim},
     )
 
 
@@ -190,13 +191,12 @@ def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
     return stage3.frozen_names(model) | (untrained - buffers - aliases)
 
 
-def _layers(notes: dict[str, Any], tp: int) -> list[tuple[int, int]]:
+def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
     """The layer files of a rank, in order; the first one of each layer, where several roots hold it."""
-    first = len(notes["ranks"])
     files: dict[int, int] = {}
-    for i, (layer, rank) in enumerate(notes["layers"]):
+    for layer, rank, file in seen.layers:
         if rank == tp:
-            files.setdefault(layer, first + i)
+            files.setdefault(layer, file)
     return sorted(files.items())
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..base import Contents, Found, as_dict
 from .optimizer_state import Naming
+from .zero_files import ZeroFiles
 
 
-def pipeline_names(found: Found[Any], contents: Contents) -> Naming:
+def pipeline_names(found: Found[ZeroFiles], contents: Contents) -> Naming:
     """``tied_modules.KEY.rest`` lies in the first layer file that holds ``rest``."""
-    first = len(found.notes["ranks"])
     holders: dict[str, int] = {}
-    for i, (layer, _) in enumerate(found.notes["layers"]):
-        for name in as_dict(contents(first + i)):
+    for layer, _, file in found.seen.layers:
+        for name in as_dict(contents(file)):
             holders.setdefault(str(name), layer)
 
     def name_of(name: str) -> str:

@@ -6,6 +6,7 @@ A rank's parts lie one after another in its flat groups, at an offset common to 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import Finding
@@ -13,6 +14,7 @@ from ...layouts.declaration import Assembled, Unit
 from ..base import Contents, Found, lacking, missing
 from .flat_state import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
 from .partitions import Partitions
+from .zero_files import ZeroFiles
 
 
 def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
@@ -73,7 +75,7 @@ def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys([*listed, *held]))
 
 
-def buffers_left_out(found: Found[Any], unit: Unit, state: dict[str, Any]) -> list[Finding]:
+def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any]) -> list[Finding]:
     """Buffers that a model file lists and does not hold: nothing else calls for them."""
     module = state.get("module")
     return [
@@ -90,7 +92,7 @@ def buffers_left_out(found: Found[Any], unit: Unit, state: dict[str, Any]) -> li
     ]
 
 
-def frozen(model: Model, sliced: list[tuple[int, int, int]]) -> list[Assembled]:
+def frozen(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Assembled]:
     """Frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
     shapes = _frozen_shapes(model)
     if not shapes:
@@ -167,7 +169,7 @@ def left_out(model: Model, held: set[str]) -> list[Finding]:
     ]
 
 
-def ranks_agree(model: Model, sliced: list[tuple[int, int, int]]) -> list[Finding]:
+def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Finding]:
     """ZeRO-3 model files: one per data-parallel rank, all of one step."""
     findings = []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}

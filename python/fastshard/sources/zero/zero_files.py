@@ -1,0 +1,28 @@
+"""Which files of a checkpoint hold what that ZeRO divides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ZeroFiles:
+    """Files by what their names say, each by its number in ``Found.files``; several roots may hold the same one."""
+
+    #: The step's folders: root, and path in it.
+    places: tuple[tuple[int, str], ...]
+    #: (model-parallel rank, model file), ascending.
+    ranks: tuple[tuple[int, int], ...]
+    #: ZeRO-3, whose model files hold a part each: (data-parallel rank, model-parallel rank, file).
+    sliced: tuple[tuple[int, int, int], ...]
+    #: Layer files of a pipeline: (pipeline layer, tp rank, file).
+    layers: tuple[tuple[int, int, int], ...] = ()
+    #: Digits of the layer and rank numbers in their names; 0 if there is no rank.
+    widths: tuple[int, int] = (2, 2)
+    #: Partitions: (data-parallel rank, model-parallel rank, file).
+    optim: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def pipeline(self) -> bool:
+        """True if the layers lie in files of their own."""
+        return bool(self.layers)
