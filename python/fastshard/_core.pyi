@@ -618,7 +618,7 @@ def anonymous_memory() -> int:
 def histogram_edges() -> list[float]:
     """The 63 edges between the bins of a histogram, ascending; the first and the last bin are open."""
 
-def dcp_metadata(path: str | PathLike[str]) -> dict[str, Any]:
+def dcp_metadata(path: str | PathLike[str]) -> Any:
     """What a `.metadata` file says. Raises CoreError if it is none."""
 
 def dcp_object(path: str | PathLike[str], offset: int, len: int) -> Any:

@@ -25,6 +25,7 @@ from ..index_files import safe_relative
 from ..zero.flat_state import tensors_below
 from . import metadata as dcp_metadata
 from . import optim
+from .dcp_files import DcpFiles
 
 #: Megatron-LM's tracker holds the iteration's number or ``release``.
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -78,7 +79,7 @@ class Framework(Protocol):
     """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
 
     def take(
-        self, source: Source, found: Found[Any], listing: Listing, contents: Contents, tensors: _Tensors
+        self, source: Source, found: Found[DcpFiles], listing: Listing, contents: Contents, tensors: _Tensors
     ) -> _Tensors | None:
         """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
 
@@ -91,7 +92,7 @@ class Dcp:
     def __init__(self, frameworks: Sequence[Framework] = ()) -> None:
         self._frameworks = frameworks
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[DcpFiles] | None:
         """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
         if listing.single:
             return None
@@ -132,8 +133,8 @@ class Dcp:
         return replace(found, findings=[*chosen.findings, *findings, *found.findings, *inner])
 
     def _found(
-        self, listing: Listing, folder: str, step: str | None, described: dict[str, Any]
-    ) -> Found[Any]:
+        self, listing: Listing, folder: str, step: str | None, described: dcp_metadata.Told
+    ) -> Found[DcpFiles]:
         findings: list[Finding] = []
         metadata = f"{folder}/{METADATA}" if folder else METADATA
         copies: dict[str, list[File]] = {}
@@ -219,22 +220,17 @@ class Dcp:
         if "common.pt" in inside:
             files.append(inside["common.pt"])
         named = {entry["file"] for entry in described["stored"]}
-        for name, file in sorted(inside.items()):
+        for name, one in sorted(inside.items()):
             if name.endswith(".distcp") and name not in named:
-                findings.append(Finding.of("FS108", ".metadata does not name this file", file=file.path))
-        notes = {
-            "described": described,
-            "places": places,
-            "objects": values,
-            "lacking": set().union(*lacking.values(), ()),
-        }
-        return Found(
-            self, "torch DCP", files, None, folder, findings, step=step, notes=notes, records=records
-        )
+                findings.append(Finding.of("FS108", ".metadata does not name this file", file=one.path))
+        held = DcpFiles(described, places, values, frozenset(n for names in lacking.values() for n in names))
+        return Found(self, "torch DCP", files, held, folder, findings, step=step, records=records)
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[DcpFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Every tensor as boxes; the metadata states all shapes."""
-        described, places = found.notes["described"], found.notes["places"]
+        described, places = found.seen.told, found.seen.places
         source: Source = _Records(
             found.framework, units=[], step=found.step, pass_unknown=True, provable=True
         )
@@ -263,7 +259,7 @@ class Dcp:
                 if place is not None and not all(contents.readable(file) for file, _ in place):
                     source.lost.add(name)
                 if place is None:
-                    if name not in found.notes["lacking"] and 0 not in size:
+                    if name not in found.seen.lacking and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
                     continue
                 held = []
@@ -274,7 +270,7 @@ class Dcp:
                         self._same_dtype(source, found, contents, entry, file, number)
                 if held:
                     chunks.append(held)
-            if len(chunks) == len(entry["chunks"]) or name not in found.notes["lacking"]:
+            if len(chunks) == len(entry["chunks"]) or name not in found.seen.lacking:
                 tensors.append((name, entry["shape"], [held[0] for held in chunks]))
                 for n in range(1, max(map(len, chunks), default=1)):
                     copies += [[]] if len(copies) < n else []
@@ -292,8 +288,8 @@ class Dcp:
         else:
             paths = {entry["name"]: entry["path"] for entry in described["tensors"] if entry["path"]}
             self._model(source, found, listing, options, names, paths)
-            optim.attach(source, contents, tensors, found.notes["objects"])
-            source.findings += _not_carried(described["objects"], found.notes["objects"], alone=not tensors)
+            optim.attach(source, contents, tensors, found.seen.objects)
+            source.findings += _not_carried(described["objects"], found.seen.objects, alone=not tensors)
         if found.files:
             # Masters, which a framework may have declared, are held against these.
             sets = [tensors, *copies]
@@ -305,7 +301,12 @@ class Dcp:
 
     @staticmethod
     def _same_dtype(
-        source: Source, found: Found[Any], contents: Contents, entry: dict[str, Any], file: int, number: int
+        source: Source,
+        found: Found[DcpFiles],
+        contents: Contents,
+        entry: dcp_metadata.TensorEntry,
+        file: int,
+        number: int,
     ) -> None:
         stored = contents.tensors(file)[number]["torch_dtype"]
         if entry["dtype"] and stored != entry["dtype"]:
@@ -324,7 +325,7 @@ class Dcp:
     @staticmethod
     def _model(
         source: Source,
-        found: Found[Any],
+        found: Found[DcpFiles],
         listing: Listing,
         options: Options,
         names: list[str],
@@ -338,7 +339,7 @@ class Dcp:
         hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
 
 
-def _hole(entry: dict[str, Any]) -> Iterator[Finding]:
+def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
     """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts for none of it."""
     whole = math.prod(entry["shape"])
     lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
@@ -396,7 +397,7 @@ def _holds_tensors(place: tuple[Path, int, int]) -> bool:
         return False
 
 
-def _unstored(found: Found[Any], name: str, lo: list[int]) -> Finding:
+def _unstored(found: Found[DcpFiles], name: str, lo: list[int]) -> Finding:
     folder = found.folder
     return Finding.of(
         "FS205",

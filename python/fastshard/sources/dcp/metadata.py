@@ -9,8 +9,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, TypedDict
 
 from ... import _core
 from ...common import safe_files
@@ -27,6 +27,42 @@ OF_RANK = re.compile(r"^__(\d{1,9})\.metadata$")
 _RECORDS = re.compile(r"^__(\d{1,9})_\d+\.distcp$")
 #: safetensors name by torch dtype.
 _SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
+
+
+class Told(TypedDict):
+    """What metadata says, as the core tells it (``format/dcp.rs``)."""
+
+    tensors: list[TensorEntry]
+    #: Names of what is no tensor.
+    objects: list[str]
+    stored: list[StoredAt]
+    #: Version of torch's format, where it is told.
+    version: str | None
+
+
+class TensorEntry(TypedDict):
+    """A tensor and its chunks."""
+
+    name: str
+    dtype: str | None
+    #: Keys of nested dicts that lead to it, where the planner left them.
+    path: list[str] | None
+    shape: list[int]
+    #: (first index, extent) of each chunk.
+    chunks: list[tuple[list[int], list[int]]]
+
+
+class StoredAt(TypedDict):
+    """A record of a file."""
+
+    name: str
+    #: First index of the chunk; None for what is no tensor.
+    at: list[int] | None
+    file: str
+    offset: int
+    len: int
+    #: What the bytes went through when they were written, the last first.
+    transforms: list[str]
 
 
 def one_of(listing: Listing, copies: list[File]) -> File:
@@ -49,27 +85,27 @@ def one_of(listing: Listing, copies: list[File]) -> File:
     return copies[0]
 
 
-def read(listing: Listing, file: File) -> dict[str, Any]:
+def read(listing: Listing, file: File) -> Told:
     """What a file of metadata says.
 
     Raises:
         FastshardError: if it cannot be read.
     """
     try:
-        told = _core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path))
+        told: Told = _core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path))
     except _core.CoreError as error:
         raise from_core(error) from None
     return told
 
 
-def apart(stored: list[dict[str, Any]], path: str) -> None:
+def apart(stored: Iterable[StoredAt], path: str) -> None:
     """Records must not share bytes: torch writes one after another.
 
     Raises:
         FastshardError: ``FS206`` if two do.
     """
     ranges: dict[str, list[tuple[int, int, str]]] = {}
-    for entry in filter(lambda e: safe_relative(e["file"]), stored):
+    for entry in (e for e in stored if safe_relative(e["file"])):
         ranges.setdefault(entry["file"], []).append(
             (entry["offset"], entry["offset"] + entry["len"], entry["name"])
         )
@@ -88,7 +124,7 @@ def apart(stored: list[dict[str, Any]], path: str) -> None:
                 )
 
 
-def as_records(described: dict[str, Any], path: str) -> None:
+def as_records(described: Told, path: str) -> None:
     """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
     safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
     that either.
@@ -116,7 +152,7 @@ def as_records(described: dict[str, Any], path: str) -> None:
             )
 
 
-def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> dict[str, Any]:
+def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Told:
     """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
 
     Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
@@ -124,9 +160,9 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
     Raises:
         FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
     """
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, TensorEntry] = {}
     objects: dict[str, None] = {}
-    stored: list[dict[str, Any]] = []
+    stored: list[StoredAt] = []
     chunks: set[tuple[Any, ...]] = set()
     version = None
     for rank in sorted(ranks):
@@ -137,22 +173,25 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
         stored += told["stored"]
         for entry in told["tensors"]:
             first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
-            for code, key in (("FS201", "shape"), ("FS202", "dtype")):
-                if first[key] != entry[key]:
+            for code, key, known, here in (
+                ("FS201", "shape", first["shape"], entry["shape"]),
+                ("FS202", "dtype", first["dtype"], entry["dtype"]),
+            ):
+                if known != here:
                     raise FastshardError.of(
                         code,
                         f"{key} of a tensor, by the metadata of ranks",
                         file=file.path,
                         tensor=entry["name"],
                         rank=f"rank {rank}",
-                        expected=str(first[key]),
-                        got=str(entry[key]),
+                        expected=str(known),
+                        got=str(here),
                         help="the ranks' files are of different saves: take them all from one",
                     )
             for lo, size in entry["chunks"]:
                 if (entry["name"], *lo, *size) not in chunks:
                     chunks.add((entry["name"], *lo, *size))
-                    first["chunks"].append([lo, size])
+                    first["chunks"].append((lo, size))
     folder = next(iter(ranks.values()))[0].folder
     for first_rank, last in lacking(ranks, 0, max(ranks)):
         name, end = (f"__{rank}{METADATA}" for rank in (first_rank, last))
@@ -182,14 +221,14 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
     ]
 
 
-def same_save(described: dict[str, Any], of_ranks: dict[str, Any], tracker: File) -> None:
+def same_save(described: Told, of_ranks: Told, tracker: File) -> None:
     """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over.
 
     Raises:
         FastshardError: ``FS106`` if they do not.
     """
 
-    def places(told: dict[str, Any]) -> set[tuple[Any, ...]]:
+    def places(told: Told) -> set[tuple[Any, ...]]:
         return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in told["stored"]}
 
     if odd := places(of_ranks) - places(described):

@@ -18,6 +18,7 @@ from typing import Any
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import as_dict
+from ..dcp.metadata import Told
 from ..param_groups import by_decay
 from . import optim_buckets, optim_model_space
 from .optim_buckets import Stored
@@ -43,7 +44,7 @@ def is_state(name: str) -> bool:
 def divide(
     source: Source,
     tensors: list[Stored],
-    described: dict[str, Any],
+    described: Told,
     args: dict[str, Any],
     common: dict[str, Any],
 ) -> list[Stored]:
@@ -148,7 +149,7 @@ def _slot(kind: str) -> str | None:
     return None if kind in MASTERS else kind
 
 
-def _refused(described: dict[str, Any], args: dict[str, Any], unread: list[str]) -> list[Finding]:
+def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[Finding]:
     """Why the optimizer's part is not read, if it is not."""
     again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer"
     pickled = [name for name in described["objects"] if _PICKLED.match(name)]

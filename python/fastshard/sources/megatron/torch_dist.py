@@ -13,6 +13,7 @@ from ...layouts import tables
 from ...layouts.declaration import Source
 from ...models.model import Lack
 from ..base import Contents, Found, as_dict, missing
+from ..dcp.dcp_files import DcpFiles
 from ..dcp.optim import read_object
 from . import arguments, optim, table_match
 
@@ -28,7 +29,7 @@ class TorchDist:
     def take(
         self,
         source: Source,
-        found: Found[Any],
+        found: Found[DcpFiles],
         listing: Listing,
         contents: Contents,
         tensors: list[tuple[str, list[int], list[Any]]],
@@ -39,9 +40,9 @@ class TorchDist:
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
         args = arguments.arguments(state)
-        weights = optim.divide(source, tensors, found.notes["described"], args, state)
+        weights = optim.divide(source, tensors, found.seen.told, args, state)
         shapes = {name: shape for name, shape, _ in weights}
-        names = {entry["name"] for entry in found.notes["described"]["tensors"]}
+        names = {entry["name"] for entry in found.seen.told["tensors"]}
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
         source.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
@@ -54,8 +55,8 @@ class TorchDist:
         # What lies in a file that is gone belongs to the model all the same.
         shapes |= {
             entry["name"]: entry["shape"]
-            for entry in found.notes["described"]["tensors"]
-            if entry["name"] in found.notes["lacking"] and not optim.is_state(entry["name"])
+            for entry in found.seen.told["tensors"]
+            if entry["name"] in found.seen.lacking and not optim.is_state(entry["name"])
         }
         lack = table_match.unnamed(tables.table(source.layout), shapes, source.axes, source.facts, args)
         if lack is not None:
@@ -64,7 +65,7 @@ class TorchDist:
 
 
 def _of_torch(
-    source: Source, found: Found[Any], tensors: list[tuple[str, list[int], list[Any]]]
+    source: Source, found: Found[DcpFiles], tensors: list[tuple[str, list[int], list[Any]]]
 ) -> list[tuple[str, list[int], list[Any]]] | None:
     """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
 
@@ -72,7 +73,7 @@ def _of_torch(
     and names are those of its wrappers, so that no table is for them.
     source: megatron/training/checkpointing.py (generate_state_dict), megatron/core/transformer/fsdp_dtensor_checkpoint.py
     """
-    objects = found.notes["objects"]
+    objects = found.seen.objects
     names = {name for name, *_ in tensors}
     if not {"args", "iteration", "checkpoint_version"} <= objects.keys() or not any(map(_MODEL.match, names)):
         return None
@@ -86,7 +87,7 @@ def _of_torch(
     return tensors
 
 
-def _common(source: Source, found: Found[Any], contents: Contents) -> dict[str, Any]:
+def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[str, Any]:
     """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
 
     Raises:
@@ -95,8 +96,8 @@ def _common(source: Source, found: Found[Any], contents: Contents) -> dict[str, 
     file = next((i for i, f in enumerate(found.files) if f.name == "common.pt"), None)
     if file is not None:
         return as_dict(contents(file))
-    if _COMMON not in found.notes["objects"]:
-        if _COMMON not in found.notes["lacking"]:
+    if _COMMON not in found.seen.objects:
+        if _COMMON not in found.seen.lacking:
             folder = found.folder
             source.findings.append(
                 missing(
@@ -107,7 +108,7 @@ def _common(source: Source, found: Found[Any], contents: Contents) -> dict[str, 
                 )
             )
         return {}
-    told = read_object(found.notes["objects"][_COMMON])
+    told = read_object(found.seen.objects[_COMMON])
     # An object's value is kept as the only item of a list.
     return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
 

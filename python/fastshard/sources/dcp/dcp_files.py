@@ -1,0 +1,22 @@
+"""Where the records of a save of torch.distributed.checkpoint lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .metadata import Told
+from .optim import Objects
+
+
+@dataclass(frozen=True)
+class DcpFiles:
+    """What ``.metadata`` says, and what of it is there."""
+
+    told: Told
+    #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
+    places: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, str]]]
+    #: Records that are no tensors, and can be read.
+    objects: Objects
+    #: Names of which a record is in a file that is missing.
+    lacking: frozenset[str]
