@@ -7,9 +7,9 @@ name is found. Plain tensors are on every rank alike, and compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from math import prod
-from typing import Any
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
@@ -19,6 +19,7 @@ from ..base import Contents, Found, Options
 from ..box_pieces import Boxes
 from ..index_files import read_json
 from . import find_files, flat_params, optim
+from .find_files import FsdpFiles
 from .rank_files import Ranks
 
 #: Most tensors that one kind of disagreement is told of.
@@ -32,37 +33,40 @@ class FsdpRanks:
         self.name = name
         self._any_name = any_name
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[FsdpFiles] | None:
         """Looks for files that are numbered by ranks."""
         save = find_files.saved(listing, options, any_name=self._any_name)
         if save is None:
             return None
-        kinds = (("model", save.model), ("optim", save.optim), ("extra", save.extra))
-        order: list[File] = []
-        notes: dict[str, Any] = {"world": save.world}
-        for kind, held in kinds:
-            notes[kind] = {rank: len(order) + i for i, rank in enumerate(held)}
-            order += held.values()
+        order: list[File] = [*save.model.values(), *save.optim.values(), *save.extra.values()]
+        numbers = itertools.count()
+        seen = FsdpFiles(
+            model={rank: next(numbers) for rank in save.model},
+            optim={rank: next(numbers) for rank in save.optim},
+            extra={rank: next(numbers) for rank in save.extra},
+            world=save.world,
+        )
         return Found(
             self,
             "FSDP rank files",
             order,
-            None,
+            seen,
             save.folder,
             save.findings,
             step=save.step,
-            notes=notes,
             reads_parts=True,
         )
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[FsdpFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Every tensor as the boxes that ranks hold."""
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.vocab_size = options.vocab_size
-        ranks = Ranks(found, contents, found.notes["model"])
+        ranks = Ranks(found, contents, dict(found.seen.model))
         source.findings += ranks.findings
         folder = found.folder
-        source.findings += _stated(listing, folder, found.notes["world"] or len(ranks.files))
+        source.findings += _stated(listing, folder, found.seen.world or len(ranks.files))
         config, path = hf_config.config_of(listing, folder, options)
         is_flat = flat_params.is_flat(ranks.told)
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
@@ -71,10 +75,10 @@ class FsdpRanks:
             hf_config.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
         if is_flat:
             shapes = _shaped(source, shapes)
-        if optim_files := found.notes["optim"]:
-            optim.attach(source, contents, ranks, Ranks(found, contents, optim_files), shapes)
-        if extra := found.notes["extra"]:
-            optim.trainer(source, contents, ranks, Ranks(found, contents, extra))
+        if found.seen.optim:
+            optim.attach(source, contents, ranks, Ranks(found, contents, dict(found.seen.optim)), shapes)
+        if found.seen.extra:
+            optim.trainer(source, contents, ranks, Ranks(found, contents, dict(found.seen.extra)))
         return source
 
 

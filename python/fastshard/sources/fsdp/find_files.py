@@ -6,6 +6,7 @@ source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ...common.errors import FastshardError, Finding
@@ -33,6 +34,17 @@ class Named:
     kind: str
     rank: int
     #: Ranks of the run.
+    world: int | None
+
+
+@dataclass(frozen=True)
+class FsdpFiles:
+    """The files of ranks, by rank and of each kind: their numbers in ``Found.files``."""
+
+    model: Mapping[int, int]
+    optim: Mapping[int, int]
+    extra: Mapping[int, int]
+    #: Ranks of the run by the files' names.
     world: int | None
 
 

@@ -184,7 +184,7 @@ def _named(
     return found if fits else None
 
 
-def _unnamed(found: Found[Any], ranks: Ranks) -> Finding:
+def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
     file = next(iter(ranks.files.values()))
     return Finding.of(
         "FS402",

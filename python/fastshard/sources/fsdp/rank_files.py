@@ -10,6 +10,7 @@ from typing import Any
 from ...common.errors import FastshardError, Finding
 from ..base import Contents, Found, lacking, missing
 from ..renamed_files import places
+from .find_files import FsdpFiles
 from .placements import Unreadable, box
 
 
@@ -17,7 +18,7 @@ from .placements import Unreadable, box
 class Ranks:
     """The files of one kind, each with what it says of its place."""
 
-    found: Found[Any]
+    found: Found[FsdpFiles]
     contents: Contents
     #: By rank, by the files' names.
     files: dict[int, int]
@@ -91,7 +92,7 @@ class Ranks:
 
     def _all_there(self) -> None:
         """Ranks must all be there: by the files' names, else by what the files say, else up to the last one."""
-        world = self.found.notes["world"]
+        world = self.found.seen.world
         why = f"{world} ranks by the files' names"
         stated = [n for told in self.told.values() for n in _worlds(told)]
         usual = Counter(stated).most_common(1)[0][0] if stated else None
