@@ -22,6 +22,7 @@ from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..choose_step import Step, choose
 from . import arguments, merge_without_table, of_ranks, optim_legacy, table_match
+from .rank_folders import MegatronFiles
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -49,13 +50,13 @@ class _Grid:
     etp: int
 
     @classmethod
-    def of(cls, found: Found[Any], args: dict[str, Any], mixture: bool) -> _Grid:
+    def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> _Grid:
         """Folders end in the stage where there are several, then in the expert rank where there are several.
 
         Raises:
             FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
         """
-        suffixes: list[tuple[int, ...]] = found.notes["suffixes"]
+        suffixes = found.seen.suffixes
         pp = megatron.size(args, "pipeline_model_parallel_size")
         ep = megatron.size(args, "expert_model_parallel_size")
         longest = max(len(s) for s in suffixes)
@@ -130,7 +131,7 @@ class Megatron:
 
     name = "megatron"
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[MegatronFiles] | None:
         """Looks for rank folders; the tracker file chooses among steps."""
         if listing.single:
             return None
@@ -156,29 +157,30 @@ class Megatron:
             (t for t in steps[taken.name] if (t[0].root, t[1][1] or "") in folders),
             key=lambda t: (int(t[1][2]), int(t[1][3] or 0), int(t[1][4] or 0), t[0].root),
         )
-        notes: dict[str, Any] = {
-            "suffixes": [tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen],
-        }
         files = [f for f, _ in chosen]
         # Beside a rank file may lie its distributed optimizer.
         own = {(f.root, f.folder): f for f in listing.files if f.name == optim_legacy.NAME}
         beside = {n: own[f.root, f.folder] for n, f in enumerate(files) if (f.root, f.folder) in own}
-        notes["beside"] = {n: len(files) + i for i, n in enumerate(beside)}
+        seen = MegatronFiles(
+            suffixes=tuple(tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen),
+            beside={n: len(files) + i for i, n in enumerate(beside)},
+        )
         files += beside.values()
         return Found(
             self,
             "Megatron-LM",
             files,
-            None,
+            seen,
             folder=chosen[0][1][1] or "",
             findings=list(taken.findings),
             step=taken.name,
-            notes=notes,
         )
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[MegatronFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
-        states = [contents(i) for i in range(len(found.notes["suffixes"]))]
+        states = [contents(i) for i in range(len(found.seen.suffixes))]
         for file, state in zip(found.files, states, strict=False):
             version = as_dict(state).get("checkpoint_version")
             before_core = any(
@@ -260,7 +262,7 @@ class Megatron:
                     )
 
     @staticmethod
-    def _ranks(found: Found[Any], states: list[Any], grid: _Grid, source: Source) -> None:
+    def _ranks(found: Found[MegatronFiles], states: list[Any], grid: _Grid, source: Source) -> None:
         """All ranks must be there, of one iteration and one set of arguments."""
         folder = found.folder
         stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
@@ -360,7 +362,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
 
 def _whole(
     source: Source,
-    found: Found[Any],
+    found: Found[MegatronFiles],
     contents: Contents,
     states: list[Any],
     models: list[list[tuple[str, list[str]]]],

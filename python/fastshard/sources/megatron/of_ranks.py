@@ -19,7 +19,11 @@ _Place = tuple[int, int, int]
 
 
 def judge(
-    source: Source, found: Found[Any], files: Sequence[tuple[int, _Place, dict[str, Any]]], tp: int, pp: int
+    source: Source,
+    found: Found[object],
+    files: Sequence[tuple[int, _Place, dict[str, Any]]],
+    tp: int,
+    pp: int,
 ) -> None:
     """Puts on a declaration which files are in the place of their rank, and an error for each that is in another's.
 

@@ -10,7 +10,7 @@ megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from ..param_groups import by_decay
 from .optim import MASTERS, param_groups, steps
 from .optim_flat import Part, Place, UnknownPlaces, in_vector
 from .optim_order import BUFFERS, count
+from .rank_folders import MegatronFiles
 
 NAME = "distrib_optim.pt"
 _EXPERT = re.compile(r"\.mlp\.experts\.")
@@ -59,7 +60,7 @@ _Slots = dict[str, dict[int, list[tuple[str, list[int], list[Any]]]]]
 
 @dataclass
 class _Reading:
-    found: Found[Any]
+    found: Found[MegatronFiles]
     contents: Contents
     args: dict[str, Any]
     #: True if experts are in buffers of their own.
@@ -69,9 +70,9 @@ class _Reading:
     trained: set[str] = field(default_factory=set)
 
 
-def refuse(source: Source, found: Found[Any], states: list[Any]) -> None:
+def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
     """Says that the state of a model without a table is not read, if there is any: its order is that of the model's modules."""
-    beside: dict[int, int] = found.notes["beside"]
+    beside = found.seen.beside
     held = [n for n, state in enumerate(states) if n in beside or _held(as_dict(state))]
     if not held:
         return
@@ -90,10 +91,15 @@ def refuse(source: Source, found: Found[Any], states: list[Any]) -> None:
 
 
 def attach(
-    source: Source, found: Found[Any], contents: Contents, states: list[Any], args: dict[str, Any], ep: int
+    source: Source,
+    found: Found[MegatronFiles],
+    contents: Contents,
+    states: list[Any],
+    args: dict[str, Any],
+    ep: int,
 ) -> None:
     """Adds masters and slots to a declaration, and what is wrong with them."""
-    beside: dict[int, int] = found.notes["beside"]
+    beside = found.seen.beside
     ranks = [_rank(source, found, contents, n, as_dict(state), beside) for n, state in enumerate(states)]
     ranks = [rank for rank in ranks if rank.chunks]
     reading = _Reading(found, contents, args, ep > 1)
@@ -162,11 +168,11 @@ def attach(
 
 def _rank(
     source: Source,
-    found: Found[Any],
+    found: Found[MegatronFiles],
     contents: Contents,
     n: int,
     state: dict[str, Any],
-    beside: dict[int, int],
+    beside: Mapping[int, int],
 ) -> _Rank:
     """The rank's parameters, in the order of its file: that of the module, buffers aside."""
     units = [unit for unit in source.units if unit.file == n]
@@ -424,7 +430,9 @@ def _stepped(state: Any, tensors: list[dict[str, Any]]) -> list[int] | None:
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
 
 
-def _steps_agree(found: Found[Any], ranks: list[_Rank], told: dict[int, list[float]]) -> list[Finding]:
+def _steps_agree(
+    found: Found[MegatronFiles], ranks: list[_Rank], told: dict[int, list[float]]
+) -> list[Finding]:
     """All ranks' optimizers must have taken as many steps."""
     first = next((told[rank.file] for rank in ranks if told[rank.file]), None)
     return [

@@ -1,0 +1,16 @@
+"""Which files the folders of model-parallel ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MegatronFiles:
+    """What the names of folders say, rank file by rank file; these are the first of all files."""
+
+    #: Numbers at the end of each folder's name: the tensor-parallel rank, and up to two more.
+    suffixes: tuple[tuple[int, ...], ...]
+    #: The distributed optimizer's file beside a rank file, by the numbers of both.
+    beside: Mapping[int, int]
