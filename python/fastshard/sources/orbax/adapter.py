@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.config_text import parse_yaml
@@ -26,12 +26,26 @@ from .zarr_metadata import Array
 _NAMED = 20
 
 
+@dataclass(frozen=True)
+class OrbaxFiles:
+    """The stores of the item that is taken, and what their keys prove."""
+
+    #: Its directories, that of the first process first.
+    places: tuple[Place, ...]
+    union: stores.Union
+    #: What ``_METADATA`` says, if it is there.
+    tree: Tree | None
+    verdict: completeness.Verdict
+    #: The blocks of each array.
+    pieces: Mapping[str, list[stores.Piece]]
+
+
 class Orbax:
     """Directories with ``_METADATA``, ``manifest.ocdbt``, ``.zarray`` or ``zarr.json``."""
 
     name = "orbax"
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[OrbaxFiles] | None:
         """Finds the item, judges its completeness from keys alone, and lists its blocks."""
         if listing.single:
             return None
@@ -91,24 +105,25 @@ class Orbax:
         apart = ([reader.root(key) for key, *_ in tensors], reader.send) if reader.lies_apart else None
         files = Files(listing, [file for place in places for _, file in place.files(listing)])
         blocks = Blocks(tensors, reader, files.identity(), files.files, files.look, apart)
-        notes = {"places": places, "union": union, "tree": tree, "verdict": verdict, "pieces": pieces}
+        seen = OrbaxFiles(tuple(places), union, tree, verdict, pieces)
         paxml = not places[0].ocdbt and tree is None
         framework = "Paxml" if paxml and any(n.startswith("mdl_vars.") for n in union.arrays) else "Orbax"
         return Found(
             self,
             framework,
             [anchor],
-            None,
+            seen,
             findings=findings,
             step=places[0].step,
-            notes=notes,
             blocks={0: blocks},
         )
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[OrbaxFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Every array as boxes of its blocks."""
-        union, tree, verdict = found.notes["union"], found.notes["tree"], found.notes["verdict"]
-        place: Place = found.notes["places"][0]
+        union, tree, verdict = found.seen.union, found.seen.tree, found.seen.verdict
+        place = found.seen.places[0]
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         # Paxml's directories are the only list of its variables that there is.
         source.provable = tree is not None
@@ -117,7 +132,7 @@ class Orbax:
             (
                 name,
                 list(array.shape),
-                [(lo, extent, 0, number) for lo, extent, number in found.notes["pieces"][name]],
+                [(lo, extent, 0, number) for lo, extent, number in found.seen.pieces[name]],
             )
             for name, array in sorted(union.arrays.items())
         ]
@@ -125,14 +140,14 @@ class Orbax:
         source.of_tensors = [*union.unread.values(), *_shared(tree, where), *_widened(union.arrays, where)]
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
         source.values = {"completeness": verdict.to_dict()}
-        checkpoint = _checkpoint_metadata(listing, found.notes["places"])
+        checkpoint = _checkpoint_metadata(listing, found.seen.places)
         custom = checkpoint.get("custom_metadata")
         source.tree = TreeInfo(
             # A folder that lies in no step's is named after anything.
             item=place.item if place.item and place.step is not None else "items",
             keys=tree.arrays if tree else {},
             types=tree.types if tree else {},
-            strings=_strings(listing, found.notes["places"]),
+            strings=_strings(listing, found.seen.places),
             leaves=tree.leaves if tree else {},
             custom=custom if isinstance(custom, dict) else {},
         )
@@ -262,7 +277,7 @@ def _anchor(listing: Listing, places: list[Place]) -> File:
     raise AssertionError("places are found by such files")
 
 
-def _strings(listing: Listing, places: list[Place]) -> str | None:
+def _strings(listing: Listing, places: Sequence[Place]) -> str | None:
     """Texts among the leaves, which Orbax keeps in a file of their own. source: orbax type_handlers.py"""
     for place in places:
         if file := _file(listing, place, "_strings.json"):
@@ -288,7 +303,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
     return found
 
 
-def _checkpoint_metadata(listing: Listing, places: list[Place]) -> dict[str, Any]:
+def _checkpoint_metadata(listing: Listing, places: Sequence[Place]) -> dict[str, Any]:
     """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
     for place in places:
         for folder in (place.folder, place.folder.rpartition("/")[0]):

@@ -36,6 +36,10 @@ class Held:
     lost: dict[str, str] = field(default_factory=dict)
 
 
+#: A block of an array: first element, extent, and number among all blocks.
+Piece = tuple[list[int], list[int], int]
+
+
 @dataclass
 class Union:
     """All stores of an item as one."""
@@ -357,11 +361,11 @@ class Reader:
 
 def listed(
     union: Union, elided: dict[str, list[tuple[int, ...]]], stores_fill: bool
-) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Any]]]:
+) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Piece]]]:
     """The reader, its blocks (key, dtype, shape, bytes to decode), and per array (first element, extent, number of block)."""
     reader = Reader(union, stores_fill)
     tensors: list[tuple[str, str, list[int], int]] = []
-    pieces: dict[str, list[Any]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for name, array in sorted(union.arrays.items()):
         absent = set(elided.get(name, ()))
         if absent:
