@@ -28,6 +28,7 @@ from ..choose_step import Chosen, folder_of, is_step
 from ..index_files import read_json
 from . import optim as colossalai_optim
 from .index import PARTIAL, join, rank_of, read_indexes
+from .save_files import ColossalFiles
 
 _SHARD = re.compile(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
@@ -49,7 +50,7 @@ class ColossalAI:
 
     name = "colossalai"
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[ColossalFiles] | None:
         """Looks for numbered shards that do not tell how many there are."""
         held = None if listing.single else _folder(listing, options)
         if held is None:
@@ -112,7 +113,7 @@ class ColossalAI:
                 findings.append(_stage_missing(folder, stem, stage, kind, why, ep))
         counts = Counter(weight_map.values())
         files: list[File] = []
-        roots: list[tuple[str, list[int]]] = []
+        shards: list[tuple[str, tuple[int, ...]]] = []
         for name in [*named, *whole]:
             have = copies.get(name) or [f for f in [listing.find(join(folder, name))] if f]
             if not have:
@@ -122,21 +123,32 @@ class ColossalAI:
                 help = f"copy it {where}, or name that node's directory as a further CKPT"
                 findings.append(missing(join(folder, name), rank, f"{count} tensors by the index", help))
                 continue
-            roots.append((name, list(range(len(files), len(files) + len(have)))))
+            shards.append((name, tuple(range(len(files), len(files) + len(have)))))
             files += have
         # An index that was not merged of several has the names in the model's own order.
         order = list(weight_map) if len(indexes) == 1 and not written else []
-        notes: dict[str, Any] = {
-            "order": order, "files": roots, "map": weight_map, "stages": stages, "experts": experts, "stem": stem, "kind": kind,
-            "index": indexes[0] if len(indexes) == 1 else None, "whole": set(whole),
-        }  # fmt: skip
-        notes["optim"] = colossalai_optim.detect(listing, folder, files)
+        optim = colossalai_optim.detect(listing, folder, len(files))
+        files += [] if optim is None else optim[1]
+        seen = ColossalFiles(
+            shards=tuple(shards),
+            weight_map=weight_map,
+            order=tuple(order),
+            whole=frozenset(whole),
+            stages=frozenset(stages),
+            experts=experts,
+            stem=stem,
+            kind=kind,
+            index=indexes[0] if len(indexes) == 1 else None,
+            optim=None if optim is None else optim[0],
+        )
         step = chosen.name if chosen is not None and is_step(chosen.name) else None
-        return Found(self, "ColossalAI", files, None, folder, findings, step=step, notes=notes)
+        return Found(self, "ColossalAI", files, seen, folder, findings, step=step)
 
-    def declare(self, found: Found[Any], listing: Listing, contents: Contents, options: Options) -> Source:
+    def declare(
+        self, found: Found[ColossalFiles], listing: Listing, contents: Contents, options: Options
+    ) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
-        notes = found.notes
+        saved = found.seen
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
@@ -146,16 +158,16 @@ class ColossalAI:
         held: dict[str, list[tuple[int, int, list[int]]]] = {}
         seen: set[tuple[str, int]] = set()
         expected: dict[str, int] = {}
-        for name, copies in notes["files"]:
-            expected |= {t: copies[0] for t, file in notes["map"].items() if file == name}
+        for name, copies in saved.shards:
+            expected |= {t: copies[0] for t, file in saved.weight_map.items() if file == name}
             for i in copies:
                 for number, tensor in enumerate(contents.tensors(i) if contents.readable(i) else []):
                     key = ".".join(tensor["path"])
                     # What all expert-parallel ranks have is one tensor of their directory.
-                    if (key, found.files[i].root) not in seen or not notes["experts"]:
+                    if (key, found.files[i].root) not in seen or not saved.experts:
                         held.setdefault(key, []).append((i, number, tensor["shape"]))
                     seen.add((key, found.files[i].root))
-                    if name in notes["whole"]:
+                    if name in saved.whole:
                         expected.setdefault(key, copies[0])
         source.expected_names = set(expected)
         source.weight_map = expected
@@ -164,20 +176,18 @@ class ColossalAI:
         source.findings += self._missing_layers(found, config, held)
         source.findings += self._missing_experts(found, config, held)
         # Where files are called for by their names alone, nothing tells what they held.
-        here = {name for name, _ in notes["files"]}
-        absent = {file for file in notes["map"].values() if file not in here}
-        source.lost = {name for name, file in notes["map"].items() if file in absent}
+        here = {name for name, _ in saved.shards}
+        absent = {file for file in saved.weight_map.values() if file not in here}
+        source.lost = {name for name, file in saved.weight_map.items() if file in absent}
         called_for = sum(f.code == "FS101" for f in (*found.findings, *source.findings))
-        unread = any(
-            not contents.readable(i) for name, of in notes["files"] if name in notes["whole"] for i in of
-        )
-        source.listed = bool(notes["map"]) and called_for == len(absent) and not unread
-        source.findings += _total_size(listing, notes["index"])
+        unread = any(not contents.readable(i) for name, of in saved.shards if name in saved.whole for i in of)
+        source.listed = bool(saved.weight_map) and called_for == len(absent) and not unread
+        source.findings += _total_size(listing, saved.index)
         whole = _Whole(source)
         together = self._slices(source, found, held, whole)
         padded = _padded(source, held, whole)
         source.findings += _copied(listing, found, contents, {name: held[name] for name in sorted(together)})
-        for name, i in ((name, i) for name, copies in notes["files"] for i in copies):
+        for name, i in ((name, i) for name, copies in saved.shards for i in copies):
             only = [".".join(t["path"]) for t in contents.tensors(i)] if contents.readable(i) else []
             only = [name for name in only if name not in together | padded]
             match = _SHARD.match(name)
@@ -187,44 +197,44 @@ class ColossalAI:
         shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
         colossalai_optim.declare(source, found, contents, shapes)
         # The optimizer's index has numbers, not the names of what its files hold.
-        for i in range(sum(len(copies) for _, copies in notes["files"]), len(found.files)):
+        for i in range(sum(len(copies) for _, copies in saved.shards), len(found.files)):
             for name in contents.listed(i) if contents.readable(i) else ():
                 expected.setdefault(name, i)
         return source
 
     @staticmethod
     def _missing_layers(
-        found: Found[Any], config: dict[str, Any] | None, held: dict[str, Any]
+        found: Found[ColossalFiles], config: dict[str, Any] | None, held: dict[str, Any]
     ) -> list[Finding]:
         """The stages after the last one that is there, by the number of layers."""
-        notes = found.notes
+        saved = found.seen
         count = (config or {}).get("num_hidden_layers")
-        layers = {int(m[1]) for name in [*held, *notes["map"]] if (m := _LAYER.search(name))}
-        if not notes["stages"] or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
+        layers = {int(m[1]) for name in [*held, *saved.weight_map] if (m := _LAYER.search(name))}
+        if not saved.stages or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
             return []
         why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
-        stage, ep = max(notes["stages"]) + 1, 1 if notes["experts"] else 0
-        return [_stage_missing(found.folder, notes["stem"], stage, notes["kind"], why, ep)]
+        stage, ep = max(saved.stages) + 1, 1 if saved.experts else 0
+        return [_stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)]
 
     @staticmethod
     def _missing_experts(
-        found: Found[Any], config: dict[str, Any] | None, held: dict[str, Any]
+        found: Found[ColossalFiles], config: dict[str, Any] | None, held: dict[str, Any]
     ) -> list[Finding]:
         """The expert-parallel ranks after the last one that is there, by the number of experts."""
-        notes = found.notes
+        saved = found.seen
         counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
-        experts = {int(m[1]) for name in [*held, *notes["map"]] if (m := _EXPERT.search(name))}
-        if not notes["experts"] or not counts or not experts or max(experts) + 1 >= counts[0]:
+        experts = {int(m[1]) for name in [*held, *saved.weight_map] if (m := _EXPERT.search(name))}
+        if not saved.experts or not counts or not experts or max(experts) + 1 >= counts[0]:
             return []
         why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
-        ep = notes["experts"] + 1
+        ep = saved.experts + 1
         return [
-            _stage_missing(found.folder, notes["stem"], stage, notes["kind"], why, ep)
-            for stage in sorted(notes["stages"])
+            _stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)
+            for stage in sorted(saved.stages)
         ]
 
     @staticmethod
-    def _slices(source: Source, found: Found[Any], held: dict[str, Any], whole: _Whole) -> set[str]:
+    def _slices(source: Source, found: Found[ColossalFiles], held: dict[str, Any], whole: _Whole) -> set[str]:
         """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
@@ -255,7 +265,7 @@ class ColossalAI:
         padded = [n for n in slices if whole.vocabulary(n) and len(held[n]) * held[n][0][2][0] != rows[n]]
         # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the plan.
         vocabulary = [name for name in held if whole.vocabulary(name)]
-        trimmed = set(vocabulary) != set(padded) or bool(found.notes["optim"])
+        trimmed = set(vocabulary) != set(padded) or bool(found.seen.optim)
         if padded and not trimmed:
             source.vocab_size = source.vocab_size or source.axes.get("V")
             source.axes.pop("P", None)
@@ -380,7 +390,7 @@ def _padded(source: Source, held: dict[str, list[tuple[int, int, list[int]]]], w
 
 def _copied(
     listing: Listing,
-    found: Found[Any],
+    found: Found[ColossalFiles],
     contents: Contents,
     slices: dict[str, list[tuple[int, int, list[int]]]],
 ) -> list[Finding]:

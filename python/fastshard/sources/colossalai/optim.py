@@ -20,6 +20,7 @@ from ..match_by_order import by_shape
 from ..param_groups import listed
 from ..zero.flat_state import ints, scalar
 from .index import PARTIAL, join, rank_of, read_indexes
+from .save_files import ColossalFiles, OptimFiles
 
 _INDEX = re.compile(
     r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
@@ -89,8 +90,8 @@ def parameter_order(
     return [name for name in order if name in names and not (tied and name in heads)]
 
 
-def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | None:
-    """Optimizer files near the model's folder, which are added to `files`; None if there are none."""
+def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[File]] | None:
+    """Optimizer files near the model's folder, numbered from ``first`` on; None if there are none."""
     folders = []
     for folder in listing.folders():
         names = [f.name for f in listing.within(folder)]
@@ -122,11 +123,9 @@ def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | 
                 help="name the directory of the node that ran rank 0 as a further CKPT",
             )
         )  # fmt: skip
-    numbered: dict[str, int] = {}
-    first = len(files)
+    files: list[File] = []
     for name in dict.fromkeys(weight_map.values()):
         if name in inside:
-            numbered[name] = len(files)
             files.append(inside[name])
             continue
         rank = rank_of(_SHARD.match(name))
@@ -137,6 +136,7 @@ def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | 
                 "copy it from the node that wrote it, or name that node's directory as a further CKPT",
             )
         )  # fmt: skip
+    shards = range(first, first + len(files))
     groups = next((f for f in inside.values() if _GROUPS.match(f.name)), None)
     if groups is None:
         findings.append(
@@ -147,24 +147,24 @@ def detect(listing: Listing, model: str, files: list[File]) -> dict[str, Any] | 
         )  # fmt: skip
     else:
         files.append(groups)
-    return {
-        "folder": folder, "map": weight_map, "files": numbered, "first": first, "findings": findings,
-        "groups": None if groups is None else len(files) - 1,
-    }  # fmt: skip
+    at = None if groups is None else shards.stop
+    return OptimFiles(folder, shards, at, tuple(findings)), files
 
 
-def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[str, list[int]]) -> None:
+def declare(
+    source: Source, found: Found[ColossalFiles], contents: Contents, shapes: dict[str, list[int]]
+) -> None:
     """Adds the moments under the parameters' names, and what is wrong with them."""
-    notes = found.notes["optim"]
-    if notes is None:
+    seen = found.seen.optim
+    if seen is None:
         return
-    files = {f.path for f in found.files[notes["first"] :]}
-    source.optimizer = Optimizer(moments_only=True, findings=list(notes["findings"]), files=files)
+    files = {f.path for f in found.files[seen.shards.start :]}
+    source.optimizer = Optimizer(moments_only=True, findings=list(seen.findings), files=files)
     findings, steps_of = source.optimizer.findings, source.optimizer.steps
     # number -> slot -> (file, tensor, shape)
     states: dict[int, dict[str, tuple[int, int, list[int]]]] = {}
     unknown: dict[str, int] = {}
-    for i in notes["files"].values():
+    for i in seen.shards:
         if not contents.readable(i):
             continue
         metadata = contents(i)
@@ -190,10 +190,10 @@ def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[
                 expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
             )
         )  # fmt: skip
-    groups = _groups(contents(notes["groups"])) if notes["groups"] is not None else None
-    if groups is None or any(f.severity == "error" for f in findings):
-        if groups is None and notes["groups"] is not None and contents.readable(notes["groups"]):
-            path = found.files[notes["groups"]].path
+    groups = None if seen.groups is None else _groups(contents(seen.groups))
+    if seen.groups is None or groups is None or any(f.severity == "error" for f in findings):
+        if groups is None and seen.groups is not None and contents.readable(seen.groups):
+            path = found.files[seen.groups].path
             findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
         return
     steps = {step for each in steps_of.values() for step in each}
@@ -201,7 +201,7 @@ def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[
         told = ", ".join(f"{step:g}" for step in sorted(steps))
         findings.append(
             Finding.of(
-                "FS107", "optimizer step differs between parameters", file=notes["folder"] or ".", got=told,
+                "FS107", "optimizer step differs between parameters", file=seen.folder or ".", got=told,
                 help="take all optimizer files from one save",
             )
         )  # fmt: skip
@@ -213,7 +213,7 @@ def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[
                 "FS402",
                 f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
                 f"{len(groups)} groups follow the parameters is not told",
-                file=found.files[notes["groups"]].path,
+                file=found.files[seen.groups].path,
                 expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
                 help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
             )
@@ -226,7 +226,7 @@ def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[
                 "FS514",
                 "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
                 " key and value: no file tells how many ranks there were",
-                file=found.files[notes["groups"]].path, tensor=fused,
+                file=found.files[seen.groups].path, tensor=fused,
                 help="merge without --optimizer takes the parameters alone, which are in order",
             )
         )  # fmt: skip
@@ -258,11 +258,9 @@ def declare(source: Source, found: Found[Any], contents: Contents, shapes: dict[
                 continue
             whole = shapes[name]
             slots.setdefault(slot, []).append((name, whole, [(math.prod(whole), at, moment, 0)]))
-    first = min(notes["files"].values(), default=0)
+    first = next(iter(seen.shards), 0)
     source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
-    given = listed(
-        _listed(contents(notes["groups"])), {str(number): [name] for number, name in names.items()}
-    )
+    given = listed(_listed(contents(seen.groups)), {str(number): [name] for number, name in names.items()})
     source.optimizer = replace(source.optimizer, unstepped=not every, groups=given)
 
 
@@ -285,7 +283,7 @@ def _groups(content: Any) -> list[list[int]] | None:
 
 def _names(
     source: Source,
-    found: Found[Any],
+    found: Found[ColossalFiles],
     groups: list[list[int]],
     states: dict[int, Any],
     shapes: dict[str, list[int]],
@@ -294,7 +292,7 @@ def _names(
     layers = source.axes.get("L", 0)
     tied, experts = source.facts.get("tied", False), source.axes.get("E", 0)
     order = parameter_order(source.model.family, set(shapes), layers, tied, experts)
-    order = order or [name for name in found.notes["order"] if name in shapes]
+    order = order or [name for name in found.seen.order if name in shapes]
     if not order:
         return None
     if len(groups) == 1 and len(groups[0]) == len(order):
