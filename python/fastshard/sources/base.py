@@ -160,8 +160,6 @@ class Found(Generic[_Seen_co]):
     #: What the names alone say is wrong.
     findings: list[Finding] = field(default_factory=list)
     step: str | None = None
-    #: The adapter's own notes for :meth:`Adapter.declare`.
-    notes: dict[str, Any] = field(default_factory=dict)
     #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted, and if it is a
     #: Zstandard stream.
     records: dict[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import Rule, Table
@@ -27,7 +28,7 @@ _VOCABULARY = re.compile(
 )
 
 
-def _positive(layout: dict[str, Any], key: str, path: str) -> int | None:
+def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
     value = layout.get(key)
     if value is None:
         return None
@@ -38,12 +39,26 @@ def _positive(layout: dict[str, Any], key: str, path: str) -> int | None:
     return value
 
 
+@dataclass(frozen=True)
+class TpFiles:
+    """The ranks of the files, and what ``layout.json`` says."""
+
+    #: Rank of each file.
+    ranks: tuple[int, ...]
+    #: Tensor-parallel degree.
+    tp: int
+    #: Content of ``layout.json``.
+    layout: Mapping[str, Any] | None
+    #: Its path, or where it would be.
+    layout_path: str
+
+
 class TpSafetensors:
     """One safetensors file per tensor-parallel rank, under Hugging Face names or any other."""
 
     name = "tp-safetensors"
 
-    def detect(self, listing: Listing, options: Options) -> Found[Any] | None:
+    def detect(self, listing: Listing, options: Options) -> Found[TpFiles] | None:
         """Looks for files numbered by rank in one folder."""
         if listing.single:
             return None
@@ -106,7 +121,7 @@ class TpSafetensors:
                         upto=end if last > rank else None,
                     )
                 )
-        files, notes = [], []
+        files, of_files = [], []
         for rank in sorted(ranks):
             for file in ranks[rank]:
                 if rank >= tp:
@@ -117,31 +132,29 @@ class TpSafetensors:
                     )
                 else:
                     files.append(file)
-                    notes.append(rank)
+                    of_files.append(rank)
         return Found(
             self,
             "per-rank safetensors",
             files,
-            None,
+            TpFiles(tuple(of_files), tp, layout, path),
             folder,
             findings,
             step=chosen.name if is_step(chosen.name) else None,
-            notes={"ranks": notes, "tp": tp, "layout": layout, "layout_path": path},
         )
 
-    def declare(self, found: Found[Any], listing: Listing, values: Contents, options: Options) -> Source:
+    def declare(self, found: Found[TpFiles], listing: Listing, values: Contents, options: Options) -> Source:
         """Axes from config.json where the model is known, else dimensions from layout.json."""
-        layout: dict[str, Any] | None = found.notes["layout"]
-        path: str = found.notes["layout_path"]
+        layout, path = found.seen.layout, found.seen.layout_path
         config, config_path = hf_config.config_of(listing, found.folder, options)
         source = Source(
             framework=found.framework,
             step=found.step,
             units=[
                 Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
-                for i, rank in enumerate(found.notes["ranks"])
+                for i, rank in enumerate(found.seen.ranks)
             ],
-            degrees={"tp": found.notes["tp"]},
+            degrees={"tp": found.seen.tp},
         )
         hf_config.describe(source, listing, config, config_path, values.names())
         if source.layout is not None:
