@@ -121,7 +121,7 @@ def open(
             [os.fspath(root) for root in roots],
             [(file.root, file.path) for file in (*found.files, *further)],
             thread_count(threads),
-            found.records,
+            dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
             memory_budget.stated(),
         )
@@ -241,7 +241,7 @@ def _refuse_parts(readable: list[Any]) -> None:
             )
 
 
-def _behind(found: Found[Any]) -> list[File]:
+def _behind(found: Found[object]) -> list[File]:
     """All files that hold what is read."""
     stores = [file for blocks in found.blocks.values() for file in blocks.files]
     return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]

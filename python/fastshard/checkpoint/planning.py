@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -74,7 +74,7 @@ class Opened:
     catalog: _core.Catalog
     findings: list[Finding]
     #: Files in the catalog's order.
-    files: list[File]
+    files: Sequence[File]
     #: All files that hold what is read: of a store, which the catalog knows as one, each.
     behind: list[File]
     #: What it is held against, if anything is.

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,10 +204,10 @@ def unfinished(listing: Listing) -> list[Finding]:
     ]
 
 
-def said_of_missing(listing: Listing, findings: list[Finding]) -> list[Finding]:
+def said_of_missing(listing: Listing, findings: Sequence[Finding]) -> list[Finding]:
     """The findings, where those for missing files say that their download did not finish."""
     if not any(f.code == "FS101" and f.file for f in findings):
-        return findings
+        return list(findings)
     return [_said(listing, f) if f.code == "FS101" and f.file and f.got else f for f in findings]
 
 

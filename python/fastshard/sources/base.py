@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -152,21 +152,21 @@ class Found(Generic[_Seen_co]):
     adapter: Adapter[Any]
     framework: str
     #: Files whose headers are to be read, in order.
-    files: list[File]
+    files: Sequence[File]
     #: What :meth:`Adapter.declare` needs to know of them.
     seen: _Seen_co
     #: Folder of the checkpoint, below the root that holds it.
     folder: str = ""
     #: What the names alone say is wrong.
-    findings: list[Finding] = field(default_factory=list)
+    findings: Sequence[Finding] = ()
     step: str | None = None
     #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted, and if it is a
     #: Zstandard stream.
-    records: dict[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
+    records: Mapping[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
     #: True if the adapter knows what to do with tensors of which a file holds a part.
     reads_parts: bool = False
     #: Stores that files stand for (their anchors), by index in `files`.
-    blocks: dict[int, Blocks] = field(default_factory=dict)
+    blocks: Mapping[int, Blocks] = field(default_factory=dict)
 
 
 class Adapter(Protocol[Seen]):

@@ -13,11 +13,13 @@ from ...common.listing import File
 class OptimFiles:
     """The optimizer's files, which follow the model's."""
 
+    #: Folder that they lie in, below the root.
     folder: str
     #: Numbers of the shards that are there.
     shards: range
     #: The file of the parameter groups.
     groups: int | None
+    #: What the names and the index say is wrong; it matters only where the optimizer is taken.
     findings: tuple[Finding, ...]
 
 
@@ -43,4 +45,5 @@ class ColossalFiles:
     kind: str
     #: The index, if there is one only.
     index: File | None
+    #: None where no optimizer was saved near the model.
     optim: OptimFiles | None

@@ -152,7 +152,7 @@ class Dcp:
         places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
         whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
         objects = set(described["objects"])
-        values: optim.Objects = {}
+        values: dict[str, tuple[Path, int, int]] = {}
         lacking: dict[str, list[str]] = {}
         dcp_metadata.as_records(described, metadata)
         dcp_metadata.apart(described["stored"], metadata)

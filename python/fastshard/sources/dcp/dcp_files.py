@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .metadata import Told
@@ -13,9 +13,10 @@ from .optim import Objects
 class DcpFiles:
     """What ``.metadata`` says, and what of it is there."""
 
+    #: What ``.metadata`` says, or those of all ranks together.
     told: Told
     #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
-    places: Mapping[tuple[str, tuple[int, ...]], list[tuple[int, str]]]
+    places: Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, str]]]
     #: Records that are no tensors, and can be read.
     objects: Objects
     #: Names of which a record is in a file that is missing.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _STEP = "step"
 _SCALAR = 8
 
 #: A record that is no tensor: file, offset and bytes by name.
-Objects = dict[str, tuple[Path, int, int]]
+Objects = Mapping[str, tuple[Path, int, int]]
 
 
 def attach(

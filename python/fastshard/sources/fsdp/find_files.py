@@ -39,10 +39,13 @@ class Named:
 
 @dataclass(frozen=True)
 class FsdpFiles:
-    """The files of ranks, by rank and of each kind: their numbers in ``Found.files``."""
+    """The files of ranks, by rank: their numbers in ``Found.files``."""
 
+    #: The model's.
     model: Mapping[int, int]
+    #: The optimizer's.
     optim: Mapping[int, int]
+    #: Those of the rest of the trainer's state.
     extra: Mapping[int, int]
     #: Ranks of the run by the files' names.
     world: int | None

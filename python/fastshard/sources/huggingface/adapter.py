@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...common import safe_files
@@ -30,7 +30,7 @@ _SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
 
 
 def slices_as_wholes(
-    listing: Listing, folder: str, files: list[File], contents: Contents, layout: str
+    listing: Listing, folder: str, files: Sequence[File], contents: Contents, layout: str
 ) -> list[Finding]:
     """A warning for an index that names a file as that of a tensor of which several files hold slices: whoever follows
     it loads one slice as the whole. ``verify`` makes it an error.
@@ -308,7 +308,7 @@ class HuggingFace:
         return source
 
 
-def _is_part(listing: Listing, files: list[File]) -> bool:
+def _is_part(listing: Listing, files: Sequence[File]) -> bool:
     """True for a file that was given by itself and is one of several by its name."""
     shards = [_SHARD.match(file.name) for file in files]
     return listing.single and any(match is not None and int(match[3]) > 1 for match in shards)

@@ -6,7 +6,7 @@ What transformers makes of each is told in docs/guides/index_files.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common import safe_files
@@ -94,7 +94,7 @@ def numbers(index: File, named: Iterable[str]) -> list[Finding]:
 
 
 def sizes(
-    index: str, counted: Any, files: list[File], contents: Contents, config: Mapping[str, Any] | None
+    index: str, counted: Any, files: Sequence[File], contents: Contents, config: Mapping[str, Any] | None
 ) -> list[Finding]:
     """A warning where files hold fewer bytes of tensors than the index counts, a note where they hold more.
 

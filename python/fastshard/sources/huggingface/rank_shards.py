@@ -8,6 +8,7 @@ source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +131,7 @@ class HfRankShards:
         return source
 
 
-def _twice(files: list[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
+def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
     """A part of a tensor that two files hold."""
     return FastshardError.of(
         "FS206",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import Finding
@@ -37,7 +38,7 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
     return {name: v["saved_offsets"] for name, v in info.items()} if good and info is not None else None
 
 
-def not_whole(files: list[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
+def not_whole(files: Sequence[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
     """Findings for files of whole tensors that hold a rank's slices.
 
     Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to write leaves
@@ -86,7 +87,7 @@ def not_whole(files: list[File], contents: Contents, index: str | None, counted:
     ]
 
 
-def zeroed(listing: Listing, folder: str, files: list[File], contents: Contents) -> list[Finding]:
+def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Contents) -> list[Finding]:
     """A warning for 0-d tensors that torch's consolidation has made zero, which it does whatever they were.
 
     Args:

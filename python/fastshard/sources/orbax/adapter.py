@@ -32,12 +32,14 @@ class OrbaxFiles:
 
     #: Its directories, that of the first process first.
     places: tuple[Place, ...]
+    #: All of their stores as one.
     union: stores.Union
     #: What ``_METADATA`` says, if it is there.
     tree: Tree | None
+    #: Whether every chunk is there.
     verdict: completeness.Verdict
     #: The blocks of each array.
-    pieces: Mapping[str, list[stores.Piece]]
+    pieces: Mapping[str, Sequence[stores.Piece]]
 
 
 class Orbax:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...common.errors import FastshardError
 from ...common.listing import Listing
 from ...layouts.declaration import Source, Unit
@@ -15,7 +13,7 @@ from .find_files import Files, find
 __all__ = ["find", "merge"]
 
 
-def merge(source: Source, files: Files, found: Found[Any], listing: Listing, contents: Contents) -> None:
+def merge(source: Source, files: Files, found: Found[object], listing: Listing, contents: Contents) -> None:
     """Puts an adapter on the declaration of its base.
 
     Args:
