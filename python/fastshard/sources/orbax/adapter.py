@@ -30,7 +30,7 @@ _NAMED = 20
 class OrbaxFiles:
     """The stores of the item that is taken, and what their keys prove."""
 
-    #: Its directories, that of the first process first.
+    #: Its directories: one, or those of several hosts.
     places: tuple[Place, ...]
     #: All of their stores as one.
     union: stores.Union
