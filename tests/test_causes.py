@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import pytest
 import torch
 from damage import COLOSSAL, DCP, HF, LEGACY, NEOX, TP4, Damage, cut, lost, over
@@ -16,6 +17,7 @@ from fastshard.checkpoint.causes import Causes, LostFile, causes_of, ranks_of
 from fastshard.errors import Finding
 from fastshard.layouts.declaration import Source, Unit
 from helpers import FIXTURES, cli, edit_safetensors, layer_file
+from safetensors.torch import load_file, save_file
 
 NEOX_SEQ = "gpt_neox/neox_seq_tp2"
 
@@ -181,6 +183,133 @@ def test_an_error_that_loses_no_file_hides_no_missing_tensor(tmp_path: Path) -> 
     swap = over(f"{STEP}/{layer_file(4, 0)}", f"{STEP}/{layer_file(4, 1)}")
     said = cli("inspect", _copy(fixture, tmp_path / "ckpt", dropped, swap)).errors
     assert {f["code"] for f in said} > {"FS102"} and tensors <= {f.get("tensor") for f in said}
+
+
+def as_bin(root: Path) -> None:
+    """The files of a model as older versions of transformers save them."""
+
+    def renamed(name: str) -> str:
+        return f"pytorch_{name.removesuffix('.safetensors')}.bin"
+
+    for path in root.glob("*.safetensors"):
+        torch.save(load_file(path), root / renamed(path.name))
+        path.unlink()
+    (index,) = root.glob("*.index.json")
+    content = json.loads(index.read_text())
+    content["weight_map"] = {name: renamed(file) for name, file in content["weight_map"].items()}
+    (root / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+    index.unlink()
+
+
+def sends(*files: str, to: str) -> Damage:
+    """An index that sends the tensors of some files to another."""
+
+    def apply(root: Path) -> None:
+        (index,) = root.glob("*.index.json")
+        content = json.loads(index.read_text())
+        weight_map = content["weight_map"]
+        content["weight_map"] = {name: to if file in files else file for name, file in weight_map.items()}
+        assert content["weight_map"] != weight_map
+        index.write_text(json.dumps(content))
+
+    return apply
+
+
+def tensors_of(fixture: str, file: str) -> set[str]:
+    (index,) = (FIXTURES / fixture).glob("*.index.json")
+    return {name for name, held in json.loads(index.read_text())["weight_map"].items() if held == file}
+
+
+S2, S3, S4 = (f"model-0000{n}-of-00004.safetensors" for n in (2, 3, 4))
+B2, B3 = (f"pytorch_model-0000{n}-of-00004.bin" for n in (2, 3))
+C1, C2 = "model-stage-00001-shard-00001.safetensors", "model-stage-00002-shard-00001.safetensors"
+#: Form -> (fixture, what makes the form of it, two files, the names that they have in the fixture)
+SHARDS: dict[str, tuple[str, list[Damage], tuple[str, str], tuple[str, str]]] = {
+    "safetensors": (HF, [], (S2, S3), (S2, S3)),
+    "bin": (HF, [as_bin], (B2, B3), (S2, S3)),
+    "colossalai": (COLOSSAL, [], (C1, C2), (C1, C2)),
+}
+
+
+def _told(root: Path) -> list[tuple[str, str | None, str | None]]:
+    """Code, file and tensor of all that is an error or a warning."""
+    told = cli("verify", root).findings
+    return [(f["code"], f.get("file"), f.get("tensor")) for f in told if f["severity"] != "note"]
+
+
+@pytest.mark.parametrize("form", SHARDS)
+def test_an_index_that_sends_tensors_elsewhere_is_one_finding(form: str, tmp_path: Path) -> None:
+    fixture, make, (held, named), (original, _) = SHARDS[form]
+    root = _copy(fixture, tmp_path / "ckpt", *make, sends(held, to=named))
+    assert _told(root) == [("FS115", held, None)]
+    ran, tensors = cli("verify", root), tensors_of(fixture, original)
+    (told,) = ran.errors
+    count = f"{len(tensors)} tensors lie"
+    assert ran.code == 1 and told["message"] == f"{count} in this file although the index names {named}"
+    assert set(fastshard.open(root).incomplete) == tensors
+    assert cli("merge", root, tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
+    if form != "colossalai":
+        # What the help says.
+        next(root.glob("*.index.json")).unlink()
+        assert cli("verify", root).code == 0
+
+
+def test_files_that_an_index_does_not_name_are_told_of_each(tmp_path: Path) -> None:
+    root = _copy(HF, tmp_path / "ckpt", sends(S2, S4, to=S3))
+    assert _told(root) == [("FS115", S2, None), ("FS115", S4, None)]
+
+
+def test_an_index_that_sends_tensors_elsewhere_hides_no_other_loss(tmp_path: Path) -> None:
+    """A tensor that is nowhere, and a file that the index does not name either and that is not there."""
+    gone = "model.norm.weight"
+    root = _copy(HF, tmp_path / "tensor", without(S3, gone), sends(S2, to=S3))
+    assert set(_told(root)) == {("FS115", S2, None), ("FS102", S3, gone)}
+    root = _copy(HF, tmp_path / "file", unnamed(*tensors_of(HF, S4)), lost(S4), sends(S2, to=S3))
+    assert {("FS115", S2, None), ("FS101", S4, None)} <= set(_told(root))
+    assert all(tensor in {None, *tensors_of(HF, S4)} for *_, tensor in _told(root))
+
+
+def test_a_file_beside_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    root = _copy(HF, tmp_path / "ckpt", sends(S2, to=S3), lambda root: (root / S2).write_bytes(b"{" * 99))
+    assert {tensor for code, _, tensor in _told(root) if code == "FS102"} == tensors_of(HF, S2)
+    assert ("FS108", S2, None) in _told(root)
+
+
+def test_a_leftover_of_another_division_is_not_what_an_index_means(tmp_path: Path) -> None:
+    leftover = "model-00001-of-00007.safetensors"
+    root = _copy(HF, tmp_path / "ckpt", over(S2, leftover), without(S2, Q1))
+    assert set(_told(root)) == {("FS102", S2, Q1), ("FS108", leftover, None)}
+
+
+@pytest.mark.parametrize("form", SHARDS)
+def test_a_shard_that_was_copied_over_another_is_one_finding(form: str, tmp_path: Path) -> None:
+    fixture, make, (original, copy), (_, replaced) = SHARDS[form]
+    root = _copy(fixture, tmp_path / "ckpt", *make, over(original, copy))
+    assert _told(root) == [("FS303", copy, None)]
+    assert f"the same bytes as {original}" in cli("verify", root).errors[0]["message"]
+    assert set(fastshard.open(root).incomplete) == tensors_of(fixture, replaced)
+    # It lacks what is in no other file: no wish makes that whole.
+    ran = cli("merge", root, tmp_path / "out", "--accept", "copies")
+    assert ran.code == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_a_copied_shard_is_seen_without_an_index(form: str, tmp_path: Path) -> None:
+    fixture, make, (original, copy), (_, replaced) = SHARDS[form]
+    root = _copy(fixture, tmp_path / "ckpt", *make, lost("*.index.json"), over(original, copy))
+    assert _told(root) == [("FS303", copy, None)]
+    assert f"the same bytes as {original}" in cli("verify", root).errors[0]["message"]
+    assert set(fastshard.open(root).incomplete) >= tensors_of(fixture, replaced) - {"model.norm.weight"}
+
+
+def test_shards_that_are_alike_and_hold_nothing_are_no_copies(tmp_path: Path) -> None:
+    names = [f"model-0000{n}-of-00006.safetensors" for n in range(1, 7)]
+    root = _copy(HF, tmp_path / "ckpt", lost("*.index.json"))
+    for path, name in zip(sorted(root.glob("*.safetensors")), names, strict=False):
+        path.rename(root / name)
+    for name in names[4:]:
+        save_file({}, root / name, metadata={"format": "pt"})
+    assert cli("verify", root).code == 0 and _told(root) == []
 
 
 def _missing(tensor: str, rank: str | None = None) -> Finding:

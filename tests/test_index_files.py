@@ -69,6 +69,15 @@ def another_file(folder: Path, index: Index) -> None:
     index["weight_map"][Q] = last(folder).name
 
 
+def unnamed_file(folder: Path, index: Index) -> None:
+    named, names = last(folder).name, index["weight_map"]
+    index["weight_map"] = {n: named if f == names[Q] else f for n, f in names.items()}
+
+
+def copied_shard(folder: Path, index: Index) -> None:
+    shutil.copy(last(folder), shard(folder, index, Q))
+
+
 def slice_in_file(folder: Path, index: Index) -> None:
     edit_safetensors(shard(folder, index, Q), lambda tensors: tensors.update({Q: tensors[Q][:32].clone()}))
 
@@ -147,6 +156,8 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "a tensor of a layer is gone from file and index": (gone_from_both, 3, "FS102 error"),
     "a shard is gone, and from the index too": (shard_gone_from_both, 3, "FS101 warning"),
     "the index sends a tensor to a file that does not hold it, another does": (another_file, 0, "FS102 warning"),
+    "the index sends all tensors of a file to another, and names it nowhere": (unnamed_file, 1, "FS115 error"),
+    "a shard was copied over another": (copied_shard, 1, "FS303 error"),
     "the file holds a slice of the tensor": (slice_in_file, 1, "FS208 error"),
     "two files hold the tensor, with other values": (twice(lambda t: t + 1), 1, "FS206 error"),
     "two files hold the tensor, one a slice of it": (twice(lambda t: t[:32].clone()), 1, "FS203 error"),

@@ -53,8 +53,8 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "tp_no_layout_no_config": [],
     "hf_missing_file": [("model-00003-of-00004.safetensors", "missing", 15)],
     "hf_copied_file": [
-        ("model-00003-of-00004.safetensors", "missing", 15),
-        ("model-00003-of-00004.safetensors", "misfit", 21),
+        ("in no file", "missing", 15),
+        ("model-00003-of-00004.safetensors", "copied", 1),
     ],
     "hf_embed_is_a_slice": [("model-00001-of-00004.safetensors", "misfit", 1)],
     "hf_index_is_no_json": None,

@@ -18,9 +18,10 @@ __all__ = ["Causes", "LostFile", "causes_of"]
 
 #: What may follow from another finding.
 _ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
-#: A file that is missing, cannot be read, is of another step or holds another file's, so that it is not what is asked for.
+#: A file that is missing, cannot be read, is of another step, holds another file's or is not named, so that what is asked for
+#: is not there.
 _LOST = (
-    "FS101", "FS103", "FS105", "FS107", "FS113", "FS303", "FS312", "FS316", "FS502", "FS506", "FS507", "FS511", "FS601", "FS602", "FS603", "FS604",
+    "FS101", "FS103", "FS105", "FS107", "FS113", "FS115", "FS303", "FS312", "FS316", "FS502", "FS506", "FS507", "FS511", "FS601", "FS602", "FS603", "FS604",
 )  # fmt: skip
 #: What is wrong with the whole checkpoint: its metadata, which files are of it, and its config.
 _OF_ALL = ("FS104", "FS106", "FS211", "FS215")

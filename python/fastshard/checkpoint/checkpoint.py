@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..expected import reference as references
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
 from ..models import sidecar_files
-from ..sources import accepted_copies, hf_config
+from ..sources import accepted_copies, hf_config, stray_tensors
 from ..sources.base import Contents, Found, Options, checked_accept
 from ..sources.index_files import disagreeing
 from ..sources.peft import lora
@@ -168,9 +168,15 @@ def open(
     left = {f.file for f in findings if f.code == "FS108"}
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in options.accept, ranks, roots)
-    findings += _expected_names(source, catalog, readable)
+    strays = _strays(found, source, listing, catalog, readable, roots, thread_count(threads))
+    findings = strays.left(findings, source.index)
+    findings += _expected_names(source, catalog, readable, strays)
     accepted = accepted_copies.patterns(options.accept)
     findings = accepted_copies.accepted(findings, accepted)
+    # Not even on purpose can a file lack what it is there for.
+    copied = {f.file for f in strays.findings if f.code == "FS303"}
+    findings = [f for f in findings if f.code not in ("FS113", "FS303") or f.file not in copied]
+    findings += strays.findings
     optimizer = replace(
         source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
     )
@@ -182,7 +188,9 @@ def open(
         copies_accepted=accepted,
         optimizer=optimizer,
         non_finite_accepted="non-finite" in options.accept,
-        lost=source.lost | unreadable,
+        # What a copy holds is taken from the original.
+        units=[unit for unit in source.units if unit.file not in strays.copies],
+        lost=source.lost | unreadable | strays.lost,
     )
     if reference is not None:
         source = _held_against(reference, source)
@@ -297,13 +305,61 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
     return content, str(path)
 
 
-def _expected_names(source: Source, catalog: _core.Catalog, readable: list[Any]) -> list[Finding]:
+def _strays(
+    found: Found[Any],
+    source: Source,
+    listing: Listing,
+    catalog: _core.Catalog,
+    readable: list[Any],
+    roots: list[Path],
+    threads: int,
+) -> stray_tensors.Strays:
+    """What accounts for tensors that are not in the files in which they should be."""
+    held = {i: set(catalog.names(i)) for i in range(len(found.files)) if readable[i] is not None}
+    paths = {i: readable[i]["path"] for i in held}
+
+    def same(one: int, other: int) -> bool:
+        return safe_files.same(*(roots[found.files[i].root] / found.files[i].path for i in (one, other)))
+
+    def beside() -> dict[str, set[str]]:
+        return _names_in(source.unnamed, listing, threads)
+
+    if source.weight_map:
+        return stray_tensors.of_index(source.weight_map, held, paths, same, beside)
+    if source.by_numbers:
+        return stray_tensors.of_numbers(held, paths, same)
+    return stray_tensors.Strays()
+
+
+def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str, set[str]]:
+    """Names of the tensors in files that are not of the checkpoint, by path; none of those that cannot be read."""
+    if not files:
+        return {}
+    try:
+        catalog = _core.Catalog(
+            [os.fspath(root) for root in listing.roots],
+            [(file.root, file.path) for file in files],
+            threads,
+            {},
+            {},
+            memory_budget.stated(),
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    opened = catalog.files()
+    return {file.path: set(catalog.names(i)) for i, file in enumerate(files) if opened[i] is not None}
+
+
+def _expected_names(
+    source: Source, catalog: _core.Catalog, readable: list[Any], strays: stray_tensors.Strays
+) -> list[Finding]:
     """Tensors that an index or layout.json calls for and the file does not hold."""
     findings: list[Finding] = []
     names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
     if source.weight_map is not None:
         paths = {i: readable[i]["path"] for i in names}
-        findings += disagreeing(source.weight_map, names, paths, whole=source.whole_files)
+        left = {name: file for name, file in source.weight_map.items() if name not in strays.lost}
+        findings += disagreeing(left, names, paths, whole=source.whole_files)
     elif source.expected_names:
         for unit in source.units:
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):

@@ -470,7 +470,11 @@ def _evidence(
         name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
     }
     return heuristics.judge(
-        tensors, model.config, saved_whole=model.saved_whole, in_files=len(opened.behind) > 1
+        tensors,
+        model.config,
+        saved_whole=model.saved_whole,
+        in_files=len(opened.behind) > 1,
+        lost=source.lost,
     )
 
 

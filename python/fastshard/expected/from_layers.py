@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.errors import Finding
@@ -44,6 +44,8 @@ class Stack:
     prefix: str
     #: Tensors of each number, by their names behind it.
     elements: dict[int, dict[str, Held]]
+    #: Numbers of tensors of which a finding tells why they are not here.
+    lost: set[int] = field(default_factory=set)
 
     @property
     def word(self) -> str:
@@ -70,7 +72,7 @@ class Stack:
     @property
     def count(self) -> int:
         """How many there are by the largest number."""
-        return max(self.elements) + 1
+        return max(self.elements.keys() | self.lost) + 1
 
     @cached_property
     def holders(self) -> Counter[str]:
@@ -78,22 +80,37 @@ class Stack:
         return Counter(rest for held in self.elements.values() for rest in held)
 
     def gaps(self) -> list[int]:
-        """Numbers that nothing has, below the largest."""
-        return [i for i in range(self.count) if i not in self.elements]
+        """Numbers that nothing has and no finding tells of, below the largest."""
+        return [i for i in range(self.count) if i not in self.elements and i not in self.lost]
 
 
-def stacks(tensors: Mapping[str, Held]) -> list[Stack]:
-    """All stacks of names that count something, in the order of the names."""
-    found: dict[str, dict[int, dict[str, Held]]] = {}
+def stacks(tensors: Mapping[str, Held], lost: Iterable[str] = ()) -> list[Stack]:
+    """All stacks of names that count something, in the order of the names.
+
+    Args:
+        tensors: those that are here.
+        lost: names of others, of which a finding tells.
+    """
+    found: dict[str, Stack] = {}
     for name, held in tensors.items():
-        parts = name.split(".")
-        at = 0
-        for part in parts[:-1]:
-            end = at + len(part) + 1
-            if at and part.isdecimal() and len(part) < 7:
-                found.setdefault(name[:at], {}).setdefault(int(part), {})[name[end:]] = held
-            at = end
-    return [Stack(prefix, elements) for prefix, elements in found.items()]
+        for at, number, end in _numbered(name):
+            stack = found.setdefault(name[:at], Stack(name[:at], {}))
+            stack.elements.setdefault(number, {})[name[end:]] = held
+    for name in lost:
+        for at, number, _ in _numbered(name):
+            if name[:at] in found:
+                found[name[:at]].lost.add(number)
+    return list(found.values())
+
+
+def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
+    """Numbers among the parts of a name: where each begins, the number, and where the part behind it begins."""
+    at = 0
+    for part in name.split(".")[:-1]:
+        end = at + len(part) + 1
+        if at and part.isdecimal() and len(part) < 7:
+            yield at, int(part), end
+        at = end
 
 
 def repeated(stacks: Iterable[Stack]) -> set[str]:

@@ -6,7 +6,7 @@ seen, a warning where something could; what nothing speaks of is counted, not ju
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ def judge(
     *,
     saved_whole: bool = True,
     in_files: bool = False,
+    lost: Iterable[str] = (),
 ) -> Evidence:
     """Judges a model by its layers and its config.
 
@@ -47,8 +48,9 @@ def judge(
         saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
         in_files: True for a model in several files, one of which may be lost. One file is there or is not: layers
             that the config alone counts are no loss there, as families count them in ways of their own.
+        lost: names of tensors that are not here for a reason that is told; of their layers nothing more is said.
     """
-    found = stacks(tensors)
+    found = stacks(tensors, lost)
     stated = None if config is None else by_config.Stated(config)
     findings = [finding for stack in found for finding in judged(stack)]
     partial = not saved_whole and not by_config.holds_embedding(tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -313,6 +313,12 @@ class Source:
     weight_map: Mapping[str, int] | None = None
     #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
     whole_files: bool = False
+    #: Path of that index, where there is one only.
+    index: str | None = None
+    #: Files beside it that it does not name and that are named alike.
+    unnamed: Sequence[File] = ()
+    #: True if the numbers in their names alone tell the files apart.
+    by_numbers: bool = False
     #: Names of tensors of which the files that are missing held all, or a part.
     lost: set[str] = field(default_factory=set)
     #: True if an index names the tensors of each file, so that these are all that is lost with files.

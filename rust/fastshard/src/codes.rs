@@ -111,6 +111,7 @@ codes! {
     112 STEP_TAKEN Note Problem "Several steps are there; the finding says which is taken and why: the one asked for, the tracker's, or the newest by number. --step takes another."
     113 RENAMED Error Problem "A torch file bears the name of another rank, layer or stage than the one under which it was saved: torch.save keeps that name inside. It was copied over another's file, or two were swapped. Restore the right file; --accept renamed if the names were changed on purpose."
     114 LOOKALIKES Note Problem "Nothing inside some files or chunks tells which of them is which, so two that were swapped would not be seen. A manifest that was made where they were written settles it: `fastshard manifest`, then --expect."
+    115 INDEX_NAMES_ANOTHER_FILE Error Problem "The index sends tensors to a file that does not hold them, and a file beside it that the index names nowhere does. A reader that follows the index does not find them. Write the index again, or restore the one that was saved with these files."
     201 SHAPE Error Problem "A tensor has another shape than the layout, or the reference (--like), gives it. The shard comes from another run or tensor-parallel degree, or the config describes another model."
     202 DTYPE Error Problem "Shards of one tensor have different dtypes, or a tensor has another one than in the reference (--like)."
     203 AXIS_CONFLICT Error Problem "Two tensors give one axis (hidden size, heads, ...) different extents. The finding names both; the odd one out is wrong or a shard of it is missing."

@@ -74,6 +74,7 @@ class ColossalAI:
         writers = {_writer(name) for name in named} - {None}
         indexed = set(writers)
         whole: list[str] = []
+        unnamed: list[File] = []
         for name in sorted(copies):
             match = _SHARD.match(name)
             if match is None or match["kind"] != kind or name in named:
@@ -82,7 +83,9 @@ class ColossalAI:
             if not weight_map or (writer is not None and writer not in indexed):
                 whole.append(name)
                 writers.add(writer)
-            elif match["ep"]:
+                continue
+            unnamed += copies[name]
+            if match["ep"]:
                 what = "the index does not name this file of copies of what another expert-parallel rank has"
                 findings.append(Finding.of("FS108", what, severity="note", file=copies[name][0].path))
             else:
@@ -139,6 +142,7 @@ class ColossalAI:
             stem=stem,
             kind=kind,
             index=indexes[0] if len(indexes) == 1 else None,
+            unnamed=tuple(unnamed),
             optim=None if optim is None else optim[0],
         )
         step = chosen.name if chosen is not None and is_step(chosen.name) else None
@@ -171,6 +175,8 @@ class ColossalAI:
                         expected.setdefault(key, copies[0])
         source.expected_names = set(expected)
         source.weight_map = expected
+        source.index = None if saved.index is None else saved.index.path
+        source.unnamed = saved.unnamed
         # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the whole.
         source.provable = source.layout is not None
         source.findings += self._missing_layers(found, config, held)

@@ -45,5 +45,7 @@ class ColossalFiles:
     kind: str
     #: The index, if there is one only.
     index: File | None
+    #: Shards that it does not name.
+    unnamed: tuple[File, ...]
     #: None where no optimizer was saved near the model.
     optim: OptimFiles | None

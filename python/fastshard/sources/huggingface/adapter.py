@@ -83,6 +83,10 @@ class HfFiles:
     counted: object = None
     #: Tensors of which the file is missing.
     lost: tuple[str, ...] = ()
+    #: Files beside it that it does not name and that are named alike.
+    unnamed: tuple[File, ...] = ()
+    #: True if the numbers in their names alone tell the files apart.
+    by_numbers: bool = False
 
 
 class HuggingFace:
@@ -213,10 +217,11 @@ class HuggingFace:
             if n in files and files[n].path in order
         }
         lost = [str(t) for t, n in weight_map.items() if n in files and files[n].root < 0]
-        findings += index_mismatch.numbers(index, files)
+        findings += index_mismatch.numbers(index, files, inside)
         metadata = content.get("metadata")
         counted = metadata.get("total_size") if isinstance(metadata, dict) else None
-        seen = HfFiles(index.path, expected, counted, tuple(lost))
+        unnamed = index_mismatch.like_named(inside, files)
+        seen = HfFiles(index.path, expected, counted, tuple(lost), tuple(unnamed))
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
             if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
@@ -264,7 +269,9 @@ class HuggingFace:
                 file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
             )
         )
-        return Found(self, "Hugging Face", [have[i] for i in sorted(have)], HfFiles(), folder, findings)
+        return Found(
+            self, "Hugging Face", [have[i] for i in sorted(have)], HfFiles(by_numbers=True), folder, findings
+        )
 
     def declare(self, found: Found[HfFiles], listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
@@ -280,6 +287,9 @@ class HuggingFace:
             ),
             weight_map=weight_map,
             whole_files=weight_map is not None,
+            index=found.seen.index,
+            unnamed=found.seen.unnamed,
+            by_numbers=found.seen.by_numbers,
             expected_names=set(weight_map or ()),
             lost=set(found.seen.lost),
             listed=weight_map is not None,

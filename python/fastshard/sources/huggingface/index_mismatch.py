@@ -6,7 +6,7 @@ What transformers makes of each is told in docs/guides/index_files.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common import safe_files
@@ -60,12 +60,25 @@ def without_files(index: File, single: str) -> Finding:
     )
 
 
-def numbers(index: File, named: Iterable[str]) -> list[Finding]:
-    """A warning for an index that names fewer files than their names count.
+def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
+    """Files beside an index that it does not name, of the numbers that the files it names are counted by.
+
+    Args:
+        inside: files in the index's folder, by name.
+        named: names of the files that it names.
+    """
+    shards = {name: match for name in inside if (match := _SHARD.match(name))}
+    counted = {m.group(1, 3, 4) for name, m in shards.items() if name in named}
+    return [inside[name] for name, m in shards.items() if name not in named and m.group(1, 3, 4) in counted]
+
+
+def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[Finding]:
+    """A warning for an index that names fewer files than their names count: of a file that is not there, if one is not.
 
     Args:
         index: the index.
         named: names of the files that it names.
+        inside: names of the files in its folder.
     """
     shards: dict[tuple[str, str, str], set[int]] = {}
     for name in named:
@@ -76,15 +89,18 @@ def numbers(index: File, named: Iterable[str]) -> list[Finding]:
         first = 0 if 0 in have else 1
         if not 0 < int(total) <= _MOST:
             continue
-        absent = list(lacking(dict.fromkeys(have), first, first + int(total) - 1))
+        absent = [
+            f"{stem}-{n:05d}-of-{total}.{suffix}"
+            for n, _ in lacking(dict.fromkeys(have), first, first + int(total) - 1)
+        ]
         if absent:
+            name = next((name for name in absent if name not in inside), absent[0])
             findings.append(
                 Finding.of(
                     "FS101",
                     "the files' names count more files than the index names",
                     severity="warning",
-                    file=f"{index.folder}/" * bool(index.folder)
-                    + f"{stem}-{absent[0][0]:05d}-of-{total}.{suffix}",
+                    file=f"{index.folder}/{name}" if index.folder else name,
                     expected=f"{int(total)} files by their names",
                     got=f"{len(have)} in {index.name}",
                     help="an export that dropped files writes such an index: compare the tensors with the model's",

@@ -1,0 +1,131 @@
+"""Tensors that an index looks for in vain where one thing accounts for all of them: the file is a copy of another, or
+they lie in a file that the index does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..common.errors import Finding
+from ..common.formatting import counted, some
+
+#: Files named in a message.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Strays:
+    """What accounts for tensors that are not where they should be."""
+
+    findings: list[Finding] = field(default_factory=list)
+    #: Tensors that cannot be used for that reason.
+    lost: frozenset[str] = frozenset()
+    #: Numbers of the files that are copies, which are not read.
+    copies: frozenset[int] = frozenset()
+    #: Paths of files that hold tensors and are not named by the index.
+    holders: frozenset[str] = frozenset()
+
+    def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
+        """The findings that do not say the same once more: of a holder that the index does not name it, of the index that
+        it counts other bytes than its files hold.
+
+        Args:
+            findings: what was found of the checkpoint.
+            index: path of the index.
+        """
+        if not self.findings:
+            return list(findings)
+        holders = {("FS101", path) for path in self.holders} | {("FS108", path) for path in self.holders}
+        counts = {("FS102", index), ("FS215", index)}
+        return [f for f in findings if f.severity == "error" or (f.code, f.file) not in holders | counts]
+
+
+def of_index(
+    weight_map: Mapping[str, int],
+    held: Mapping[int, set[str]],
+    paths: Mapping[int, str],
+    same: Callable[[int, int], bool],
+    beside: Callable[[], Mapping[str, set[str]]],
+) -> Strays:
+    """What accounts for tensors that no file holds which the index names.
+
+    Args:
+        weight_map: number of the file that the index sends each tensor to.
+        held: names of the tensors in each file that could be read.
+        paths: of the files, by their numbers.
+        same: whether two files have the same bytes.
+        beside: opens the files that the index does not name; names of the tensors in each, by path.
+    """
+    everywhere = set().union(*held.values())
+    sent: dict[int, set[str]] = {}
+    for name, file in weight_map.items():
+        sent.setdefault(file, set()).add(name)
+    gone = {file: sent[file] - everywhere for file in sorted(sent) if file in held}
+    # Of a file that was copied over another the index says rightly what it holds.
+    wrong = [file for file, names in gone.items() if names and not sent[file] & held[file]]
+    right = [file for file in sorted(held) if held[file] and file not in wrong]
+    findings: list[Finding] = []
+    lost: set[str] = set()
+    copies: set[int] = set()
+    for file in wrong:
+        original = next((i for i in right if held[i] == held[file] and same(i, file)), None)
+        if original is not None:
+            expected = f"{counted(len(sent[file]), 'tensor')} that the index sends here"
+            findings.append(_copy(paths[file], paths[original], "it was copied over this file", expected))
+            lost |= gone.pop(file)
+            copies.add(file)
+    holders: set[str] = set()
+    for path, names in sorted(beside().items()) if any(gone.values()) else ():
+        named = [paths[file] for file, of in gone.items() if of & names]
+        found = {name for of in gone.values() for name in of & names}
+        if found:
+            findings.append(_elsewhere(path, len(found), named))
+            lost |= found
+            holders.add(path)
+    return Strays(findings, frozenset(lost), frozenset(copies), frozenset(holders))
+
+
+def of_numbers(
+    held: Mapping[int, set[str]], paths: Mapping[int, str], same: Callable[[int, int], bool]
+) -> Strays:
+    """The copies among files that are told apart by the numbers in their names alone.
+
+    Args:
+        held: names of the tensors in each file that could be read.
+        paths: of the files, by their numbers.
+        same: whether two files have the same bytes.
+    """
+    findings: list[Finding] = []
+    originals: dict[frozenset[str], list[int]] = {}
+    copies: set[int] = set()
+    for file in sorted(held):
+        alike = originals.setdefault(frozenset(held[file]), [])
+        original = next((i for i in alike if same(i, file)), None) if held[file] else None
+        if original is None:
+            alike.append(file)
+        else:
+            how = "one of the two was copied over the other"
+            findings.append(_copy(paths[file], paths[original], how, "other tensors"))
+            copies.add(file)
+    return Strays(findings, copies=frozenset(copies))
+
+
+def _copy(copy: str, original: str, how: str, expected: str) -> Finding:
+    return Finding.of(
+        "FS303",
+        f"the same bytes as {original}: {how}",
+        file=copy,
+        expected=expected,
+        got=f"the tensors of {original}",
+        help="copy the right file from where the checkpoint was saved",
+    )
+
+
+def _elsewhere(path: str, count: int, named: list[str]) -> Finding:
+    lie = "1 tensor lies" if count == 1 else f"{count:,} tensors lie"
+    return Finding.of(
+        "FS115",
+        f"{lie} in this file although the index names {some(named, _NAMED)}",
+        file=path,
+        help="move the index away, so that the files are taken by their names, and write a new one: fastshard merge CKPT OUT",
+    )
