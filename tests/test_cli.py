@@ -42,7 +42,7 @@ def test_json_is_one_object_with_exit_code_and_findings(name: str, tmp_path: Pat
     assert document["command"] == name
     jsonschema.validate(
         document["findings"],
-        json.loads(resources.files("fastshard").joinpath("schemas/findings.v1.schema.json").read_text()),
+        json.loads(resources.files("fastshard").joinpath("schemas/findings.v2.schema.json").read_text()),
     )
 
 

@@ -380,7 +380,7 @@ def test_judged_twice_is_judged_once() -> None:
 def test_findings_keep_their_schema(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema: Any = json.loads(
-        (Path(fastshard.__file__).parent / "schemas/findings.v1.schema.json").read_text()
+        (Path(fastshard.__file__).parent / "schemas/findings.v2.schema.json").read_text()
     )
     ckpt = with_leftover(tmp_path / "ckpt")
     for words in (("--error", "FS108"), ("--ignore", "FS108"), ("--fail-on", "warning")):
