@@ -101,6 +101,6 @@ def test_a_store_that_cannot_be_made_is_not_written_to_afterwards(
 
     monkeypatch.setattr(writer, "_ts", Library())
     arrays = [{"key": key, "dtype": "F32", "shape": [4], "block": [4]} for key in ("a", "bad", "b", "c")]
-    told = writer.begin(str(tmp_path / "store"), json.dumps({"ocdbt": False, "zarr": 2}), json.dumps(arrays))
-    assert told is not None and json.loads(told)[0]["code"] == "FS507"
+    told = writer.begin(str(tmp_path / "store"), {"ocdbt": False, "zarr": 2}, arrays)
+    assert told is not None and told[0].code == "FS507"
     assert under_way == []

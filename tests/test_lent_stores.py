@@ -86,7 +86,7 @@ def test_what_fails_is_brought_again(core: Core, tmp_path: Path, monkeypatch: py
     store = remote_ranges.Lent(tmp_path, ocdbt=False)
 
     def fails(path: Path, lo: int, hi: int) -> None:
-        raise Core.CoreError("[]")
+        raise Core.CoreError([fastshard.Finding.of("FS507", "gone")])
 
     with monkeypatch.context() as broken:
         broken.setattr(core, "bring", fails)

@@ -78,6 +78,7 @@ class Finding:
         """Plain data, without empty fields; ``layers`` as ``first`` and ``last``."""
     def replace(self, **changes: Any) -> Finding:
         """The same finding with other fields; None takes one away."""
+    def __replace__(self, **changes: Any) -> Finding: ...
     @property
     def code(self) -> str:
         """Stable code, e.g. ``FS101`` (``fastshard explain CODE``)."""

@@ -164,6 +164,12 @@ impl Finding {
         Ok(Finding { inner })
     }
 
+    /// For `copy.replace`.
+    #[pyo3(signature = (**changes))]
+    fn __replace__(&self, changes: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        self.replace(changes)
+    }
+
     #[getter]
     fn code(&self) -> String {
         self.inner.code.to_string()

@@ -65,6 +65,9 @@ fn files_of(plan: &CorePlan, output: usize) -> BTreeSet<u32> {
     blobs.map(|b| plan.blobs[b as usize].file).collect()
 }
 
+/// What a run without writing came to: findings, hashes and statistics by the outputs' names.
+type Checked<'py> = (Vec<findings::Finding>, BTreeMap<String, String>, Bound<'py, PyDict>);
+
 /// What decoding blocks takes; null where there are none.
 fn decoding(plan: &CorePlan) -> serde_json::Value {
     let about = fastshard::engine::decoding(plan);
@@ -267,7 +270,7 @@ impl Plan {
         py: Python<'py>,
         options: Given<RunOptions>,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<(Vec<findings::Finding>, BTreeMap<String, String>, Bound<'py, PyDict>)> {
+    ) -> PyResult<Checked<'py>> {
         let options = options.0;
         let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
         if options.only.is_some() {
