@@ -9,7 +9,8 @@ import fastshard
 import pytest
 from fastshard.cli import parser
 from fastshard.common import options
-from fastshard.common.target_options import OPTIONS, Option
+from fastshard.common.options import Option
+from fastshard.common.target_options import OPTIONS
 from fastshard.targets.registry import TARGETS
 from helpers import HF, cli
 

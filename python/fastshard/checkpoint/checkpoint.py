@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
@@ -15,7 +15,7 @@ from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError, Finding, error_for, exit_code, from_core, raise_errors
 from ..common.gate import Gate
 from ..common.listing import File, Listing, list_roots, refuse_unprintable
-from ..common.options import StrPath
+from ..common.options import OpenOptions, StrPath
 from ..expected import reference as references
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
@@ -29,6 +29,9 @@ from ..sources.renamed_files import renamed
 from .planning import Opened, Plan, make_plan, thread_count
 from .tensor_map import Tensors
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Checkpoint", "open"]
 
 #: What is said where nothing, or too little, is a checkpoint by its names.
@@ -36,41 +39,12 @@ _NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
 
 @option_checks.checked
-def open(
-    *paths: StrPath,
-    step: str | int | None = None,
-    under: str | None = None,
-    config: StrPath | Mapping[str, Any] | None = None,
-    layout: StrPath | None = None,
-    vocab_size: int | None = None,
-    adapter: StrPath | None = None,
-    accept: Iterable[str] = (),
-    expect_processes: int | None = None,
-    like: StrPath | None = None,
-    fail_on: Literal["error", "warning"] | None = None,
-    error: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    threads: int | None = None,
-) -> Checkpoint:
+def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
-        step: step to take where there are several; default the tracker file's, else the newest.
-        under: name below which the model lies in the files, where there are several: ``model``, ``ema``, ``state_dict``.
-        config: a config that overrides what is found: HF ``config.json``, GPT-NeoX YAML, or a dict.
-        layout: a layout table (TOML) of your own for the source.
-        vocab_size: true vocabulary; padded rows beyond it are dropped.
-        adapter: a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where
-            the checkpoint itself holds the adapter's tensors.
-        accept: what to accept though it is not in order, e.g. ``"uncommitted"``.
-        expect_processes: processes that wrote the checkpoint, where its files do not tell.
-        like: a good checkpoint of the same model that this one must be like in names, shapes and dtypes: a directory, a
-            file, an index or a config.json.
-        fail_on: ``"warning"`` makes each warning count as an error.
-        error: codes of findings whose warnings and notes count as errors.
-        ignore: codes of findings whose warnings and notes are put aside; an error cannot be (``FS515``).
-        threads: threads for reading headers.
+        options: how it is read.
 
     Raises:
         TypeError: for an option that there is not.
@@ -79,29 +53,14 @@ def open(
     """
     if not paths:
         raise FastshardError.of("FS515", "no path given")
-    gate = Gate.of(fail_on, error, ignore)
-    content, content_path = _read_config(config)
+    gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
+    threads = thread_count(options.get("threads"))
+    like, adapter = options.get("like"), options.get("adapter")
     reference = None if like is None else references.read(like, partial(_whole, threads=threads))
-    if reference is not None and reference.roster is None:
-        if content is not None:
-            raise FastshardError.of(
-                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
-            )
-        content, content_path = reference.config, str(reference.config_file)
-    options = Options(
-        step=None if step is None else str(step),
-        under=None if under is None else under.rstrip("."),
-        config=content,
-        config_path=content_path,
-        vocab_size=_positive(vocab_size, "vocab_size"),
-        accept=checked_accept(accept),
-        layout=None if layout is None else os.fspath(layout),
-        lent=reference.lent if reference is not None else None,
-        expect_processes=_processes(expect_processes),
-    )
+    said = _said(options, reference)
     listing, others = placeholder_files.sifted(list_roots(paths))
     try:
-        found = detect(listing, options)
+        found = detect(listing, said)
     except FastshardError as refused:
         if refused.code in _NOTHING_FOUND:
             raise_errors([*others.values(), *hub_downloads.unfinished(listing)])
@@ -120,7 +79,7 @@ def open(
         catalog = _core.Catalog(
             [os.fspath(root) for root in roots],
             [(file.root, file.path) for file in (*found.files, *further)],
-            thread_count(threads),
+            threads,
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
             memory_budget.stated(),
@@ -138,7 +97,7 @@ def open(
     folders = {found.folder, *(file.folder for file in _behind(found))}
     not_themselves = placeholder_files.near(others, folders)
     try:
-        source = found.adapter.declare(found, listing, contents, options)
+        source = found.adapter.declare(found, listing, contents, said)
     except FastshardError as refused:
         if not not_themselves:
             raise
@@ -154,10 +113,10 @@ def open(
         )
         for file in sorted(contents.cut)
     )
-    if options.under is not None and not source.chosen:
-        raise _nothing_under(options.under, source)
-    if options.layout:
-        source = hf_config.by_own_table(source, tables.parse(options.layout), contents.names())
+    if said.under is not None and not source.chosen:
+        raise _nothing_under(said.under, source)
+    if said.layout:
+        source = hf_config.by_own_table(source, tables.parse(said.layout), contents.names())
     if adapted is not None:
         found = replace(found, files=[*found.files, *further])
         lora.merge(source, adapted, found, listing, Contents(catalog, readable))
@@ -167,11 +126,11 @@ def open(
     # Leftovers are not read.
     left = {f.file for f in findings if f.code == "FS108"}
     used = [None if f is None or f["path"] in left else f for f in readable]
-    findings += renamed(used, "renamed" in options.accept, ranks, roots)
-    strays = _strays(found, source, listing, catalog, readable, roots, thread_count(threads))
+    findings += renamed(used, "renamed" in said.accept, ranks, roots)
+    strays = _strays(found, source, listing, catalog, readable, roots, threads)
     findings = strays.left(findings, source.index)
     findings += _expected_names(source, catalog, readable, strays)
-    accepted = accepted_copies.patterns(options.accept)
+    accepted = accepted_copies.patterns(said.accept)
     findings = accepted_copies.accepted(findings, accepted)
     # Not even on purpose can a file lack what it is there for.
     copied = {f.file for f in strays.findings if f.code == "FS303"}
@@ -187,7 +146,7 @@ def open(
         places=near,
         copies_accepted=accepted,
         optimizer=optimizer,
-        non_finite_accepted="non-finite" in options.accept,
+        non_finite_accepted="non-finite" in said.accept,
         # What a copy holds is taken from the original.
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost=source.lost | unreadable | strays.lost,
@@ -201,6 +160,33 @@ def open(
 
 #: A reference is opened as any other checkpoint is.
 _opened = open
+
+
+def _said(given: OpenOptions, reference: references.Reference | None) -> Options:
+    """What the caller said about the source, and what a reference says in its place.
+
+    Raises:
+        FastshardError: ``FS211`` or ``FS515`` for what cannot be meant.
+    """
+    config, path = _read_config(given.get("config"))
+    if reference is not None and reference.roster is None:
+        if config is not None:
+            raise FastshardError.of(
+                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
+            )
+        config, path = reference.config, str(reference.config_file)
+    step, under, layout = given.get("step"), given.get("under"), given.get("layout")
+    return Options(
+        step=None if step is None else str(step),
+        under=None if under is None else under.rstrip("."),
+        config=config,
+        config_path=path,
+        vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
+        accept=checked_accept(given.get("accept", ())),
+        layout=None if layout is None else os.fspath(layout),
+        lent=reference.lent if reference is not None else None,
+        expect_processes=_processes(given.get("expect_processes")),
+    )
 
 
 def _whole(path: Path, threads: int | None) -> references.Whole:
@@ -281,7 +267,7 @@ def _processes(count: int | None) -> int | None:
 def _relative(finding: Finding, prefixes: list[str]) -> Finding:
     for prefix in prefixes:
         if finding.file and finding.file.startswith(prefix):
-            return Finding.from_dict({**finding.to_dict(), "file": finding.file[len(prefix) :]})
+            return finding.replace(file=finding.file[len(prefix) :])
     return finding
 
 

@@ -19,8 +19,7 @@ from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import recorded
-from ..common.options import StrPath
-from ..sources.base import ACCEPTABLE
+from ..common.options import ACCEPTABLE, StrPath
 from . import manifest_files
 from .planning import thread_count
 

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checkpoint import open as open_checkpoint
 from ..checkpoint.planning import thread_count
 from ..common.errors import FastshardError
-from ..common.gate import FAIL_ON
-from ..common.target_options import OPTIONS
+from ..common.options import (
+    Against,
+    Checked,
+    Choosing,
+    Gating,
+    Lending,
+    Made,
+    Opening,
+    Option,
+    Placing,
+    Publishing,
+    Ranked,
+    Sharding,
+    Source,
+    Threads,
+    Vocabulary,
+    table,
+)
 from ..conversion.distributed.launcher_env import detect
-from ..sources.base import ACCEPTABLE
 from ..targets.registry import TARGETS
 from .output_formats import DOCUMENTS, FORMATS
 from .std_streams import Streams
+
+
+def _rank(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+#: How values are read that are not text.
+_TYPES: dict[str, Callable[[str], Any]] = {"rank": _rank, "timeout": float, "threads": int}
+
+
+def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collection[str] | None = None) -> None:
+    """The options of the types named, as the table has them; ``only`` some of them."""
+    for option in (option for kind in kinds for option in table(kind).values()):
+        if only is None or option.name in only:
+            group.add_argument(option.flag, help=option.help, **_how(option))
+
+
+def _how(option: Option) -> dict[str, Any]:
+    """How an option is given."""
+    if option.kind in ("words", "patterns"):
+        return {"action": "append", "default": [], "metavar": option.metavar}
+    if option.kind == "choice":
+        return {"choices": option.choices, "default": option.default}
+    if isinstance(option.default, bool):
+        return {"action": "store_true"}
+    if option.kind == "switch":
+        # It may be left to the source.
+        return {"action": argparse.BooleanOptionalAction, "default": option.default}
+    number = int if option.kind in ("degree", "number", "size") else None
+    return {"type": _TYPES.get(option.name, number), "default": option.default, "metavar": option.metavar}
 
 
 def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
@@ -24,16 +70,12 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
     add_format(group)
     group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
     group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
-    group.add_argument("--threads", type=int, metavar="N", help="worker threads (default: all cores)")
+    add_options(group, Threads)
     if run:
         group.add_argument(
             "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
         )
-        group.add_argument(
-            "--memory",
-            metavar="SIZE",
-            help="anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
-        )
+        add_options(group, Publishing, only=("memory",))
 
 
 def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FORMATS) -> None:
@@ -63,71 +105,13 @@ def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
 def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
     """How what is at the paths is read: :func:`opening`."""
     group = parser.add_argument_group("source")
-    group.add_argument(
-        "--step",
-        metavar="N",
-        help="step to take, by name or number (default: the tracker file's, else the newest)",
-    )
-    group.add_argument(
-        "--under",
-        metavar="NAME",
-        help="the model that lies below this name in the files, where a trainer saved several (model, ema, state_dict)",
-    )
-    group.add_argument("--config", metavar="FILE", help="config.json, GPT-NeoX YAML: overrides what is found")
-    group.add_argument("--layout", metavar="FILE", help="a layout table (TOML) of your own for the source")
-    group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="true vocabulary; rows beyond it are dropped"
-    )
-    group.add_argument(
-        "--adapter",
-        metavar="DIR",
-        help="a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where CKPT holds it",
-    )
-    group.add_argument(
-        "--accept",
-        action="append",
-        default=[],
-        metavar="WHAT",
-        help="accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-        "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); files, or those "
-        "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
-    )
-    group.add_argument(
-        "--expect-processes",
-        type=int,
-        metavar="N",
-        help="processes that wrote the checkpoint, where its files do not tell (Orbax)",
-    )
-    if like:
-        group.add_argument(
-            "--like",
-            metavar="DIR|FILE",
-            help="a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a file of tensors, an index or "
-            "a config.json; by headers alone",
-        )
+    add_options(group, Source, Vocabulary, *([Against] if like else []))
     add_gate(parser)
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
     """What counts as an error: :func:`gating`."""
-    group = parser.add_argument_group("verdict")
-    group.add_argument(
-        "--fail-on", choices=FAIL_ON, help="warning: each warning counts as an error (exit code 1)"
-    )
-    group.add_argument(
-        "--error",
-        action="append",
-        default=[],
-        metavar="CODE",
-        help="warnings and notes of this code count as errors (exit code 1)",
-    )
-    group.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="CODE",
-        help="warnings and notes of this code are not shown; --json and manifests have them. An error is not ignored: see --accept",
-    )
+    add_options(parser.add_argument_group("verdict"), Gating)
 
 
 def add_exit_zero(parser: argparse.ArgumentParser) -> None:
@@ -150,95 +134,48 @@ def looks(a: argparse.Namespace, writing: str) -> None:
         raise FastshardError.of("FS515", f"--exit-zero and {writing}", help="leave out one of the two")
 
 
+def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
+    """The options of the types named, as the library takes them."""
+    return {name: getattr(a, name) for kind in kinds for name in table(kind)}
+
+
 def gating(a: argparse.Namespace) -> dict[str, Any]:
     """How findings are judged."""
-    return {"fail_on": a.fail_on, "error": a.error, "ignore": a.ignore}
+    return given(a, Gating)
 
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
     """What is made of the tensors: :func:`shape`."""
-    group = parser.add_argument_group("result")
-    group.add_argument("--dtype", choices=("keep", "bf16", "f16", "f32"), default="keep")
-    group.add_argument(
-        "--replicas",
-        choices=("equal", "mean"),
-        default="equal",
-        help="copies of a replicated tensor that differ: refuse (default), or average in float32",
-    )
-    add_choosing(group)
-    group.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="bytes of tensors in a file, at most (default: 5GB)",
-    )
-    group.add_argument(
-        "--weights",
-        choices=("params", "masters"),
-        help="which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
-    )
-    group.add_argument(
-        "--optimizer",
-        action="store_true",
-        help="optimizer state too (merge; --to dcp, universal, maxtext, orbax)",
-    )
+    add_options(parser.add_argument_group("result"), Made, Sharding)
 
 
 def add_choosing(parser: argparse._ActionsContainer) -> None:
     """Which tensors."""
-    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only these tensors")
-    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="not these tensors")
+    add_options(parser, Choosing)
 
 
 def add_stats(parser: argparse._ActionsContainer) -> None:
     """``--stats`` of what writes a manifest."""
-    parser.add_argument(
-        "--stats",
-        action="store_true",
-        help="statistics of each tensor into the manifest (see `fastshard stats`)",
-    )
+    add_options(parser, Publishing, only=("stats",))
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     """How OUT is written."""
     group = parser.add_argument_group("writing")
-    group.add_argument("--expect", metavar="FILE", help="a manifest or config to check the source against")
-    add_tokenizer(group)
-    group.add_argument("--resume", action="store_true", help="continue an interrupted run of the same plan")
-    group.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    add_options(group, Checked)
+    add_options(group, Publishing, only=("resume", "overwrite"))
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
-    group.add_argument("--sparse", action="store_true", help="leave holes in files where they hold zeros")
-    add_stats(group)
+    add_options(group, Publishing, only=("sparse", "stats"))
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Which of several processes this one is: :func:`ranked`."""
-    group = parser.add_argument_group("several processes, on one host or many")
-    group.add_argument(
-        "--rank",
-        type=_rank,
-        metavar="I",
-        help="this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one process)",
-    )
-    group.add_argument(
-        "--world", type=int, metavar="N", help="how many ranks there are, where no launcher says so"
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long ranks wait for one another (default: 600)",
-    )
+    add_options(parser.add_argument_group("several processes, on one host or many"), Ranked)
 
 
 def add_node_local(parser: argparse.ArgumentParser) -> None:
     """Whether each rank has a part of the checkpoint on its own disk."""
-    parser.add_argument(
-        "--node-local",
-        action="store_true",
-        help="with --rank or --ray: CKPT is what this host (each node) has of the checkpoint, on its own disk; what is made of several hosts' "
-        "files goes by way of OUT's storage",
-    )
+    add_options(parser, Lending)
 
 
 def add_ray(parser: argparse.ArgumentParser) -> None:
@@ -269,25 +206,17 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
     return {"address": a.ray, "threads": None if a.threads is None else thread_count(a.threads)}
 
 
-def _rank(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
     """Options of a process among several; where a launcher was asked, who it is is said on stderr."""
     if a.rank == "auto" and not (a.quiet or a.output_format != "text"):
         found = detect(a.world)
         Streams().say(f"rank {found.rank} of {found.world} ({found.told})")
-    return {"rank": a.rank, "world": a.world, "timeout": a.timeout}
+    return given(a, Ranked)
 
 
 def add_tokenizer(parser: argparse._ActionsContainer) -> None:
     """``--tokenizer`` of what a model is written with."""
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="take tokenizer files from here: a folder, or a file of a vocabulary (default: what lies beside the source)",
-    )
+    add_options(parser, Checked, only=("tokenizer",))
 
 
 def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -298,23 +227,13 @@ def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="TARGET",
         help=", ".join(TARGETS),
     )
-    for option in OPTIONS:
-        how: dict[str, Any] = {"help": option.help, "default": option.default}
-        if option.kind == "switch":
-            how["action"] = "store_true" if option.default is False else argparse.BooleanOptionalAction
-        elif option.kind == "choice":
-            how["choices"] = option.choices
-        else:
-            how |= {"type": int, "metavar": "N"}
-        parser.add_argument(option.flag, **how)
+    add_options(parser, Placing)
 
 
 def opening(a: argparse.Namespace) -> dict[str, Any]:
     """Options of everything that reads a checkpoint."""
-    return {
-        "step": a.step, "under": a.under, "config": a.config, "layout": a.layout, "vocab_size": a.vocab_size, "adapter": a.adapter, "accept": a.accept,
-        "expect_processes": a.expect_processes, "threads": thread_count(a.threads), **gating(a),
-    } | ({"like": a.like} if "like" in a else {})  # fmt: skip
+    like = {"like": a.like} if "like" in a else {}
+    return {**given(a, Opening), "threads": thread_count(a.threads), **like}
 
 
 def opened(a: argparse.Namespace) -> Checkpoint:
@@ -329,12 +248,9 @@ def progress(a: argparse.Namespace) -> str | bool:
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:
     """Options of a result under any names."""
-    return {
-        "dtype": a.dtype, "replicas": a.replicas, "include": a.include, "exclude": a.exclude,
-        "max_shard_size": a.max_shard_size, "weights": a.weights, "optimizer": a.optimizer,
-    }  # fmt: skip
+    return given(a, Made, Sharding)
 
 
 def placing(a: argparse.Namespace) -> dict[str, Any]:
     """Options that targets take."""
-    return {option.name: getattr(a, option.name) for option in OPTIONS}
+    return given(a, Placing)

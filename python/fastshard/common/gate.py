@@ -9,12 +9,10 @@ from typing import Any
 
 from .. import _core
 from .errors import CODES, FastshardError, Finding, from_core, raise_errors
-from .options import meant
+from .options import FAIL_ON, meant
 
-__all__ = ["FAIL_ON", "Gate", "accepted", "ignored", "recorded"]
+__all__ = ["Gate", "accepted", "ignored", "recorded"]
 
-#: Severities from which on a finding is an error.
-FAIL_ON = ("error", "warning")
 _ACCEPT = "accept "
 
 

@@ -12,22 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from . import options as _options
 from .errors import FastshardError
-from .options import ALL, meant
-from .target_options import OPTIONS
-
-#: Options by the kind of their values.
-_LISTS = ("include", "exclude", "accept", "error", "ignore", "certificates")
-_NUMBERS = tuple(o.name for o in OPTIONS if o.kind == "degree")
-_NUMBERS_OR_NONE = ("vocab_size", "expect_processes", *(o.name for o in OPTIONS if o.kind == "number"))
-#: Numbers that say something of the checkpoint.
-_OF_CHECKPOINT = ("vocab_size", "expect_processes")
-_WORDS = ("dtype", "replicas")
-_WORDS_OR_NONE = ("weights", "under", "fail_on", *(o.name for o in OPTIONS if o.kind == "choice"))
-_SWITCHES = ("optimizer", "resume", "overwrite", "fsync", "sparse", "stats", "drop_optimizer")
-_OF_TARGETS = {o.name: o for o in OPTIONS if o.kind == "switch"}
-_PATHS = ("layout", "adapter", "like", "tokenizer", "out", "signature", "public_key")
-_PATHS_OR_MAPPINGS = ("config", "expect")
-_SOURCES = ("source", "a", "b")
+from .options import ALL, Option, meant, table
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,18 +45,37 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             fitting(name, given)
         return function(*args, **{name: fitting(name, given) for name, given in kwargs.items()})
 
+    _say(called, function)
     return called
+
+
+def _say(called: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Has ``help()`` show the options that a function takes by their type as those that it lists."""
+    signature = inspect.signature(function)
+    listed = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    more = [ALL[name] for name in _unpacked(signature) if name not in listed]
+    if not more:
+        return
+    by_name = [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default) for o in more]
+    called.__signature__ = signature.replace(parameters=[*listed.values(), *by_name])  # type: ignore[attr-defined]
+    told = "".join(f"\n        {option.name}: {option.help}" for option in more)
+    called.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Options:{told}\n    "
+
+
+def _unpacked(signature: inspect.Signature) -> list[str]:
+    """Names of the options that a function takes by their type."""
+    names: list[str] = []
+    for parameter in signature.parameters.values():
+        if found := re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation)):
+            names += table(getattr(_options, found[1]))
+    return names
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str]:
     """Names of the options that a function takes: those it lists, and those of the type that it unpacks."""
-    names: set[str] = set()
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            names.add(name)
-        elif unpacked := re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation)):
-            names |= getattr(_options, unpacked[1]).__annotations__.keys()
-    return frozenset(names)
+    signature = inspect.signature(function)
+    listed = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+    return frozenset({*listed, *_unpacked(signature)})
 
 
 def _hint(option: str, function: str, known: Iterable[str]) -> str:
@@ -85,33 +89,46 @@ def value(name: str, given: Any) -> Any:
     Raises:
         FastshardError: ``FS515`` for one that no option of this name has, ``FS211`` for a number that is none.
     """
-    if name in _LISTS:
-        return _words(name, given)
-    if name in _NUMBERS or (name in (*_NUMBERS_OR_NONE, "world") and given is not None):
-        return _number(name, given)
-    if name == "subset" and given is not None:
-        return _pair(name, given)
-    if (name in _WORDS or (name in _WORDS_OR_NONE and given is not None)) and not isinstance(given, str):
-        raise refused(name, "a word", given)
-    option = _OF_TARGETS.get(name)
-    # One whose default is None may be left to the source.
-    switch = name in _SWITCHES or (option is not None and (given is not None or option.default is not None))
-    if switch and not isinstance(given, bool):
-        # "no" would be taken for yes.
-        raise refused(name, "True or False", given)
-    if name in _PATHS + _PATHS_OR_MAPPINGS and given is not None:
-        of_mapping = name in _PATHS_OR_MAPPINGS and isinstance(given, Mapping)
-        if not of_mapping and not isinstance(given, (str, os.PathLike)):
-            raise refused(name, "a path or a dict" if name in _PATHS_OR_MAPPINGS else "a path", given)
-    if name in _SOURCES and (isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable))):
-        raise refused(name, "a path, several, or an opened checkpoint", given)
-    if given == "" and name in (*_PATHS, *_PATHS_OR_MAPPINGS, "step", "under"):
+    option = ALL.get(name)
+    if option is None or (given is None and option.default is None and option.kind != "source"):
+        return given
+    if given == "" and (option.kind in ("path", "mapping", "word") or name == "step"):
         raise refused(name, "something", given)
+    return _CHECKS.get(option.kind, _any)(option, given)
+
+
+def _any(option: Option, given: Any) -> Any:
     return given
 
 
-def _words(name: str, given: Any) -> tuple[str, ...]:
-    expected = "a list of words" if name in ("accept", "error", "ignore") else "a list of patterns"
+def _switch(option: Option, given: Any) -> bool:
+    if not isinstance(given, bool):
+        # "no" would be taken for yes.
+        raise refused(option.name, "True or False", given)
+    return given
+
+
+def _word(option: Option, given: Any) -> str:
+    if not isinstance(given, str):
+        raise refused(option.name, "a word", given)
+    return given
+
+
+def _path(option: Option, given: Any) -> Any:
+    takes_dicts = option.kind == "mapping"
+    if not isinstance(given, (str, os.PathLike)) and not (takes_dicts and isinstance(given, Mapping)):
+        raise refused(option.name, "a path or a dict" if takes_dicts else "a path", given)
+    return given
+
+
+def _source(option: Option, given: Any) -> Any:
+    if isinstance(given, bytes) or not isinstance(given, (os.PathLike, Iterable)):
+        raise refused(option.name, "a path, several, or an opened checkpoint", given)
+    return given
+
+
+def _words(option: Option, given: Any) -> tuple[str, ...]:
+    name, expected = option.name, f"a list of {option.kind}"
     if isinstance(given, (str, bytes, Mapping)):
         raise refused(name, expected, given)
     try:
@@ -123,24 +140,31 @@ def _words(name: str, given: Any) -> tuple[str, ...]:
     return words
 
 
-def _number(name: str, given: Any) -> int:
+def _number(option: Option, given: Any) -> int:
     try:
         if isinstance(given, bool):
             raise TypeError
         return operator.index(given)
     except TypeError:
-        code = "FS211" if name in _OF_CHECKPOINT else "FS515"
-        raise FastshardError.of(code, name, expected="a whole number", got=repr(given)) from None
+        code = "FS211" if option.kind == "size" else "FS515"
+        raise FastshardError.of(code, option.name, expected="a whole number", got=repr(given)) from None
 
 
-def _pair(name: str, given: Any) -> tuple[int, int]:
+def _pair(option: Option, given: Any) -> tuple[int, int]:
     try:
-        numbers = tuple(_number(name, part) for part in given)
+        numbers = tuple(_number(option, part) for part in given)
     except (TypeError, FastshardError):
         numbers = ()
     if len(numbers) != 2 or max(numbers) >= 1 << 63:
-        raise refused(name, "two whole numbers, e.g. (1, 10)", given)
+        raise refused(option.name, "two whole numbers, e.g. (1, 10)", given)
     return numbers
+
+
+#: How a value of each kind is looked at.
+_CHECKS: dict[str, Callable[[Option, Any], Any]] = {
+    "words": _words, "patterns": _words, "degree": _number, "number": _number, "size": _number, "pair": _pair,
+    "choice": _word, "word": _word, "switch": _switch, "path": _path, "mapping": _path, "source": _source,
+}  # fmt: skip
 
 
 def refused(name: str, expected: str, given: Any) -> FastshardError:

@@ -1,145 +1,410 @@
-"""The options of the functions that open, plan and write: their types, and which known word another one was meant for."""
+"""The options of the functions that open, plan and write, each said once: its type, its default, how its values are checked,
+and what it means. The checks of the API, `help()`, the command line and the pages are made of this table."""
 
-from __future__ import annotations
-
+import functools
 import heapq
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypedDict
 
 #: A path as callers give it.
 StrPath = str | os.PathLike[str]
 #: Types of floating tensors in a result.
 Dtype = Literal["keep", "bf16", "f16", "f32"]
+#: What ``accept`` takes: all of it but ``copies=GLOB``.
+ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite")
+#: Severities from which on a finding is an error.
+FAIL_ON = ("error", "warning")
+
+#: How the values of an option are checked: ``words`` and ``patterns`` are lists of texts; a ``degree`` is a number of ranks; a
+#: ``size`` says something of the checkpoint; a ``choice`` is one of several words; ``any`` is checked where it is used.
+Kind = Literal[
+    "any", "choice", "degree", "mapping", "number", "pair", "path", "patterns", "size", "source", "switch", "word", "words"
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. None is among its values if it is the default."""
+
+    kind: Kind
+    help: str
+    default: Any = None
+    #: What stands for the value on the command line.
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    #: As the API calls it.
+    name: str = ""
+
+    @property
+    def flag(self) -> str:
+        """As the command line calls it."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 class Source(TypedDict, total=False):
     """What :func:`fastshard.open` takes, but for the vocabulary."""
 
-    step: str | int | None
-    under: str | None
-    config: StrPath | Mapping[str, Any] | None
-    layout: StrPath | None
-    adapter: StrPath | None
-    accept: Iterable[str]
-    expect_processes: int | None
-    fail_on: Literal["error", "warning"] | None
-    error: Iterable[str]
-    ignore: Iterable[str]
+    step: Annotated[
+        str | int | None,
+        Option(
+            "any",
+            "step to take, by name or number (default: the tracker file's, else the newest)",
+            metavar="N",
+        ),
+    ]
+    under: Annotated[
+        str | None,
+        Option(
+            "word",
+            "the model that lies below this name in the files, where a trainer saved several (model, ema, state_dict)",
+            metavar="NAME",
+        ),
+    ]
+    config: Annotated[
+        StrPath | Mapping[str, Any] | None,
+        Option("mapping", "config.json, GPT-NeoX YAML: overrides what is found", metavar="FILE"),
+    ]
+    layout: Annotated[
+        StrPath | None, Option("path", "a layout table (TOML) of your own for the source", metavar="FILE")
+    ]
+    adapter: Annotated[
+        StrPath | None,
+        Option(
+            "path",
+            "a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where CKPT holds it",
+            metavar="DIR",
+        ),
+    ]
+    accept: Annotated[
+        Iterable[str],
+        Option(
+            "words",
+            "accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
+            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); files, or those "
+            "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
+            (),
+            metavar="WHAT",
+        ),
+    ]
+    expect_processes: Annotated[
+        int | None,
+        Option(
+            "size", "processes that wrote the checkpoint, where its files do not tell (Orbax)", metavar="N"
+        ),
+    ]
 
 
-class Opening(Source, total=False):
-    """What :func:`fastshard.open` takes, but for the threads."""
+class Gating(TypedDict, total=False):
+    """What counts as an error."""
 
-    vocab_size: int | None
+    fail_on: Annotated[
+        Literal["error", "warning"] | None,
+        Option("choice", "warning: each warning counts as an error (exit code 1)", choices=FAIL_ON),
+    ]
+    error: Annotated[
+        Iterable[str],
+        Option("words", "warnings and notes of this code count as errors (exit code 1)", (), metavar="CODE"),
+    ]
+    ignore: Annotated[
+        Iterable[str],
+        Option(
+            "words",
+            "warnings and notes of this code are not shown; --json and manifests have them. An error is not ignored: see --accept",
+            (),
+            metavar="CODE",
+        ),
+    ]
+
+
+class Vocabulary(TypedDict, total=False):
+    """How many tokens there are."""
+
+    vocab_size: Annotated[
+        int | None, Option("size", "true vocabulary; rows beyond it are dropped", metavar="N")
+    ]
 
 
 class Against(TypedDict, total=False):
     """What a checkpoint is held against when it is opened, where functions judge it."""
 
-    like: StrPath | None
+    like: Annotated[
+        StrPath | None,
+        Option(
+            "path",
+            "a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a file of tensors, an index or "
+            "a config.json; by headers alone",
+            metavar="DIR|FILE",
+        ),
+    ]
 
 
-class Threaded(Source, total=False):
+class Threads(TypedDict, total=False):
+    """How many threads work."""
+
+    threads: Annotated[int | None, Option("any", "worker threads (default: all cores)", metavar="N")]
+
+
+class Opening(Source, Gating, Vocabulary, total=False):
+    """What :func:`fastshard.open` takes, but for the threads."""
+
+
+class OpenOptions(Opening, Against, Threads, total=False):
+    """What :func:`fastshard.open` takes."""
+
+
+class Threaded(Source, Gating, Threads, total=False):
     """What :func:`fastshard.open` takes, where the vocabulary is another's."""
-
-    threads: int | None
 
 
 class Placing(TypedDict, total=False):
-    """Options of targets, as :mod:`fastshard.common.target_options` declares them."""
+    """Options of targets: a target that takes one lists it among its own."""
 
-    tp: int
-    pp: int
-    make_vocab_size_divisible_by: int | None
-    param_scan_axis: int | None
-    fused_qkv: bool | None
-    rope_type: Literal["default", "llama3.1"] | None
-    stacked_experts: bool
-    zarr2: bool
+    tp: Annotated[int, Option("degree", "tensor-parallel degree of the result", 1, metavar="N")]
+    pp: Annotated[int, Option("degree", "pipeline-parallel degree of the result", 1, metavar="N")]
+    make_vocab_size_divisible_by: Annotated[
+        int | None,
+        Option(
+            "number",
+            "pad the vocabulary to a multiple of this times tp (default: the source's, else 128)",
+            metavar="N",
+        ),
+    ]
+    param_scan_axis: Annotated[
+        int | None, Option("number", "MaxText: axis of the stacked layers (default: 1)", metavar="N")
+    ]
+    fused_qkv: Annotated[
+        bool | None,
+        Option(
+            "switch", "MaxText's GPT-3: one projection for queries, keys and values (default: the source's)"
+        ),
+    ]
+    rope_type: Annotated[
+        Literal["default", "llama3.1"] | None,
+        Option(
+            "choice",
+            "MaxText: the rotary embedding that the result will be run with (default: llama3.1, whose order of queries and keys "
+            "MaxText's own converter writes)",
+            choices=("default", "llama3.1"),
+        ),
+    ]
+    stacked_experts: Annotated[
+        bool,
+        Option(
+            "switch",
+            "DCP, universal: experts stacked, as a model of transformers 5 has them in memory (default: one by one, as version 4 and files)",
+            False,
+        ),
+    ]
+    zarr2: Annotated[
+        bool, Option("switch", "plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
+    ]
 
 
 class Planned(Threaded, Against, Placing, total=False):
     """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
 
 
-class Shaping(Placing, total=False):
+class Choosing(TypedDict, total=False):
+    """Which tensors."""
+
+    include: Annotated[Iterable[str], Option("patterns", "only these tensors", (), metavar="GLOB")]
+    exclude: Annotated[Iterable[str], Option("patterns", "not these tensors", (), metavar="GLOB")]
+
+
+class Made(Choosing, total=False):
+    """What is made of the tensors, under any names."""
+
+    dtype: Annotated[
+        Dtype,
+        Option(
+            "choice", "of floating tensors (default: keep)", "keep", choices=("keep", "bf16", "f16", "f32")
+        ),
+    ]
+    replicas: Annotated[
+        Literal["equal", "mean"],
+        Option(
+            "choice",
+            "copies of a replicated tensor that differ: refuse (default), or average in float32",
+            "equal",
+            choices=("equal", "mean"),
+        ),
+    ]
+    weights: Annotated[
+        Literal["params", "masters"] | None,
+        Option(
+            "choice",
+            "which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
+            choices=("params", "masters"),
+        ),
+    ]
+    optimizer: Annotated[
+        bool, Option("switch", "optimizer state too (merge; --to dcp, universal, maxtext, orbax)", False)
+    ]
+
+
+class Shaping(Made, Placing, total=False):
     """What is made of the tensors."""
 
-    dtype: Dtype
-    replicas: Literal["equal", "mean"]
-    include: Iterable[str]
-    exclude: Iterable[str]
-    weights: Literal["params", "masters"] | None
-    optimizer: bool
+
+class Sharding(TypedDict, total=False):
+    """How tensors are divided into files."""
+
+    max_shard_size: Annotated[
+        str | int, Option("any", "bytes of tensors in a file, at most (default: 5GB)", "5GB", metavar="SIZE")
+    ]
 
 
-class Viewing(Shaping, total=False):
+class Checked(TypedDict, total=False):
+    """What a source is checked against, and what it is written with."""
+
+    expect: Annotated[
+        StrPath | Mapping[str, Any] | None,
+        Option("mapping", "a manifest or config to check the source against", metavar="FILE"),
+    ]
+    tokenizer: Annotated[
+        StrPath | None,
+        Option(
+            "path",
+            "take tokenizer files from here: a folder, or a file of a vocabulary (default: what lies beside the source)",
+            metavar="DIR",
+        ),
+    ]
+
+
+class Viewing(Shaping, Checked, total=False):
     """What :func:`fastshard.open` takes with a target."""
 
-    expect: StrPath | Mapping[str, Any] | None
-    tokenizer: StrPath | None
+
+class Viewed(OpenOptions, Viewing, total=False):
+    """What :func:`fastshard.open` takes with a target, of the checkpoint and of the result."""
 
 
-class Loading(Opening, Against, Viewing, total=False):
+class Loading(Opening, Against, Viewing, Threads, total=False):
     """What :func:`fastshard.load_model` takes of a checkpoint."""
 
-    threads: int | None
 
-
-class Writing(Opening, Against, Shaping, total=False):
+class Writing(Opening, Against, Shaping, Sharding, total=False):
     """What :func:`fastshard.plan` takes besides the source and the target."""
 
-    max_shard_size: str | int
+
+class Publishing(TypedDict, total=False):
+    """How a result is written."""
+
+    memory: Annotated[
+        str | int | None,
+        Option(
+            "any",
+            "anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
+            metavar="SIZE",
+        ),
+    ]
+    resume: Annotated[bool, Option("switch", "continue an interrupted run of the same plan", False)]
+    overwrite: Annotated[bool, Option("switch", "replace OUT if it is there", False)]
+    fsync: Annotated[bool, Option("switch", "durability (default: full)", True)]
+    sparse: Annotated[bool, Option("switch", "leave holes in files where they hold zeros", False)]
+    stats: Annotated[
+        bool, Option("switch", "statistics of each tensor into the manifest (see `fastshard stats`)", False)
+    ]
+    progress: Annotated[
+        Any, Option("any", "how far it is, on stderr, or to a function of (bytes done, bytes in all)", False)
+    ]
 
 
-class Published(Writing, total=False):
+class Published(Writing, Checked, Threads, Publishing, total=False):
     """What all functions take that publish a result, besides the source and the destination."""
 
-    expect: StrPath | Mapping[str, Any] | None
-    tokenizer: StrPath | None
-    memory: str | int | None
-    threads: int | None
-    resume: bool
-    overwrite: bool
-    fsync: bool
-    sparse: bool
-    stats: bool
-    progress: Any
+
+class Ranked(TypedDict, total=False):
+    """Which of several processes this one is."""
+
+    rank: Annotated[
+        int | Literal["auto"] | None,
+        Option(
+            "any",
+            "this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one process)",
+            metavar="I",
+        ),
+    ]
+    world: Annotated[
+        int | None, Option("number", "how many ranks there are, where no launcher says so", metavar="N")
+    ]
+    timeout: Annotated[
+        float | None, Option("any", "how long ranks wait for one another (default: 600)", metavar="SECONDS")
+    ]
 
 
-class Merging(Published, total=False):
+class Lending(TypedDict, total=False):
+    """Whether each rank has a part of the checkpoint on its own disk."""
+
+    node_local: Annotated[
+        bool,
+        Option(
+            "any",
+            "with --rank or --ray: CKPT is what this host (each node) has of the checkpoint, on its own disk; what is made of several hosts' "
+            "files goes by way of OUT's storage",
+            False,
+        ),
+    ]
+
+
+class Merging(Published, Ranked, Lending, total=False):
     """What :func:`fastshard.merge` takes besides the source and the destination."""
 
-    rank: int | Literal["auto"] | None
-    world: int | None
-    timeout: float | None
-    node_local: bool
+
+class Clustered(TypedDict, total=False):
+    """On which cluster the work is done."""
+
+    address: Annotated[
+        str | None,
+        Option(
+            "any",
+            "of the cluster: auto, HOST:PORT, or local for a Ray of its own on this host",
+            metavar="ADDRESS",
+        ),
+    ]
+    parts: Annotated[
+        int | None, Option("any", "how many parts the work is divided into (default: one for each node)")
+    ]
+    cpus: Annotated[int | None, Option("any", "cores that a part takes (default: all of a node)")]
+    retries: Annotated[int, Option("any", "how often a part whose worker died is made again", 3)]
 
 
-class Spread(Published, total=False):
+class Spread(Published, Clustered, Lending, total=False):
     """What :func:`fastshard.ray.merge` takes besides the source and the destination."""
 
-    address: str | None
-    parts: int | None
-    cpus: int | None
-    retries: int
-    node_local: bool
+
+#: Arguments and options that single functions list themselves.
+_OF_FUNCTIONS = {
+    "source": Option("source", "a path, several node-local ones, or an opened checkpoint"),
+    "a": Option("source", "one checkpoint"),
+    "b": Option("source", "the other"),
+    "out": Option("path", "destination directory"),
+    "to": Option("any", "the target"),
+    "certificates": Option("patterns", "", ()),
+    "signature": Option("path", ""),
+    "public_key": Option("path", ""),
+    "subset": Option("pair", "part n of t"),
+    "drop_optimizer": Option("switch", "", False),
+}
+
+
+@functools.cache
+def table(kind: type) -> dict[str, Option]:
+    """The options of a type of this module, in its order, by name."""
+    return {name: replace(hint.__metadata__[0], name=name) for name, hint in kind.__annotations__.items()}
 
 
 #: Options that shape a plan.
-PLANNING = (
-    frozenset(Writing.__annotations__)
-    - frozenset(Source.__annotations__)
-    - frozenset(Against.__annotations__)
-)
+PLANNING = table(Writing).keys() - table(Source).keys() - table(Gating).keys() - table(Against).keys()
 #: Options of any function.
-ALL = (
-    frozenset(Merging.__annotations__)
-    | frozenset(Spread.__annotations__)
-    | frozenset(Threaded.__annotations__)
-    | {"drop_optimizer", "subset", "to", "out"}
-)
+ALL: dict[str, Option] = {
+    **table(Merging),
+    **table(Spread),
+    **table(Viewed),
+    **{name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()},
+}
 
 
 #: Known words that are compared letter by letter.

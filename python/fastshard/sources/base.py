@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from .. import _core
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
+from ..common.options import ACCEPTABLE
 from ..layouts.declaration import MAX_DEGREE, Blocks, Source
 
 
@@ -98,10 +99,6 @@ class Contents:
             return self._catalog.packed(file, path)
         except _core.CoreError as error:
             raise from_core(error) from None
-
-
-#: What ``accept`` takes: all of it but ``copies=GLOB``.
-ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite")
 
 
 def checked_accept(what: Iterable[str]) -> frozenset[str]:

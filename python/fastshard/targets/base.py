@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
-from ..common.target_options import Option
+from ..common.options import Option
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
 from ..models.model import Model

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..common.byte_sizes import parse_size
 from ..common.errors import FastshardError
-from ..common.target_options import OPTIONS, Option
+from ..common.options import Option
+from ..common.target_options import OPTIONS
 from ..models.tokenizer import Tokenizer
 
 #: Types of floating tensors in a result, as safetensors names them; None keeps each its own.
