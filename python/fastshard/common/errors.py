@@ -131,6 +131,11 @@ class IncompleteError(FastshardError):
     """Pieces are missing that may still arrive (exit code 3)."""
 
 
+for _error in (FastshardError, ProblemError, CannotRunError, IncompleteError):
+    # As users name them, in tracebacks too.
+    _error.__module__ = "fastshard"
+
+
 def error_for(findings: list[Finding]) -> FastshardError:
     """The exception of the class that fits the findings' exit code."""
     order = {"error": 0, "warning": 1, "note": 2}
