@@ -1,6 +1,6 @@
 """The Rust core. Records go in and out as classes, tuples and dicts; long calls release the GIL and stay interruptible.
 
-A record that holds what no option can be (a number beyond 64 bits, a text that is no UTF-8) raises CoreError (``FS515``).
+A record that holds what no option can be (a number that is too large or none, a text that is no UTF-8) raises CoreError (``FS515``).
 """
 
 from collections.abc import Callable, Sequence

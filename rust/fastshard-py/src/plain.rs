@@ -23,7 +23,7 @@ pub(crate) struct Given<T>(pub(crate) T);
 impl<'py, T: DeserializeOwned> FromPyObject<'_, 'py> for Given<T> {
     type Error = PyErr;
 
-    /// Raises `FS515` for what no option can be: a number beyond 64 bits, a text that is no UTF-8.
+    /// Raises `FS515` for what no option can be: a number that is too large or none, a text that is no UTF-8.
     fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         T::deserialize(Object { given: &given, depth: 0 }).map(Given).map_err(|Unusable(why)| {
             raise(Finding::new(codes::USAGE, format!("an option holds what cannot be used: {why}")).into())
@@ -79,10 +79,12 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
         } else if let Ok(given) = given.cast::<PyBool>() {
             visitor.visit_bool(given.is_true())
         } else if given.is_instance_of::<PyInt>() {
-            match (given.extract::<u64>(), given.extract::<i64>()) {
-                (Ok(number), _) => visitor.visit_u64(number),
-                (_, Ok(number)) => visitor.visit_i64(number),
-                _ => Err(Unusable(format!("{given} has more than 64 bits"))),
+            match (given.extract::<u64>(), given.extract::<i64>(), given.extract::<f64>()) {
+                (Ok(number), ..) => visitor.visit_u64(number),
+                (_, Ok(number), _) => visitor.visit_i64(number),
+                // As JSON readers take it: where a whole number is asked for, it is refused.
+                (.., Ok(number)) if number.is_finite() => visitor.visit_f64(number),
+                _ => Err(Unusable(format!("{given} is beyond all numbers"))),
             }
         } else if let Ok(number) = given.cast::<PyFloat>() {
             match number.value().is_finite() {
@@ -170,8 +172,14 @@ impl<'de> de::MapAccess<'de> for Items<'_> {
         let Some((key, value)) = self.items.next() else { return Ok(None) };
         self.value = Some(value);
         // As JSON has them: keys are texts.
+        let word = match key.cast::<PyBool>() {
+            Ok(key) if key.is_true() => Some("true"),
+            Ok(_) => Some("false"),
+            Err(_) => key.is_none().then_some("null"),
+        };
         let key = key.str()?;
-        let key: StrDeserializer<'_, Unusable> = text(&key)?.into_deserializer();
+        let key = word.map_or_else(|| text(&key), Ok)?;
+        let key: StrDeserializer<'_, Unusable> = key.into_deserializer();
         seed.deserialize(key).map(Some)
     }
 
