@@ -53,6 +53,11 @@ class Manifest(Mapping[str, Any]):
             t["name"] if names[t["name"]] == 1 else f"{t['file']}:{t['name']}": t for t in document["tensors"]
         }
 
+    @classmethod
+    def written(cls, text: str, findings: list[Finding]) -> Manifest:
+        """The manifest that the core has written, by its text."""
+        return cls(json.loads(text), findings)
+
     def __getitem__(self, name: str) -> Any:
         return self._tensors[name]
 

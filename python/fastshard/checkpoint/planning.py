@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _core
 from .._core import Rule
-from ..common import memory_budget
+from ..common import config_text, memory_budget
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.gate import Gate
@@ -281,7 +281,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         config = _kept_config(source, axes, main, cast)
         unwritten = target is not None and source.model.config_file is None
         if config is not None and (config != opened.source.model.config or unwritten):
-            texts["config.json"] = json.dumps(config, indent=2) + "\n"
+            texts["config.json"] = config_text.written(config)
     placement = {
         "files": completed.files,
         "max_shard_size": request.max_shard_size,

@@ -50,6 +50,11 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"not valid JSON: {_said(error)}") from None
 
 
+def written(config: Mapping[str, Any]) -> str:
+    """The text of a config.json."""
+    return json.dumps(config, indent=2) + "\n"
+
+
 def checked(value: Any) -> Any:
     """The value itself, if its whole numbers have 64 bits.
 

@@ -283,7 +283,7 @@ class Job:
     def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
         """The manifest of what the core has written."""
         made, found = written
-        return Manifest(json.loads(made), [*self.findings, *found])
+        return Manifest.written(made, [*self.findings, *found])
 
 
 def prepared(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -242,7 +241,7 @@ def repair_masters(
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)
         decided = [f for f in told if f.decided is not None]
-        return Manifest(json.loads(made), list(dict.fromkeys([*decided, *findings, *found])))
+        return Manifest.written(made, list(dict.fromkeys([*decided, *findings, *found])))
 
 
 def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint.manifests import Manifest
 from ..checkpoint.tensor_map import Tensors, TorchTensors
-from ..common import option_checks
+from ..common import config_text, option_checks
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
@@ -132,7 +131,7 @@ class Writer:
                            help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip
-            texts = {} if self._config is None else {"config.json": json.dumps(self._config, indent=2) + "\n"}
+            texts = {} if self._config is None else {"config.json": config_text.written(self._config)}
             made, findings = self._core.finish(texts, None)
         except _core.CoreError as core_error:
             raise error_for([*from_core(core_error).findings, *self._abandon()]) from None
@@ -140,7 +139,7 @@ class Writer:
             if left := self._abandon():
                 carry(stopped, left)
             raise
-        self.manifest = Manifest(json.loads(made), findings)
+        self.manifest = Manifest.written(made, findings)
 
     def _abandon(self) -> list[Finding]:
         """Removes what was written; what keeps it from being removed must not hide why it should be."""

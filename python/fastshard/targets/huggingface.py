@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .._core import Table
+from ..common import config_text
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
 from ..layouts.declaration import Description, Source, is_state
@@ -125,7 +125,7 @@ class HfTarget(Target):
         if self.model is not None:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
-        text = json.dumps(config_json.with_dtype(config, bound.dtype), indent=2) + "\n"
+        text = config_text.written(config_json.with_dtype(config, bound.dtype))
         return Completed({"config.json": text}, assumed)
 
 

@@ -3,7 +3,6 @@ together and compared elsewhere."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +85,7 @@ def piece(
             )
         except _core.CoreError as error:
             raise from_core(error) from None
-    return Manifest(json.loads(made), found)
+    return Manifest.written(made, found)
 
 
 def _of_it(checkpoint: Checkpoint) -> list[File]:
