@@ -11,7 +11,7 @@ import fastshard
 import pytest
 import torch
 from fastshard import layouts
-from fastshard.checkpoint import planning
+from fastshard.checkpoint import drafting, plan_findings, planning, reference_names
 from fastshard.targets.registry import TARGETS
 from helpers import HF, NEOX, cli
 from safetensors.torch import load_file, save_file
@@ -99,8 +99,9 @@ def test_parts_of_other_sizes_are_told(parts: list[int], fused: Path, tmp_path: 
 @pytest.mark.parametrize("to", [None, *TARGETS])
 def test_a_plan_is_composed_once(to: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts: list[Any] = []
-    draft = planning._draft
-    monkeypatch.setattr(planning, "_draft", lambda *given: drafts.append(given) or draft(*given))
+    draft = drafting.draft_of
+    for module in (planning, plan_findings, reference_names):
+        monkeypatch.setattr(module, "draft_of", lambda *given: drafts.append(given) or draft(*given))
     for source in (NEOX, HF):
         drafts.clear()
         try:

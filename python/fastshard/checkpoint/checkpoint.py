@@ -16,6 +16,7 @@ from ..common.errors import FastshardError, Finding, error_for, exit_code, from_
 from ..common.gate import Gate
 from ..common.listing import File, Listing, list_roots, refuse_unprintable
 from ..common.options import OpenOptions, StrPath
+from ..common.thread_counts import thread_count
 from ..expected import reference as references
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
@@ -26,7 +27,8 @@ from ..sources.index_files import disagreeing
 from ..sources.peft import lora
 from ..sources.registry import detect
 from ..sources.renamed_files import renamed
-from .planning import Opened, Plan, make_plan, thread_count
+from .drafting import Opened
+from .planning import Plan, make_plan
 from .tensor_map import Tensors
 
 if TYPE_CHECKING:

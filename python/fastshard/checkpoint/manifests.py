@@ -20,8 +20,8 @@ from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import recorded
 from ..common.options import ACCEPTABLE, StrPath
+from ..common.thread_counts import thread_count
 from . import manifest_files
-from .planning import thread_count
 
 if TYPE_CHECKING:
     from .._core import RunOptions

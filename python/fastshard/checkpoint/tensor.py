@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..common.dtypes import NUMPY_NAMES, TORCH_NAMES, item_size, numpy_dtype
 from ..common.errors import from_core
-from .planning import thread_count
+from ..common.thread_counts import thread_count
 
 if TYPE_CHECKING:
     import jax

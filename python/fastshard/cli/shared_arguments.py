@@ -8,7 +8,6 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checkpoint import open as open_checkpoint
-from ..checkpoint.planning import thread_count
 from ..common.errors import FastshardError
 from ..common.options import (
     Against,
@@ -28,6 +27,7 @@ from ..common.options import (
     Vocabulary,
     table,
 )
+from ..common.thread_counts import thread_count
 from ..conversion.distributed.launcher_env import detect
 from ..targets.registry import TARGETS
 from .output_formats import DOCUMENTS, FORMATS

@@ -11,11 +11,11 @@ from typing import Any
 
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
-from ..checkpoint.planning import thread_count
 from ..common import memory_budget, safe_files
 from ..common.errors import FastshardError, raise_errors
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
+from ..common.thread_counts import thread_count
 from .verify import verify as verify_checkpoint
 
 __all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from ... import _core
 from ...checkpoint.manifests import run_options
-from ...checkpoint.planning import thread_count
 from ...common.errors import FastshardError
+from ...common.thread_counts import thread_count
 from ...conversion.convert import plan as plan_of
 from ...conversion.distributed.split_runs import begin
 from ..render import human, table

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....checkpoint.planning import default_threads
 from ....common.errors import FastshardError
 from ....common.optional_imports import imported
+from ....common.thread_counts import default_threads
 
 __all__ = [
     "Node",

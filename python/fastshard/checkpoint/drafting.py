@@ -1,0 +1,87 @@
+"""What a plan is drafted of: an opened checkpoint, the part of its source that is asked for, and the core's draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import _core
+from ..common import memory_budget
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.gate import Gate
+from ..common.listing import File
+from ..expected.reference import Reference
+from ..layouts import tables as layouts
+from ..layouts.declaration import Source
+from ..targets.base import Target
+from ..targets.registry import TARGETS, keeps_all
+from ..targets.request import Request
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint as planning sees it: declaration, files, and what was found on opening."""
+
+    source: Source
+    catalog: _core.Catalog
+    findings: list[Finding]
+    #: Files in the catalog's order.
+    files: Sequence[File]
+    #: All files that hold what is read: of a store, which the catalog knows as one, each.
+    behind: list[File]
+    #: What it is held against, if anything is.
+    reference: Reference | None = None
+    #: How findings are judged; those above are as they were found.
+    gate: Gate = field(default_factory=Gate)
+
+
+def taken(opened: Opened, request: Request) -> Source:
+    """The part of a source that is asked for, with the vocabulary that was given."""
+    source = opened.source
+    if source.chosen or not keeps_all(request.to):
+        source = source.weights_only(opened.catalog.names, request.optimizer)
+    elif request.to is None:
+        source = source.beside_config(opened.catalog.names)
+    if request.vocab_size is not None:
+        axes = {k: v for k, v in source.axes.items() if k != "V"}
+        source = replace(source, vocab_size=request.vocab_size, axes=axes)
+    named = source.table is None and source.own_table is None and source.layout is not None
+    if named and source.layout not in layouts.names():
+        raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
+    return source
+
+
+def with_masters(source: Source, request: Request) -> Request:
+    """Moments go on with the weights that they were taken of: the masters, where there are any."""
+    moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
+    if moves and request.weights is None and source.optimizer.masters:
+        return replace(request, weights="masters")
+    return request
+
+
+def movable(source: Source, target: Target, request: Request) -> None:
+    """Whether the source's state is one that moves.
+
+    Raises:
+        FastshardError: ``FS514`` for train states of JAX, whose moments have other names than their weights.
+    """
+    if request.optimizer and target.takes_slots and source.optimizer.rules is not None:
+        raise FastshardError.of(
+            "FS514",
+            f"the optimizer's state of {source.framework} is not converted to {target.name}",
+            expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
+            got=source.framework,
+            help="convert to maxtext, which holds it, or do without --optimizer",
+        )
+
+
+def draft_of(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Draft:
+    """A draft of a request, with the tables of source and target."""
+    sides: dict[str, Any] = {key: dict(request[key]) for key in ("source", "target") if key in request}
+    tables = [sides.get(key, {}).pop("layout", None) for key in ("source", "target")]
+    try:
+        catalog.within(memory_budget.stated())
+        return catalog.draft({**request, **sides}, *tables)
+    except _core.CoreError as error:
+        raise from_core(error) from None

@@ -1,0 +1,167 @@
+"""What is to be said of a plan besides what the core says: which weights are taken, what is not proven, what is cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _core
+from ..common.errors import FastshardError, Finding, raise_errors
+from ..expected import heuristics
+from ..layouts.declaration import Source, is_state
+from ..models import config_json
+from ..targets.base import Drafted
+from ..targets.request import Request
+from .drafting import Opened, draft_of
+
+
+def weights_taken(
+    source: Source, opened: list[Finding], weights: str | None, optimizer: bool
+) -> list[Finding]:
+    """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
+    state = source.optimizer
+    held = state.masters or state.moments_only or state.moments_named
+    if (weights == "masters" and not state.masters) or (optimizer and not held):
+        # Why what is there cannot be read, if it cannot.
+        raise_errors(state.findings)
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds no fp32 masters or optimizer state",
+            severity="error",
+            help="only its parameters can be taken (--weights params)",
+        )
+    if weights == "params" and not state.params_stored:
+        raise FastshardError.of(
+            "FS402",
+            "the checkpoint holds its parameters as fp32 masters only (ZeRO stage 3)",
+            severity="error",
+            help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
+        )
+    if not held or state.moments_named:
+        return list(opened)
+    unread: list[Finding] = []
+    if optimizer and not any(a.slot for a in source.assembled):
+        unread = [
+            Finding.of("FS402", "the optimizer holds no moments: it never took a step", severity="warning")
+            if state.unstepped
+            else Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")
+        ]
+    taken = weights or state.weights
+    # Masters are compared with the parameters unless that is declined; moments alone are compared with nothing.
+    lenient = not optimizer and (weights == "params" or state.moments_only)
+
+    def weighed(finding: Finding, about_optimizer: bool) -> Finding:
+        if lenient and about_optimizer and finding.severity == "error":
+            return finding.replace(severity="warning")
+        # What cannot be named cannot be taken either.
+        if (taken == "masters" or optimizer) and finding.code == "FS402":
+            return finding.replace(severity="error")
+        return finding
+
+    found = [weighed(f, f.file in state.files) for f in opened]
+    found += [weighed(f, True) for f in state.findings]
+    found += state.unread if optimizer else []
+    told = {
+        "params": "the parameters as stored; the fp32 masters are compared with them",
+        "masters": "the fp32 masters; the parameters stored beside them are compared with them"
+        if state.params_stored
+        else "the fp32 masters, the only copy of the weights",
+    }
+    if not any(f.severity == "error" for f in found):
+        # Otherwise what is wrong with the optimizer files is the cause.
+        found += unread
+    if state.moments_only:
+        return found
+    return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
+
+
+def evidence(
+    opened: Opened, source: Source, request: Request, draft: _core.Draft
+) -> heuristics.Evidence | None:
+    """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
+    model = opened.source.model
+    by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
+    if source.layout is not None or model.is_part or not (model.hf_names or by_config):
+        return None
+    if request.include or request.exclude or request.optimizer:
+        # All of the model, and nothing else.
+        side = source.to_request(request.weights, optimizer=False)
+        draft = draft_of(
+            opened.catalog,
+            {"source": side, "dtype": None, "mean_replicas": True, "include": [], "exclude": []},
+        )
+    tensors = {
+        name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
+    }
+    return heuristics.judge(
+        tensors,
+        model.config,
+        saved_whole=model.saved_whole,
+        in_files=len(opened.behind) > 1,
+        lost=source.lost,
+    )
+
+
+def unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
+    """That nothing states all that must exist, and what of it nothing speaks of."""
+    if source.model.config is None:
+        help_ = "give --expect CONFIG (a config.json or the training config)"
+    else:
+        help_ = "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own"
+    unnoticed = "nothing outside the files states what must exist"
+    if seen is not None:
+        if source.expected_names:
+            unnoticed = "the index alone states what must exist"
+        if seen.alone:
+            unnoticed += f"; {heuristics.unheld(seen)}"
+    return Finding.of("FS109", f"completeness not provable: {unnoticed}", unnoticed=unnoticed, help=help_)
+
+
+def asked_for(finding: Finding, request: Request) -> Finding:
+    """An error about a tensor is a note where that is left out, as the core takes these patterns."""
+    if request.wants(finding.tensor or ""):
+        return finding
+    return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
+
+
+def grouped(findings: list[Finding]) -> list[Finding]:
+    """Tensors that are left out for one reason are one note: a train state has two moments of each weight."""
+    left: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.code == "FS212":
+            left.setdefault(finding.message, []).append(finding)
+    notes = [
+        group[0] if len(group) == 1 else group[0].replace(message=f"{len(group)} tensors: {reason}")
+        for reason, group in left.items()
+    ]
+    return [f for f in findings if f.code != "FS212"] + notes
+
+
+def quantised(tensors: dict[str, Drafted], dtype: str, config: dict[str, Any] | None) -> list[Finding]:
+    """What is stored quantised and has no scales that are understood would be kept as it is, which is not what was asked for."""
+    method = config_json.quantised_by(config or {})
+    packed = [(n, t.dtype) for n, t in tensors.items() if t.dtype[0] in "IU" and len(t.shape) > 1]
+    if method and packed:
+        return [
+            Finding.of(
+                "FS514",
+                f"{len(packed)} tensors hold packed weights (quantization_config: {method}), whose values are not computed here",
+                tensor=packed[0][0],
+                expected=f"floats that can be cast to {dtype}",
+                got=packed[0][1],
+                help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
+            )
+        ]
+    stored = [(name, t.dtype) for name, t in tensors.items() if t.dtype.startswith("F8_")]
+    if not stored:
+        return []
+    name, kind = stored[0]
+    return [
+        Finding.of(
+            "FS514",
+            f"{len(stored)} tensors stored in FP8 have no scales beside them (NAME_scale_inv, NAME_scale)",
+            tensor=name,
+            expected=f"floats that can be cast to {dtype}",
+            got=kind,
+            help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
+        )
+    ]

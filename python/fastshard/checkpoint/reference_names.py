@@ -1,0 +1,183 @@
+"""The names that a reference (``--like``) has for a source's tensors: the ways to read a source so that it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from .. import _core
+from .._core import Rule
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.thread_counts import default_threads
+from ..expected.compare_reference import Side, gain, moves
+from ..layouts.declaration import Source
+from ..targets.registry import target_of
+from ..targets.request import MERGE, Request
+from .drafting import Opened, draft_of, taken
+
+#: Threads at most; no machine has as many cores.
+_MAX_THREADS = 1 << 14
+#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
+_CHUNK, _BEGIN = 1 << 24, 1 << 12
+#: Threads at most; no machine has as many cores.
+_MAX_THREADS = 1 << 14
+#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
+_CHUNK, _BEGIN = 1 << 24, 1 << 12
+#: Bytes of the widest element.
+_WIDEST = 16
+#: Threads at most; no machine has as many cores.
+_MAX_THREADS = 1 << 14
+#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
+_CHUNK, _BEGIN = 1 << 24, 1 << 12
+#: Bytes of the widest element.
+_WIDEST = 16
+#: Where the outputs of a plan lie that is only read.
+_UNPLACED: dict[str, Any] = {
+    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
+}  # fmt: skip
+
+
+def sides_of(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
+    """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
+    its own, as it is stored, and as transformers has it."""
+    every = {**asked, "include": (), "exclude": ()}
+    keeps = request.to in (None, "hf") and not request.optimizer
+    if keeps:
+        yield replace(planned, draft=draft_of(opened.catalog, every)) if request.is_narrowed else planned
+    every.pop("target", None)
+    weights_of = {key: asked["source"][key] for key in ("dequantise",) if key in asked["source"]}
+    if request.to is not None or not keeps:
+        as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
+        stored, form, how = as_referenced(opened, taken(opened, as_stored), as_stored)
+        side = stored.to_request(request.weights) | weights_of
+        every |= {"source": side} | ({} if form is None else {"target": form})
+        yield Side(draft_of(opened.catalog, every), stored, True, Values(opened.catalog, every).same, how)
+    if request.to != "hf" or not keeps:
+        as_hf = Request("hf", vocab_size=request.vocab_size)
+        try:
+            source = taken(opened, as_hf)
+            target = target_of(source, as_hf).side()
+            side = source.to_request(request.weights) | weights_of
+            every |= {"source": side, "target": target}
+            draft = draft_of(opened.catalog, every)
+        except FastshardError:
+            # It has no such form.
+            return
+        if not any(found.severity == "error" for found in draft.findings()):
+            yield Side(draft, source, False, Values(opened.catalog, every).same)
+
+
+def as_referenced(
+    opened: Opened, source: Source, request: Request
+) -> tuple[Source, dict[str, Any] | None, str]:
+    """A source whose result has the names of the reference, the form that a merge has for that, and how in words.
+
+    A model that a table describes takes the table's form, others move prefixes of their names.
+    """
+    roster = None if opened.reference is None else opened.reference.roster
+    if opened.reference is None or roster is None or source.weights_prefix:
+        return source, None, ""
+    if request.to is not None:
+        target = target_of(source, request)
+        if not target.keeps_names or target.takes_slots:
+            # By a table's names, or for a trainer, which has those of memory.
+            return source, None, ""
+    if source.layout is not None and not source.model.hf_names:
+        return source, None, ""
+    asked: dict[str, Any] = {
+        "source": source.to_request(request.weights),
+        "dtype": None,
+        "mean_replicas": request.replicas == "mean",
+        "include": (),
+        "exclude": (),
+    }
+    side = Side(draft_of(opened.catalog, asked), source, below=True)
+    if source.layout is not None:
+        shaped, form = by_table(source, side, request)
+        if form is None:
+            return source, None, ""
+        asked |= {"source": shaped.to_request(request.weights), "target": form}
+        other = Side(draft_of(opened.catalog, asked), shaped, below=True)
+        return (shaped, form, "") if gain(other, side, roster) > 0 else (source, None, "")
+    way = moves(side, roster, opened.reference.path)
+    if way is None:
+        return source, None, ""
+    note = Finding.of(
+        "FS212",
+        f"names are written as the reference {opened.reference.path} has them: {way}",
+        severity="note",
+    )
+    return source.as_called(way.names, note), None, str(way)
+
+
+def by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict[str, Any] | None]:
+    """A source and the form in which transformers stores its model, for a merge; no form where no table tells.
+
+    Both tables have what lies beside the model, so that it stays.
+    """
+    try:
+        target = target_of(source, Request("hf", vocab_size=request.vocab_size))
+    except FastshardError:
+        return source, None
+    form, usual = target.side(), source.usual_table
+    if "layout" not in form or usual is None:
+        return source, None
+    beside: list[Rule] = []
+    for name, (_, shape) in side.tensors.items():
+        own = source.names.get(name, name)
+        if usual.rule_of(own) is None:
+            axes = ", ".join(f"beside{len(beside)}d{d}" for d in range(len(shape)))
+            beside.append(Rule.literal(own, f"[{axes}]", own))
+    form |= {"name": "merge", "layout": form["layout"].with_rules([*form["layout"].rules, *beside])}
+    return replace(source, table=usual.with_rules([*usual.rules, *beside])), form
+
+
+class Values:
+    """The values that a draft's tensors have, as they are stored."""
+
+    def __init__(self, catalog: _core.Catalog, asked: dict[str, Any]) -> None:
+        self._catalog, self._asked = catalog, {**asked, "dtype": None, "include": (), "exclude": ()}
+        self._begins: dict[str, bytes] = {}
+
+    @cached_property
+    def _plan(self) -> _core.Plan:
+        draft = draft_of(self._catalog, self._asked)
+        return draft.place(_UNPLACED)
+
+    @cached_property
+    def _index(self) -> dict[str, tuple[int, int]]:
+        return {name: (i, size) for i, (name, _, _, size, _) in enumerate(self._plan.outputs())}
+
+    def same(self, one: str, other: str, constant: bool) -> bool:
+        """Whether two tensors of one shape and dtype hold the same bytes; of one value all over only if ``constant``."""
+        if one not in self._index or other not in self._index:
+            return False
+        first = self._begin(one)
+        if first != self._begin(other):
+            return False
+        size, is_varied = self._index[one][1], constant
+        for start in range(0, size, _CHUNK):
+            length = min(_CHUNK, size - start)
+            bytes_of = self._read(one, start, length)
+            if bytes_of != self._read(other, start, length):
+                return False
+            # Zeros and ones are the same in tensors that have nothing to do with each other.
+            is_varied = is_varied or bytes_of[_WIDEST:] != bytes_of[:-_WIDEST]
+        return is_varied
+
+    def _begin(self, name: str) -> bytes:
+        if name not in self._begins:
+            self._begins[name] = self._read(name, 0, min(_BEGIN, self._index[name][1]))
+        return self._begins[name]
+
+    def _read(self, name: str, start: int, length: int) -> bytes:
+        import numpy as np
+
+        buffer = np.empty(length, dtype=np.uint8)
+        try:
+            self._plan.read(self._index[name][0], start, buffer, default_threads())
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        return buffer.tobytes()

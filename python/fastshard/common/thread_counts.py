@@ -1,0 +1,30 @@
+"""How many threads work."""
+
+from __future__ import annotations
+
+import os
+
+from .errors import FastshardError
+
+#: Threads at most; no machine has as many cores.
+_MAX_THREADS = 1 << 14
+
+
+def default_threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_count(threads: int | None) -> int:
+    """The number of worker threads asked for; default all cores.
+
+    Raises:
+        FastshardError: ``FS515`` if it is none.
+    """
+    if threads is None:
+        return default_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
+        raise FastshardError.of(
+            "FS515", "threads", expected=f"a whole number from 1 to {_MAX_THREADS}", got=repr(threads)
+        )
+    return threads
