@@ -11,7 +11,7 @@ import fastshard
 import pytest
 import torch
 from fastshard import layouts
-from fastshard.checkpoint import drafting, plan_findings, planning, reference_names
+from fastshard.checkpoint import drafting, plan_findings, planning, reference_sides
 from fastshard.targets.registry import TARGETS
 from helpers import HF, NEOX, cli
 from safetensors.torch import load_file, save_file
@@ -100,7 +100,7 @@ def test_parts_of_other_sizes_are_told(parts: list[int], fused: Path, tmp_path: 
 def test_a_plan_is_composed_once(to: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts: list[Any] = []
     draft = drafting.draft_of
-    for module in (planning, plan_findings, reference_names):
+    for module in (planning, plan_findings, reference_sides):
         monkeypatch.setattr(module, "draft_of", lambda *given: drafts.append(given) or draft(*given))
     for source in (NEOX, HF):
         drafts.clear()

@@ -14,7 +14,8 @@ from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import Finding, from_core
 from ..common.options import meant, nearest
-from ..expected.compare_reference import Side, judged
+from ..expected.compare_reference import judged
+from ..expected.reference_names import Side
 from ..layouts.declaration import Source
 from ..models import config_json
 from ..models.vocab_rows import padding, words
@@ -26,7 +27,7 @@ from .causes import Causes, causes_of
 from .drafting import Opened, draft_of, movable, taken, with_masters
 from .mapped_files import Maps
 from .plan_findings import asked_for, evidence, grouped, quantised, unproven, weights_taken
-from .reference_names import Values, as_referenced, sides_of
+from .reference_sides import Values, as_referenced, sides_of
 
 #: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12

@@ -11,7 +11,7 @@ from .. import _core
 from .._core import Rule
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.thread_counts import default_threads
-from ..expected.compare_reference import Side, gain, moves
+from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
 from ..targets.registry import target_of
 from ..targets.request import MERGE, Request

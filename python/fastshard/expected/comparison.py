@@ -1,0 +1,117 @@
+"""What a checkpoint and a reference are compared by, and what the judgements about them share."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..common.errors import Finding
+from .reference import Reference
+from .reference_names import Met
+
+__all__ = ["HEAD", "LAYER", "TOLD", "WORDS", "Comparison", "Missing", "extents", "more", "number", "stated"]
+
+#: Findings of one kind that are told one by one.
+TOLD = 100
+#: The number of a layer: the first of a name.
+LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
+#: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py (_tied_weights_keys)
+HEAD = re.compile(
+    r"(^|\.)(lm_head|embed_out|lm_head\.decoder|predictions\.decoder|output_projection)\.(weight|bias)$"
+)
+WORDS = re.compile(
+    r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$|(^|\.)(predictions|lm_head)\.bias$|"
+    + HEAD.pattern
+)
+
+#: Names of the roster and their shapes, as far as these are known.
+Missing = list[tuple[str, "list[int | None] | None"]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A checkpoint and a reference under common names, and what is asked of the one."""
+
+    met: Met
+    reference: Reference
+    #: The reference's tensors: the shape of each, as far as it is known.
+    expected: Mapping[str, list[int | None] | None]
+    #: Whether a tensor is asked for, by its name in a result.
+    wanted: Callable[[str], bool]
+    #: The dtype that floating tensors are to have; None to keep each its own.
+    cast: str | None
+    #: Tensors of which something is known to be wrong already.
+    named: Set[str]
+
+    @property
+    def path(self) -> str:
+        """Of the reference, for messages."""
+        return self.reference.path
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The checkpoint's own config; empty where it is the reference's."""
+        model = self.met.side.source.model
+        lent = self.reference.config_file is not None and model.config_file == self.reference.config_file
+        return {} if lent else model.config or {}
+
+    @property
+    def theirs(self) -> Mapping[str, Any]:
+        """The reference's config."""
+        return self.reference.config or {}
+
+    def asked(self, name: str) -> bool:
+        """Whether a tensor that is not there is asked for: by the name that it would be stored under."""
+        stored = self.stored(name)
+        return self.wanted(stored) and not {name, stored} & self.named
+
+    def stored(self, name: str) -> str:
+        """The name that a tensor of the roster would be stored under."""
+        return self.met.side.outer + self.met.reading.back(name)
+
+    def shape(self, stored: str) -> list[int]:
+        """The whole shape of a tensor that is stored."""
+        return self.met.side.tensors[stored][1]
+
+    @cached_property
+    def there(self) -> set[str]:
+        """Names of the roster whose tensors are there."""
+        return self.expected.keys() - {name for name, _ in self.met.found["missing"]}
+
+    @cached_property
+    def stacks(self) -> dict[str, dict[int, set[str]]]:
+        """What the layers of the roster hold: by what precedes their number, and the number."""
+        stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for name in self.expected:
+            if match := LAYER.match(name):
+                stacks[match[1]][int(match[2])].add(match[3])
+        return stacks
+
+
+def more(code: str, count: int, what: str, severity: str | None = None) -> list[Finding]:
+    """Says how many findings of a kind are not told one by one."""
+    if count <= TOLD:
+        return []
+    return [Finding.of(code, f"and {count - TOLD} more {what}", severity=severity)]
+
+
+def extents(shape: Iterable[int | None]) -> str:
+    """A shape in words; dimensions that are not known are question marks."""
+    return f"[{', '.join('?' if n is None else str(n) for n in shape)}]"
+
+
+def stated(config: Mapping[str, Any], *keys: str) -> Any:
+    """What a config, or that of its language model, says by the first of some keys; None if it says nothing."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)
+
+
+def number(config: Mapping[str, Any], *keys: str) -> int | None:
+    """What a config states by the first of some keys; None if that is no whole number."""
+    value = stated(config, *keys)
+    return value if type(value) is int else None

@@ -1,0 +1,268 @@
+"""Tensors that a checkpoint lacks or has too much, by a reference, and what explains that."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from ..common.errors import Finding
+from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
+
+__all__ = ["Unmatched", "further", "missing", "unexplained"]
+
+#: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a bias.
+#: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py (register_buffer)
+_BUFFERS = (
+    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"), None),
+    (re.compile(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
+    (re.compile(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
+    (re.compile(r"(^|\.)embeddings\.position_ids$"), 2),
+)  # fmt: skip
+#: Numbers of layers and the like.
+_UNNUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")
+#: Keys by which configs state the layers.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """Tensors that one of the two has alone, and what was left out because it is explained."""
+
+    #: What the checkpoint lacks, by the roster's names.
+    missing: Missing
+    #: What the reference has not, by the names stored.
+    further: list[str]
+    notes: tuple[Finding, ...] = ()
+
+
+def unexplained(compared: Comparison) -> Unmatched:
+    """Tells what the checkpoint lacks or has too much without good reason."""
+    met = compared.met
+    unmatched = Unmatched(
+        [(name, shape) for name, shape in met.found["missing"] if compared.asked(name)],
+        [stored for stored in met.further if compared.wanted(stored)],
+    )
+    for without in (_without_buffers, _without_copies, _without_ties, _without_layers):
+        rest = without(compared, unmatched)
+        unmatched = Unmatched(rest.missing, rest.further, (*unmatched.notes, *rest.notes))
+    return unmatched
+
+
+# --- what explains it
+
+
+def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
+    """Without what transformers computes itself."""
+    kept = [s for s in unmatched.further if not _is_buffer(compared.met.name(s), compared.shape(s))]
+    left = sorted(set(unmatched.further) - set(kept))
+    notes = [
+        Finding.of(
+            "FS212",
+            f"{len(left)} tensors that the reference {compared.path} has not are buffers, which transformers computes itself",
+            severity="note",
+            tensor=first,
+        )
+        for first in left[:1]
+    ]
+    lacking = [(name, shape) for name, shape in unmatched.missing if not _is_buffer(name, shape)]
+    return Unmatched(lacking, kept, tuple(notes))
+
+
+def _is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
+    """True for a tensor that transformers computes itself, by its name and the number of its dimensions."""
+    dimensions = None if shape is None else len(list(shape))
+    return any(
+        pattern.search(name) and (known is None or dimensions in (None, known)) for pattern, known in _BUFFERS
+    )
+
+
+def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
+    """Without copies of a tensor to which the reference ties them."""
+    copies = {stored: of for stored in unmatched.further if (of := _copied(compared, stored)) is not None}
+    notes = [
+        Finding.of(
+            "FS212",
+            f"{len(copies)} tensors that the reference {compared.path} has not have the bytes of tensors that it ties them to",
+            severity="note",
+            tensor=first,
+            got=f"the bytes of {copies[first]}",
+        )
+        for first in list(copies)[:1]
+    ]
+    kept = [stored for stored in unmatched.further if stored not in copies]
+    return Unmatched(unmatched.missing, kept, tuple(notes))
+
+
+def _copied(compared: Comparison, stored: str) -> str | None:
+    """The tensor that one which the reference lacks is a copy of; None if it is none.
+
+    The same tensor of another layer is a layer that is there twice, and no tie. One value all over, as new biases and norms
+    have it, tells of a tie between tensors with a row for each word alone.
+    """
+    met = compared.met
+    like = _UNNUMBERED.sub("#", met.name(stored))
+    own = met.side.tensors[stored]
+    alike = (
+        other
+        for other, told in met.side.tensors.items()
+        if told == own
+        and (name := met.name(other)) in compared.there
+        and met.side.own(other) is not None
+        and _UNNUMBERED.sub("#", name) != like
+    )
+    words = WORDS.search(met.name(stored))
+    return next(
+        (
+            other
+            for other in alike
+            if met.side.same(stored, other, bool(words and WORDS.search(met.name(other))))
+        ),
+        None,
+    )
+
+
+def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
+    """Without tensors that a config ties to one that is there."""
+    tied = stated(compared.own, "tie_word_embeddings")
+    tied = stated(compared.theirs, "tie_word_embeddings") if tied is None else tied
+    if tied is not True:
+        # What a model that ties nothing lacks is lost: it must be stated.
+        return Unmatched(unmatched.missing, unmatched.further)
+    words = [(n, compared.expected[n]) for n in compared.there if WORDS.search(n)]
+    partners = {
+        name: [other for other, held in words if held == shape]
+        for name, shape in unmatched.missing
+        if WORDS.search(name)
+    }
+    alone = [
+        name
+        for name, others in partners.items()
+        if others and not HEAD.search(name) and all(HEAD.search(other) for other in others)
+    ]
+    notes = [
+        Finding.of(
+            "FS102",
+            "stored by the name of the output layer alone, to which the config ties it",
+            severity="warning",
+            tensor=compared.stored(name),
+            expected=f"as in {compared.path}",
+            help="versions of transformers before 5 look for it by this name, and make it up where it is not there",
+        )
+        for name in alone[:1]
+    ]
+    lacking = [(name, shape) for name, shape in unmatched.missing if not partners.get(name)]
+    return Unmatched(lacking, unmatched.further, tuple(notes))
+
+
+def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
+    """Without the layers that the two configs count differently, if exactly these are missing or further."""
+    own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
+    if own is None or theirs is None or own == theirs:
+        return Unmatched(unmatched.missing, unmatched.further)
+    stacks = {stack for stack, held in compared.stacks.items() if len(held) == theirs}
+    beyond = range(min(own, theirs), max(own, theirs))
+
+    def is_beyond(name: str) -> bool:
+        found = LAYER.match(name)
+        return found is not None and found[1] in stacks and int(found[2]) in beyond
+
+    if own < theirs:
+        gone = {name for name, _ in unmatched.missing if is_beyond(name)}
+        # Of none of these layers is anything there.
+        explained = bool(gone) and gone == {n for n in compared.expected if is_beyond(n)}
+        rest = [one for one in unmatched.missing if one[0] not in gone], unmatched.further
+    else:
+        added = {name for stored in unmatched.further if is_beyond(name := compared.met.name(stored))}
+        explained = bool(added) and _are_whole_layers(compared, added, stacks, beyond)
+        rest = (
+            unmatched.missing,
+            [stored for stored in unmatched.further if compared.met.name(stored) not in added],
+        )
+    if not explained:
+        return Unmatched(unmatched.missing, unmatched.further)
+    note = Finding.of(
+        "FS212",
+        f"the checkpoint's own config says how many layers it has, which are others than those of the reference {compared.path}",
+        severity="note",
+        expected=f"{theirs} layers by the reference's config",
+        got=f"{own} layers by the checkpoint's own, and these are there",
+    )
+    return Unmatched(*rest, (note,))
+
+
+def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], numbers: range) -> bool:
+    """True if names make up all layers of some numbers in each stack, each with what another layer of its stack holds."""
+    layers: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in names:
+        if match := LAYER.match(name):
+            layers[match[1], int(match[2])].add(match[3])
+    alike = all(held in compared.stacks[stack].values() for (stack, _), held in layers.items())
+    return alike and layers.keys() == {(stack, n) for stack in stacks for n in numbers}
+
+
+# --- what nothing explains
+
+
+def missing(compared: Comparison, names: Missing) -> list[Finding]:
+    """Says what is missing: layers of which nothing is there are a finding each, other tensors too."""
+    lost: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for name, _ in names:
+        if match := LAYER.match(name):
+            lost[match[1], int(match[2])].append(name)
+    whole = {
+        layer: held for layer, held in lost.items() if len(held) == len(compared.stacks[layer[0]][layer[1]])
+    }
+    in_layers = {name for held in whole.values() for name in held}
+    singles = [one for one in names if one[0] not in in_layers]
+    message = (
+        f"one of {len(singles)} tensors that the reference {compared.path} has and the checkpoint lacks"
+        if len(singles) > 1
+        else f"the reference {compared.path} has this tensor, the checkpoint lacks it"
+    )
+    return [
+        *(_layer_missing(compared, *layer, whole[layer]) for layer in sorted(whole)),
+        *(
+            Finding.of(
+                "FS102",
+                message,
+                tensor=compared.stored(name),
+                expected=None if shape is None else extents(shape),
+                got="in no file",
+                help="copy the file that holds it from where the checkpoint was saved",
+            )
+            for name, shape in singles[:TOLD]
+        ),
+        *more("FS102", len(singles), "tensors that are missing"),
+    ]
+
+
+def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str]) -> Finding:
+    own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
+    by_theirs = f", {theirs} by the reference's" if theirs else ""
+    return Finding.of(
+        "FS103",
+        f"layer {compared.stored(f'{stack}{layer}')}: none of its {len(names)} tensors is there",
+        tensor=compared.stored(names[0]),
+        layers=range(layer, layer + 1),
+        count=len(names),
+        expected=f"{len(compared.stacks[stack])} layers, as in {compared.path}",
+        got=None if own is None else f"{own} layers by the checkpoint's own config{by_theirs}",
+        help="copy the files of this layer from where the checkpoint was saved",
+    )
+
+
+def further(compared: Comparison, names: list[str]) -> list[Finding]:
+    """Says what the reference has not."""
+    findings = [
+        Finding.of(
+            "FS207",
+            f"the reference {compared.path} has no such tensor",
+            tensor=stored,
+            got=extents(compared.shape(stored)),
+            help="nothing is dropped: leave it out on purpose (--exclude), take a source without it, or do without --like",
+        )
+        for stored in names[:TOLD]
+    ]
+    return findings + more("FS207", len(names), "tensors that the reference has not")

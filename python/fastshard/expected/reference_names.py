@@ -1,0 +1,196 @@
+"""The tensors of a checkpoint under the names that a reference has for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .. import _core
+from ..common.errors import FastshardError
+from ..layouts.declaration import Source, is_state
+from ..layouts.prefix_moves import Moved, moved
+
+__all__ = ["Met", "Reading", "Side", "aligned", "gain", "moves", "unequal"]
+
+#: Prefixes have as many parts at most: ``model.language_model.``.
+_DEEP = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tensors whose names may be the reference's."""
+
+    draft: _core.Draft
+    source: Source
+    #: True for names that lie below the source's prefix, as a merge has them.
+    below: bool
+    #: Whether two tensors hold the same bytes, by the names stored; and whether one value all over will do.
+    same: Callable[[str, str, bool], bool] = lambda one, other, constant: False
+    #: How names became those of the reference, in words.
+    how: str = ""
+
+    @property
+    def outer(self) -> str:
+        """What the names of the model begin with."""
+        return self.source.weights_prefix if self.below else ""
+
+    def own(self, stored: str) -> str | None:
+        """The model's own name of a tensor; None for what is no part of it: state, and further copies."""
+        name = self.source.names.get(stored, stored)
+        apart = self.source.other_prefixes if self.below else []
+        if is_state(name) or not name.startswith(self.outer) or name.startswith(tuple(apart) or "\0"):
+            return None
+        return name.removeprefix(self.outer)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[str, list[int]]]:
+        """Dtype and whole shape of each, by the name stored."""
+        return {name: (kind, whole) for name, kind, _, _, whole, _ in self.draft.tensors()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the model's own names become the roster's: a prefix is added, or taken off."""
+
+    prefix: str = ""
+    adds: bool = False
+    #: Names of the roster.
+    listed: Set[str] = frozenset()
+
+    def of(self, own: str) -> str:
+        """The roster's name. One that it has stays as it is: heads lie beside what has the prefix."""
+        if not self.prefix or (own in self.listed and not (self.adds and self.prefix + own in self.listed)):
+            return own
+        return self.prefix + own if self.adds else own.removeprefix(self.prefix)
+
+    def back(self, name: str) -> str:
+        """The own name of a tensor that is not there, as far as that can be told."""
+        return name.removeprefix(self.prefix) if self.adds else self.prefix + name
+
+    def __str__(self) -> str:
+        return f"with {self.prefix!r} before them" if self.adds else f"without {self.prefix!r}"
+
+
+@dataclass(frozen=True)
+class Met:
+    """A side and a roster under common names."""
+
+    side: Side
+    found: _core.Compared
+    reading: Reading = field(default_factory=Reading)
+
+    def name(self, stored: str) -> str:
+        """The roster's name for a tensor that is stored."""
+        return self.reading.of(self.side.own(stored) or stored)
+
+    @cached_property
+    def further(self) -> list[str]:
+        """Names stored of what the roster has not: the model's own tensors alone."""
+        return [stored for stored in self.found["further"] if self.side.own(stored) is not None]
+
+    @cached_property
+    def matched(self) -> int:
+        """Tensors that both have."""
+        odd = {name for name, *_ in self.found["differing"]} | {name for name, *_ in self.found["dtypes"]}
+        return self.found["same"] + len(odd)
+
+    def fits(self, listed: int) -> bool:
+        """True if most names of the smaller side are the other's too."""
+        return 2 * self.matched > min(listed, self.matched + len(self.further))
+
+
+def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
+    """The names of a reference for tensors that have others in memory; None where there are none.
+
+    Args:
+        side: the tensors under the names that they are to have otherwise.
+        roster: that of the reference.
+        path: of the reference, for messages.
+
+    Raises:
+        FastshardError: ``FS106`` if the names can be read in several ways.
+    """
+    found = side.draft.compared(roster, side.source.names, side.outer)
+    if not found["missing"] or not found["further"] or side.outer:
+        return None
+    shapes = {own: shape for name, (_, shape) in side.tensors.items() if (own := side.own(name)) is not None}
+    listed = {name: shape for name, shape, _, _ in roster.entries()}
+
+    def fits(name: str, other: str) -> bool:
+        expected = listed[other]
+        return expected is None or not unequal(shapes[name], expected)
+
+    way = moved(shapes.keys(), listed.keys(), fits)
+    known = len(shapes.keys() & listed.keys()) + len(way.names) + way.undecided
+    if 2 * known <= min(len(shapes), len(listed)):
+        # It is another model.
+        return None
+    if "" in way.prefixes:
+        # The reference lies below a name, which may be a trainer's: the model's own names stay.
+        return None
+    if way.uncertain:
+        help_ = "give a reference with the names of the checkpoint; --under says where one of several models begins"
+        raise _ambiguous(path, way.readings, help_)
+    return way if way.names else None
+
+
+def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
+    """That names can be read in several ways."""
+    message = f"the names can be read in several ways to fit the reference {path}"
+    return FastshardError.of("FS106", message, expected="one", got=readings, help=help_)
+
+
+def gain(side: Side, other: Side, roster: _core.Roster) -> int:
+    """How many more tensors of a roster one side has than another, by names."""
+    counts = [
+        len(one.draft.compared(roster, one.source.names, one.outer)["missing"]) for one in (other, side)
+    ]
+    return counts[0] - counts[1]
+
+
+def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
+    """The comparison with one prefix added to the names or taken off; None where no prefix makes most of them fit.
+
+    Raises:
+        FastshardError: ``FS106`` if several do.
+    """
+    side = met.side
+    own = {name: stored for stored in side.tensors if (name := side.own(stored)) is not None}
+    listed = {name for name, *_ in roster.entries()}
+    least = min(len(own), len(listed))
+    readings = [Reading(prefix, False, listed) for prefix in _prefixes(own, least)]
+    readings += [Reading(prefix, True, listed) for prefix in _prefixes(listed, least)]
+    fitting = []
+    for reading in readings:
+        names = {reading.of(name) for name in own}
+        if len(names) == len(own) and 2 * len(names & listed) > least:
+            fitting.append(reading)
+    if len(fitting) > 1:
+        told = "; ".join(map(str, fitting))
+        raise _ambiguous(path, told, "say where the model begins with --under")
+    if not fitting:
+        return None
+    # What is no part of the model has no name there.
+    same = {stored: f"{side.outer}\0{stored}" for stored in side.tensors}
+    same |= {stored: side.outer + fitting[0].of(name) for name, stored in own.items()}
+    return Met(side, side.draft.compared(roster, same, side.outer), fitting[0])
+
+
+def _prefixes(names: Iterable[str], least: int) -> list[str]:
+    """What more than half of ``least`` names begin with, down to a few parts; numbers of layers are no such part."""
+    counted = Counter(
+        "".join(f"{part}." for part in parts[:depth])
+        for parts in (name.split(".") for name in names)
+        for depth in range(1, min(_DEEP, len(parts) - 1) + 1)
+        if not parts[depth - 1].isdecimal()
+    )
+    return [prefix for prefix, n in counted.items() if 2 * n > least]
+
+
+def unequal(got: list[int], expected: list[int | None]) -> list[int]:
+    """Dimensions in which two shapes differ; of shapes with other numbers of them all."""
+    if len(got) != len(expected):
+        return list(range(max(len(got), len(expected))))
+    return [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if b is not None and a != b]

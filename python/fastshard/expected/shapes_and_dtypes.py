@@ -1,0 +1,241 @@
+"""Shapes, dtypes and bytes of tensors that a checkpoint and a reference both have."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from ..common.dtypes import TORCH_FLOATS, item_size
+from ..common.errors import Finding
+from .comparison import TOLD, WORDS, Comparison, extents, more, number
+from .reference_names import unequal
+
+__all__ = ["dtypes", "shapes", "total_bytes"]
+
+#: Bytes of the dtypes that a checkpoint may have instead of the reference's.
+_RATIOS = {2.0, 4.0, 0.5, 0.25}
+
+
+# --- shapes
+
+
+@dataclass(frozen=True)
+class _Differing:
+    """A tensor whose shape is not the reference's."""
+
+    stored: str
+    got: list[int]
+    expected: list[int | None]
+
+    @property
+    def at(self) -> int | None:
+        """The one dimension that differs; None if several do."""
+        apart = unequal(self.got, self.expected)
+        return apart[0] if len(apart) == 1 else None
+
+    def has(self, own: int | None, theirs: int | None) -> bool:
+        """True if the one dimension that differs has these extents, here and there."""
+        return self.at is not None and (self.got[self.at], self.expected[self.at]) == (own, theirs)
+
+
+def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
+    """Says which shapes differ; and, as notes, which of them the checkpoint's own vocabulary explains."""
+    own, theirs = (number(config, "vocab_size") for config in (compared.own, compared.theirs))
+    differing = [
+        _Differing(stored, got, expected)
+        for stored, got, expected in compared.met.found["differing"]
+        if compared.wanted(stored) and expected is not None
+    ]
+    by_config = own is not None and own != theirs
+    resized = [one for one in differing if by_config and one.has(own, theirs)]
+    rest = [one for one in differing if not (by_config and one.has(own, theirs))]
+    findings = [_shaped(compared, one, own, theirs) for one in rest[:TOLD]]
+    findings += more("FS201", len(rest), "tensors of another shape")
+    if own is None or theirs is None or own == theirs:
+        return findings, []
+    kept = _rows(compared, theirs)
+    if resized and kept:
+        findings.append(
+            Finding.of(
+                "FS201",
+                f"{len(resized)} tensors have the rows of the checkpoint's own vocabulary, and this one has the reference's",
+                tensor=kept[0],
+                expected=f"{own} rows, as config.json and {resized[0].stored} have it",
+                got=f"{theirs} rows, as in {compared.path}",
+                help="the vocabulary was resized in part: save the model again",
+            )
+        )
+    elif kept and not rest:
+        findings.append(
+            Finding.of(
+                "FS215",
+                "the checkpoint's own config gives the vocabulary other rows than the tensor has",
+                severity="warning",
+                tensor=kept[0],
+                expected=f"vocab_size {own}",
+                got=f"{theirs} rows, as in {compared.path}",
+            )
+        )
+    notes = [
+        Finding.of(
+            "FS212",
+            f"{len(resized)} tensors have the rows that the checkpoint's own config gives the vocabulary, and not those of the "
+            f"reference {compared.path}",
+            severity="note",
+            tensor=one.stored,
+            expected=f"vocab_size {theirs} by the reference's config",
+            got=f"vocab_size {own} by the checkpoint's own",
+        )
+        for one in resized[:1]
+        if not kept
+    ]
+    return findings, notes
+
+
+def _rows(compared: Comparison, rows: int) -> list[str]:
+    """Names stored of tensors with a row for each word, that have so many."""
+    names = {n for n in compared.there if WORDS.search(n) and rows in (compared.expected[n] or [])}
+    return [
+        s
+        for s, (_, shape) in compared.met.side.tensors.items()
+        if compared.met.name(s) in names and rows in shape
+    ]
+
+
+def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int | None) -> Finding:
+    got, expected, at = one.got, one.expected, one.at
+    told: dict[str, str | None] = {
+        "tensor": one.stored,
+        "expected": extents(expected),
+        "got": extents(got),
+    }
+    want = None if at is None else expected[at]
+    if at is not None and want and got[at] and got[at] < want and want % got[at] == 0:
+        return Finding.of(
+            "FS208",
+            f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks like one of "
+            f"{want // got[at]} tensor-parallel slices",
+            help="take the slices of the other ranks too, or a checkpoint that was saved whole",
+            **told,
+        )
+    said = ""
+    if own != theirs and at is not None and (own in got or theirs in expected):
+        said = f" (vocab_size: {own if own is not None else 'no config'} here, {theirs} there)"
+    longer = (
+        at is not None
+        and want is not None
+        and got[at] > want
+        and bool(WORDS.search(compared.met.name(one.stored)))
+    )
+    turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
+    return Finding.of(
+        "FS201",
+        f"its shape in the reference {compared.path} is another one"
+        + (", the same turned" if turned else "")
+        + said,
+        help=f"give --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
+        if longer
+        else "it belongs to another model, or was changed after it was saved: compare the two configs",
+        **told,
+    )
+
+
+# --- their dtypes
+
+
+def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
+    """Says which dtypes differ; and, as a note, that all floating ones do alike."""
+    odd = [
+        one
+        for one in compared.met.found["dtypes"]
+        if compared.wanted(one[0]) and not (one[1] == compared.cast and _kind(one[2]) == "floating")
+    ]
+    other = [one for one in odd if _kind(one[1]) != _kind(one[2])]
+    rest = [one for one in odd if _kind(one[1]) == _kind(one[2])]
+    notes = _cast(compared, [one for one in rest if _kind(one[1]) == "floating"])
+    if notes:
+        rest = [one for one in rest if _kind(one[1]) != "floating"]
+    findings = [
+        Finding.of(
+            "FS202",
+            f"its elements are {_kind(got)}, and {_kind(expected)} in the reference {compared.path}",
+            tensor=stored,
+            expected=expected,
+            got=got,
+            help="one of the two is quantised: give a reference that is stored alike",
+        )
+        for stored, got, expected in other[:TOLD]
+    ]
+    findings += more("FS202", len(other), "tensors of other elements")
+    findings += [
+        Finding.of(
+            "FS202",
+            f"its dtype is another one than in the reference {compared.path}",
+            severity="warning",
+            tensor=stored,
+            expected=expected,
+            got=got,
+        )
+        for stored, got, expected in rest[:TOLD]
+    ]
+    return findings + more("FS202", len(rest), "tensors of another dtype", "warning"), notes
+
+
+def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Finding]:
+    """Notes that floating tensors of other dtypes come of a cast of them all, if they do."""
+    kinds = {
+        pair: n
+        for pair, n in compared.met.found["kinds"].items()
+        if _kind(pair[0]) == _kind(pair[1]) == "floating"
+    }
+    changed = sum(n for (got, expected), n in kinds.items() if got != expected)
+    one_for_each = len({expected for _, expected in kinds}) == len(kinds)
+    if not floats or not one_for_each or 2 * changed <= sum(kinds.values()):
+        return []
+    got, expected = Counter((got, expected) for _, got, expected in floats).most_common(1)[0][0]
+    return [
+        Finding.of(
+            "FS202",
+            f"{len(floats)} floating tensors have another dtype than in the reference {compared.path}, all alike",
+            severity="note",
+            expected=expected,
+            got=got,
+        )
+    ]
+
+
+def _kind(dtype: str) -> str:
+    """What elements are, in words."""
+    if dtype in TORCH_FLOATS:
+        return "floating"
+    words = {"F": "8-bit floating", "I": "whole numbers", "U": "whole numbers", "B": "truth values"}
+    return words.get(dtype[0], "complex")
+
+
+# --- bytes
+
+
+def total_bytes(compared: Comparison) -> list[Finding]:
+    """Says if all tensors together have other bytes than the index states."""
+    total = compared.reference.total
+    if total is None:
+        return []
+    sizes = {s: math.prod(shape) * item_size(kind) for s, (kind, shape) in compared.met.side.tensors.items()}
+    mine = {s: n for s, n in sizes.items() if compared.met.side.own(s) is not None}
+    if any(not compared.wanted(stored) for stored in mine):
+        return []
+    held = sum(mine.values())
+    heads = [n for s, n in mine.items() if WORDS.search(compared.met.name(s))]
+    likely = {held, *(held - n for n in heads), *(held + n for n in heads)}
+    if total in likely or any(round(total * ratio) in likely for ratio in _RATIOS):
+        return []
+    return [
+        Finding.of(
+            "FS201",
+            f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
+            expected=f"{total} bytes, or as many times more or less as other dtypes make",
+            got=f"{held} bytes",
+            help="a tensor is cut or is another model's: give the reference's files too, whose headers tell which",
+        )
+    ]
