@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Finding
@@ -151,6 +151,22 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     return OptimFiles(folder, shards, at, tuple(findings)), files
 
 
+#: File, number in it and shape of a moment.
+_Moment = tuple[int, int, list[int]]
+
+
+@dataclass(frozen=True)
+class _States:
+    """What the optimizer's shards hold."""
+
+    #: Moments by the parameter's number and the slot.
+    moments: dict[int, dict[str, _Moment]]
+    #: Steps by file.
+    steps: dict[int, list[float]]
+    #: What is not read, and a file that has it.
+    unknown: dict[str, int]
+
+
 def declare(
     source: Source, found: Found[ColossalFiles], contents: Contents, shapes: dict[str, list[int]]
 ) -> None:
@@ -158,13 +174,42 @@ def declare(
     seen = found.seen.optim
     if seen is None:
         return
+    states = _states(contents, seen.shards)
+    findings = [*seen.findings, *_not_read(found, states.unknown)]
     files = {f.path for f in found.files[seen.shards.start :]}
-    source.optimizer = Optimizer(moments_only=True, findings=list(seen.findings), files=files)
-    findings, steps_of = source.optimizer.findings, source.optimizer.steps
-    # number -> slot -> (file, tensor, shape)
-    states: dict[int, dict[str, tuple[int, int, list[int]]]] = {}
-    unknown: dict[str, int] = {}
-    for i in seen.shards:
+    source.optimizer = Optimizer(moments_only=True, findings=findings, files=files, steps=states.steps)
+    if seen.groups is None:
+        return
+    path = found.files[seen.groups].path
+    groups = _groups(contents(seen.groups))
+    if groups is None and contents.readable(seen.groups):
+        findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
+    if groups is None or any(f.severity == "error" for f in findings):
+        return
+    steps = {step for each in states.steps.values() for step in each}
+    findings += _steps_differ(seen.folder, steps)
+    source.values["optimizer"] = {"step": max(steps)} if steps else {}
+    names = _names(source, found, groups, states.moments, shapes)
+    if names is None:
+        findings.append(_no_names(source, path, groups, shapes))
+        return
+    if fused := next((name for name in names.values() if name.endswith(_FUSED)), None):
+        findings.append(_fused(path, fused))
+        return
+    slots = {slot for state in states.moments.values() for slot in state}
+    findings += _moments_differ(found, states, names, slots, shapes)
+    first = next(iter(seen.shards), 0)
+    for slot in sorted(slots):
+        taken = _assembled(states, names, slot, shapes)
+        source.assembled += [Assembled(first, {}, None, slot, taken)] if taken else []
+    given = listed(_listed(contents(seen.groups)), {str(number): [name] for number, name in names.items()})
+    source.optimizer = replace(source.optimizer, unstepped=not slots, groups=given)
+
+
+def _states(contents: Contents, shards: range) -> _States:
+    """What the shards that can be read hold, by the names of their tensors."""
+    states = _States({}, {}, {})
+    for i in shards:
         if not contents.readable(i):
             continue
         metadata = contents(i)
@@ -173,69 +218,96 @@ def declare(
             key = ".".join(tensor["path"])
             match = _STATE.match(key)
             if match is None:
-                unknown.setdefault(key, i)
+                states.unknown.setdefault(key, i)
             elif match[2] == _STEP:
                 if f'"{key}"' not in objects and not tensor["shape"]:
                     step = scalar(contents, i, number, tensor["dtype"])
-                    steps_of.setdefault(i, []).extend([] if step is None else [step])
-                states.setdefault(int(match[1]), {})
+                    states.steps.setdefault(i, []).extend([] if step is None else [step])
+                states.moments.setdefault(int(match[1]), {})
             elif match[2] not in _SLOTS:
-                unknown.setdefault(match[2], i)
+                states.unknown.setdefault(match[2], i)
             else:
-                states.setdefault(int(match[1]), {})[match[2]] = (i, number, tensor["shape"])
-    for what, at in unknown.items():
-        findings.append(
-            Finding.of(
-                "FS514", f"optimizer state {what!r}: not read", file=found.files[at].path,
-                expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
-            )
-        )  # fmt: skip
-    groups = None if seen.groups is None else _groups(contents(seen.groups))
-    if seen.groups is None or groups is None or any(f.severity == "error" for f in findings):
-        if groups is None and seen.groups is not None and contents.readable(seen.groups):
-            path = found.files[seen.groups].path
-            findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
-        return
-    steps = {step for each in steps_of.values() for step in each}
-    if len(steps) > 1:
-        told = ", ".join(f"{step:g}" for step in sorted(steps))
-        findings.append(
-            Finding.of(
-                "FS107", "optimizer step differs between parameters", file=seen.folder or ".", got=told,
-                help="take all optimizer files from one save",
-            )
-        )  # fmt: skip
-    source.values["optimizer"] = {"step": max(steps)} if steps else {}
-    names = _names(source, found, groups, states, shapes)
-    if names is None:
-        findings.append(
-            Finding.of(
-                "FS402",
-                f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
-                f"{len(groups)} groups follow the parameters is not told",
-                file=found.files[seen.groups].path,
-                expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
-                help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
-            )
-        )  # fmt: skip
-        return
-    fused = next((name for name in names.values() if name.endswith(_FUSED)), None)
-    if fused is not None:
-        findings.append(
-            Finding.of(
-                "FS514",
-                "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
-                " key and value: no file tells how many ranks there were",
-                file=found.files[seen.groups].path, tensor=fused,
-                help="merge without --optimizer takes the parameters alone, which are in order",
-            )
-        )  # fmt: skip
-        return
-    slots: dict[str, list[Any]] = {}
-    every = {slot for state in states.values() for slot in state}
+                states.moments.setdefault(int(match[1]), {})[match[2]] = (i, number, tensor["shape"])
+    return states
+
+
+def _assembled(
+    states: _States, names: dict[int, str], slot: str, shapes: dict[str, list[int]]
+) -> list[tuple[str, list[int], list[tuple[int, int, int, int]]]]:
+    """The moments of one slot that fit their parameters: name, shape, and where the elements lie."""
+    return [
+        (name, shapes[name], [(math.prod(shapes[name]), moment[0], moment[1], 0)])
+        for place, name in sorted(names.items())
+        if (moment := states.moments.get(place, {}).get(slot)) and _fits(moment[2], shapes[name])
+    ]
+
+
+def _fits(shape: list[int], whole: list[int]) -> bool:
+    """True for the parameter's shape, and for ZeRO's row of elements, which is stored where one data-parallel rank alone has a
+    parameter, as it may have an expert.
+
+    source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
+    """
+    return shape in (whole, [math.prod(whole)])
+
+
+# --- what is wrong
+
+
+def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Finding]:
+    return [
+        Finding.of(
+            "FS514", f"optimizer state {what!r}: not read", file=found.files[at].path,
+            expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
+        )
+        for what, at in unknown.items()
+    ]  # fmt: skip
+
+
+def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
+    if len(steps) < 2:
+        return []
+    told = ", ".join(f"{step:g}" for step in sorted(steps))
+    return [
+        Finding.of(
+            "FS107", "optimizer step differs between parameters", file=folder or ".", got=told,
+            help="take all optimizer files from one save",
+        )
+    ]  # fmt: skip
+
+
+def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
+    return Finding.of(
+        "FS402",
+        f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
+        f"{len(groups)} groups follow the parameters is not told",
+        file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
+        help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
+    )  # fmt: skip
+
+
+def _fused(path: str, name: str) -> Finding:
+    return Finding.of(
+        "FS514",
+        "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
+        " key and value: no file tells how many ranks there were",
+        file=path, tensor=name, help="merge without --optimizer takes the parameters alone, which are in order",
+    )  # fmt: skip
+
+
+def _moments_differ(
+    found: Found[ColossalFiles],
+    states: _States,
+    names: dict[int, str],
+    slots: set[str],
+    shapes: dict[str, list[int]],
+) -> list[Finding]:
+    """Moments that are missing, or do not fit their parameters."""
+    findings = []
     for place, name in sorted(names.items()):
-        for slot in sorted(every):
-            if slot not in states.get(place, {}):
+        for slot in sorted(slots):
+            moment = states.moments.get(place, {}).get(slot)
+            if moment is None:
                 findings.append(
                     Finding.of(
                         "FS102", f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
@@ -243,25 +315,18 @@ def declare(
                         " parameter was not trained",
                     )
                 )  # fmt: skip
-                continue
-            at, moment, shape = states[place][slot]
-            # ZeRO's row of elements is stored where one data-parallel rank alone has a parameter, as it may have an expert.
-            # source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
-            if shape not in (shapes[name], [math.prod(shapes[name])]):
+            elif not _fits(moment[2], shapes[name]):
                 findings.append(
                     Finding.of(
-                        "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[at].path, tensor=name,
-                        expected=f"{shapes[name]}, the shape of {name}", got=str(shape),
+                        "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
+                        expected=f"{shapes[name]}, the shape of {name}", got=str(moment[2]),
                         help="the optimizer belongs to another model, or its groups are in another order",
                     )
                 )  # fmt: skip
-                continue
-            whole = shapes[name]
-            slots.setdefault(slot, []).append((name, whole, [(math.prod(whole), at, moment, 0)]))
-    first = next(iter(seen.shards), 0)
-    source.assembled += [Assembled(first, {}, None, slot, parts) for slot, parts in sorted(slots.items())]
-    given = listed(_listed(contents(seen.groups)), {str(number): [name] for number, name in names.items()})
-    source.optimizer = replace(source.optimizer, unstepped=not every, groups=given)
+    return findings
+
+
+# --- whose numbers these are
 
 
 def _listed(content: Any) -> Any:
@@ -285,7 +350,7 @@ def _names(
     source: Source,
     found: Found[ColossalFiles],
     groups: list[list[int]],
-    states: dict[int, Any],
+    moments: dict[int, dict[str, _Moment]],
     shapes: dict[str, list[int]],
 ) -> dict[int, str] | None:
     """Name of each numbered parameter."""
@@ -298,7 +363,7 @@ def _names(
     if len(groups) == 1 and len(groups[0]) == len(order):
         return dict(zip(groups[0], order, strict=True))
     # Several groups (with weight decay and without) are each in order: shapes decide, if they do.
-    shaped = [[next((s for _, _, s in states.get(n, {}).values()), None) for n in group] for group in groups]
+    shaped = [[next((s for _, _, s in moments.get(n, {}).values()), None) for n in group] for group in groups]
     if any(shape is None for group in shaped for shape in group):
         return None
     told = {name: shapes[name] for name in order}
