@@ -10,11 +10,11 @@ utils/zero_to_fp32.py, utils/tensor_fragment.py
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
-from ...layouts.declaration import Group, Optimizer, Source
+from ...layouts.declaration import Assembled, Group, Optimizer, Source, StateFile
 from ..base import Contents, Found, lacking, missing
 from ..param_groups import joined
 from . import stage0, stage3, stage12
@@ -25,6 +25,26 @@ from .partitions import Partitions
 from .zero_files import ZeroFiles
 
 __all__ = ["Naming", "attach"]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the files of a model-parallel rank hold of an optimizer."""
+
+    assembled: list[Assembled] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    unread: list[Finding] = field(default_factory=list)
+    #: Names of the parameters that it steps.
+    trained: set[str] = field(default_factory=set)
+    steps: dict[int, list[float]] = field(default_factory=dict)
+    groups: list[list[Group] | None] = field(default_factory=list)
+    state_files: list[StateFile] = field(default_factory=list)
+    #: What it states of all parameters.
+    values: dict[str, Any] | None = None
+    #: True if there are moments and no masters.
+    moments_only: bool = False
+    #: True if it never took a step; None if that is not told.
+    unstepped: bool | None = None
 
 
 def attach(
@@ -41,108 +61,152 @@ def attach(
     by_mp: dict[int, list[tuple[int, int]]] = {}
     for dp, mp, file in seen.optim:
         by_mp.setdefault(mp, []).append((dp, file))
-    tp = source.degrees.get("tp", 1)
-    state = Optimizer()
-    findings, moments_only, unstepped = state.findings, False, False
-    groups: list[list[Group] | None] = []
-    for i, (mp, file) in enumerate(seen.ranks):
-        # The first file of a rank, where several roots hold it.
-        if any(mp == earlier for earlier, _ in seen.ranks[:i]):
-            continue
-        coords, label = _place(mp, tp, seen.pipeline)
-        plain = source.layout is None and source.pass_unknown
-        model = Model(
-            found, contents, states[i], file, mp, coords, label, name_of, own_names=plain, experts=experts
-        )
-        if seen.pipeline:
-            model.layers = _layers(seen, coords.get("tp", 0))
-            model.stages = len({rank for rank, _ in seen.ranks}) // tp
-        trained: set[str] = set()
-        renamed: set[str] = set()
-        if mp in by_mp:
-            group = Partitions(model, by_mp.pop(mp), is_stage3)
-            shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
-            if shapes is None:
-                findings.append(
-                    Finding.of(
-                        "FS402",
-                        "the model file does not tell the order of the flat parameters (no param_shapes), so the masters cannot be named",
-                        file=model.path,
-                        rank=model.label,
-                    )
-                )
-            elif group.whole:
-                named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
-                if named is not None:
-                    group.keep(named)
-                    renamed = {name for name, *_ in named[0]}
-                    state.state_files.extend(group.state_files())
-                    groups.append(group.groups(named))
-            source.assembled += group.assembled
-            trained = {name for shape in shapes or [] for name in shape} | renamed
-            findings += group.findings
-            state.steps.update(group.steps)
-            unstepped = group.unstepped
-            source.values.setdefault("optimizer", group.values)
-        elif not is_stage3 and (each := _stage0(model, experts, findings)):
-            for held in each:
-                source.assembled += held.assembled
-                state.unread.extend(held.unread())
-                trained |= {name for name, *_ in held.members()}
-                state.steps[held.model.file] = held.steps()
-                groups.append(held.listed())
-                if held.key is None:
-                    moments_only, unstepped = True, held.states == {}
-                elif held.named:
-                    state.state_files.append(held.state_file())
-                else:
-                    findings.append(held.unnamed())
-        elif is_stage3 or stage0.partitioned(model):
-            findings.append(model.missing(0, 1, bf16=True))
-        untrained = model.names() - trained if trained else set()
-        state.untrained.update(map(name_of, untrained))
-        state.frozen.update(map(name_of, _frozen(model, untrained, trained)))
+    ranks = []
+    untrained: set[str] = set()
+    frozen: set[str] = set()
+    for model in _models(source, found, contents, states, name_of, experts):
+        rank = _state_of(model, by_mp.pop(model.mp, None), is_stage3)
+        ranks.append(rank)
+        source.assembled += rank.assembled
+        if rank.values is not None:
+            source.values.setdefault("optimizer", rank.values)
+        unnamed = model.names() - rank.trained if rank.trained else set()
+        untrained.update(map(name_of, unnamed))
+        frozen.update(map(name_of, _frozen(model, unnamed, rank.trained)))
         if is_stage3:
             source.assembled += stage3.frozen(model, seen.sliced)
             source.findings += stage3.ranks_agree(model, seen.sliced)
-            buffers = {name for unit in source.units if unit.file == file for name in unit.only or []}
+            buffers = {name for unit in source.units if unit.file == model.file for name in unit.only or []}
             source.findings += stage3.left_out(model, buffers)
-    for mp, parts in by_mp.items():
-        name = f"mp_rank_{mp:02d}_model_states.pt"
-        folder = found.folder
-        findings.append(
-            missing(
-                f"{folder}/{name}" if folder else name,
-                f"mp {mp}",
-                f"{len(parts)} optimizer files of this model-parallel rank; only it names their parameters",
-                f"copy {name} from the node that ran model-parallel rank {mp}",
-            )
-        )
+    findings = [finding for rank in ranks for finding in rank.findings]
+    findings += [_model_missing(found.folder, mp, len(parts)) for mp, parts in by_mp.items()]
     # A partition that its own account gives away needs no second finding.
     known = {f.file for f in findings if f.code == "FS303"}
     findings += [f for f in copied_files(found, contents) if f.file not in known]
-    findings += steps_agree(found, state.steps)
+    steps = {file: each for rank in ranks for file, each in rank.steps.items()}
+    findings += steps_agree(found, steps)
     masters = [a for a in source.assembled if a.slot is None and not a.frozen]
     # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
     untaken = any(f.code in ("FS101", "FS402") for f in findings)
-    source.optimizer = replace(
-        state,
+    source.optimizer = Optimizer(
         masters=bool(masters) or is_stage3 or bool(seen.optim) or untaken,
-        moments_only=moments_only,
-        unstepped=unstepped,
-        groups=joined(groups),
+        moments_only=any(rank.moments_only for rank in ranks),
+        unstepped=next((rank.unstepped for rank in reversed(ranks) if rank.unstepped is not None), False),
         weights="masters" if is_stage3 else "params",
         params_stored=not is_stage3,
+        findings=findings,
+        unread=[finding for rank in ranks for finding in rank.unread],
+        untrained=untrained,
+        frozen=frozen,
+        state_files=[file for rank in ranks for file in rank.state_files],
+        groups=joined([groups for rank in ranks for groups in rank.groups]),
         files=set() if is_stage3 else {found.files[file].path for _, _, file in seen.optim},
+        steps=steps,
     )
 
 
-def _stage0(model: Model, experts: Experts | None, findings: list[Finding]) -> list[stage0.Held]:
-    """What the files hold of optimizers of stage 0: the model file, or of a mixture of experts one file per
-    expert-parallel rank (of which the model file holds the first once more)."""
+def _models(
+    source: Source,
+    found: Found[ZeroFiles],
+    contents: Contents,
+    states: list[dict[str, Any]],
+    name_of: Naming,
+    experts: Experts | None,
+) -> list[Model]:
+    """The model-parallel ranks, each by its first file, where several roots hold it."""
+    seen = found.seen
+    tp = source.degrees.get("tp", 1)
+    stages = len({rank for rank, _ in seen.ranks}) // tp if seen.pipeline else 1
+    plain = source.layout is None and source.pass_unknown
+    models: dict[int, Model] = {}
+    for (mp, file), state in zip(seen.ranks, states, strict=True):
+        if mp not in models:
+            coords, label = _place(mp, tp, seen.pipeline)
+            layers = _layers(seen, coords.get("tp", 0)) if seen.pipeline else []
+            models[mp] = Model(
+                found, contents, state, file, mp, coords, label, name_of, plain, layers, stages, experts
+            )
+    return list(models.values())
+
+
+def _state_of(model: Model, parts: list[tuple[int, int]] | None, is_stage3: bool) -> _State:
+    """What a rank has: partitions, by data-parallel rank and file; else the state that is beside the model, or should be."""
+    if parts is not None:
+        return _partitioned(model, parts, is_stage3)
+    each, findings = ([], []) if is_stage3 else _stage0(model)
+    if each:
+        return _whole(each)
+    if is_stage3 or stage0.partitioned(model):
+        findings = [*findings, model.missing(0, 1, bf16=True)]
+    return _State(findings=findings)
+
+
+def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) -> _State:
+    """The state that stages 1 to 3 divide among data-parallel ranks."""
+    group = Partitions(model, parts, is_stage3)
+    shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
+    trained = {name for shape in shapes or [] for name in shape}
+    named = None
+    unnamed = []
+    if shapes is None:
+        unnamed.append(
+            Finding.of(
+                "FS402",
+                "the model file does not tell the order of the flat parameters (no param_shapes), so the masters cannot be named",
+                file=model.path,
+                rank=model.label,
+            )
+        )
+    elif group.whole:
+        named = stage3.slices(group, shapes) if is_stage3 else stage12.divide(group, shapes)
+    if named is not None:
+        group.keep(named)
+        trained |= {name for name, *_ in named[0]}
+    return _State(
+        assembled=group.assembled,
+        findings=[*unnamed, *group.findings],
+        trained=trained,
+        steps=group.steps,
+        groups=[] if named is None else [group.groups(named)],
+        state_files=[] if named is None else group.state_files(),
+        values=group.values,
+        unstepped=group.unstepped,
+    )
+
+
+def _whole(each: list[stage0.Held]) -> _State:
+    """The state of stage 0, which is divided among expert-parallel ranks at most."""
+    alone = [held for held in each if held.key is None]
+    return _State(
+        assembled=[one for held in each for one in held.assembled],
+        findings=[held.unnamed() for held in each if held.key is not None and not held.named],
+        unread=[finding for held in each for finding in held.unread()],
+        trained={name for held in each for name, *_ in held.members()},
+        steps={held.model.file: held.steps() for held in each},
+        groups=[held.listed() for held in each],
+        state_files=[held.state_file() for held in each if held.key is not None and held.named],
+        moments_only=bool(alone),
+        unstepped=alone[-1].states == {} if alone else None,
+    )
+
+
+def _model_missing(folder: str, mp: int, count: int) -> Finding:
+    name = f"mp_rank_{mp:02d}_model_states.pt"
+    return missing(
+        f"{folder}/{name}" if folder else name,
+        f"mp {mp}",
+        f"{count} optimizer files of this model-parallel rank; only it names their parameters",
+        f"copy {name} from the node that ran model-parallel rank {mp}",
+    )
+
+
+def _stage0(model: Model) -> tuple[list[stage0.Held], list[Finding]]:
+    """What the files hold of optimizers of stage 0, and what is missing: the model file, or of a mixture of experts one file
+    per expert-parallel rank (of which the model file holds the first once more)."""
+    experts = model.experts
     if experts is None or not experts.optimizers:
         held = stage0.read(model)
-        return [] if held is None else [held]
+        return [] if held is None else [held], []
     dense = model.stored()[0]
     each: list[tuple[int, Model]] = []
     width = max(rank for rank, _ in experts.optimizers) + 1
@@ -159,14 +223,13 @@ def _stage0(model: Model, experts: Experts | None, findings: list[Finding]) -> l
     absent = lacking((rank for rank, _ in each), 0, width - 1)
     if absent:
         why = f"one of {width} parts of the experts"
-        findings += [_no_experts_state(model, first, last, why) for first, last in absent]
-        return []
+        return [], [_no_experts_state(model, first, last, why) for first, last in absent]
     found: list[stage0.Held] = []
     for rank, of_rank in each:
         apart = [*dense, *((name, shape, 0) for name, shape in experts.held_by(rank, width))]
         one = stage0.read(of_rank, apart)
         found += [] if one is None else [one]
-    return found
+    return found, []
 
 
 def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
