@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
@@ -107,16 +107,11 @@ class Universal:
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.vocab_size = options.vocab_size
         ranks = [
-            Model(
-                found, contents, s if isinstance(s := contents(i), dict) else {}, i, mp, {}, f"mp {mp}", str
-            )
-            for mp, i in seen.ranks
+            Model(found, contents, as_dict(contents(i)), i, mp, {}, f"mp {mp}", str) for mp, i in seen.ranks
         ]
         # With several model-parallel ranks the model files describe shards.
         model = ranks[0] if len(ranks) == 1 else None
         state = ranks[0].state if ranks else {}
-        stored = bool(model and state.get("module")) and not seen.sliced
-        source.optimizer = Optimizer(masters=True, weights="masters", params_stored=stored)
         keys = ("iteration", "global_steps", "ds_version")
         source.values = {k: state[k] for k in keys if k in state}
         listed = {
@@ -124,53 +119,32 @@ class Universal:
         }
         shapes = listed if model else {}
         aliases = model.aliases() if model else {}
-        buffers = _buffers(model) if model else set()
         source.provable = bool(shapes)
+        have = {name for name, slot, _ in seen.parts if slot == _VALUES}
+        # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its dtype was, that the
+        # model file holds as it is.
+        apart = {alias for alias, owner in aliases.items() if owner in have}
+        apart |= _buffers(model) if model else set()
         world = state.get("dp_world_size")
         padding = max(0, world - 1) if isinstance(world, int) else 0
-        slots: dict[str, list[Any]] = {}
-        steps = source.optimizer.steps
-        have = {name for name, slot, _ in seen.parts if slot == _VALUES}
-        flat: list[str] = []
-        for name, slot, index in seen.parts:
-            file = found.files[index]
-            if aliases.get(name) in have or name in buffers:
-                # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its
-                # dtype was, that the model file holds as it is.
-                continue
-            tensors = contents.tensors(index)
-            content = contents(index)
-            number = tensor_index(
-                content.get("param") if isinstance(content, dict) and "param" in content else content
-            )
-            if number is None:
-                if contents.readable(index) and slot != _STEP:
-                    source.findings.append(_no_tensor(file, name))
-                continue
-            if slot == _STEP:
-                if (step := scalar(contents, index, number, tensors[number]["dtype"])) is not None:
-                    steps[index] = [step]
-                continue
-            shape = tensors[number]["shape"]
-            wanted = shapes.get(name)
-            if wanted is not None and len(shape) == 1 and 0 <= shape[0] - math.prod(wanted) <= padding:
-                # Stage 3 leaves the parameter flat, and may leave the last rank's padding at its end.
-                shape = wanted
-            if wanted is None and slot == _VALUES and content == {"__tensor__": number}:
-                flat.append(file.path)
-            if wanted is not None and shape != wanted:
-                source.findings.append(_shape(file, name, wanted, shape))
-                continue
-            slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
-        source.optimizer.findings.extend(_moments_missing(found.folder, slots, shapes))
-        values = slots.setdefault(_VALUES, [])
-        owned = {name: (shape, ranges) for name, shape, ranges in values}
-        values += [(alias, *owned[owner]) for alias, owner in aliases.items() if owner in owned]
-        for slot, parts in slots.items():
-            source.assembled.append(
-                Assembled(seen.parts[0][2], {}, None, None if slot == _VALUES else slot, parts)
-            )
+        parts = _parts(found, contents, apart, shapes, padding)
+        source.findings += parts.findings
+        values = parts.slots.setdefault(_VALUES, [])
+        trained = {name: (shape, ranges) for name, shape, ranges in values}
+        stored = bool(model and state.get("module")) and not seen.sliced
+        source.optimizer = Optimizer(
+            masters=True,
+            weights="masters",
+            params_stored=stored,
+            findings=_moments_missing(found.folder, parts.slots, shapes),
+            steps=parts.steps,
+        )
+        values += [(alias, *trained[owner]) for alias, owner in aliases.items() if owner in trained]
         source.optimizer.untrained.update({name for name, *_ in values} - set(shapes) if shapes else ())
+        source.assembled += [
+            Assembled(seen.parts[0][2], {}, None, None if slot == _VALUES else slot, tensors)
+            for slot, tensors in parts.slots.items()
+        ]
         if len(ranks) > 1:
             source.findings += _frozen_shards(ranks, have)
         if model:
@@ -178,26 +152,16 @@ class Universal:
         config, config_file = hf_config.config_of(listing, found.folder, options)
         names = have.union(*(rank.names() for rank in ranks))
         hf_config.describe(source, listing, config, config_file, names)
-        source.findings += _shapes_not_told(found.folder, flat)
-        for name in sorted(listed):
-            if name not in have:
-                path = f"zero/{name}/{_VALUES}.pt"
-                source.findings.append(
-                    missing(
-                        f"{found.folder}/{path}" if found.folder else path,
-                        None,
-                        f"parameter {name} in the model files' param_shapes",
-                        "run ds_to_universal again on the whole checkpoint",
-                    )
-                )
-        _steps_agree(found, steps, source)
+        source.findings += _shapes_not_told(found.folder, parts.flat)
+        source.findings += _parameters_missing(found.folder, set(listed) - have)
+        source.findings += _steps_differ(found, parts.steps)
         if seen.of_all is not None:
             # A number stands for a group as the model files list them. source: ds_to_universal.py (_save_optimizer_state)
             groups = as_dict(contents(seen.of_all)).get("param_groups")
             each = [numbered(groups, [list(group) for group in rank.shapes() or []]) for rank in ranks]
             source.optimizer = replace(source.optimizer, groups=joined(each))
-        if steps:
-            source.values["optimizer"] = {"step": max(max(s) for s in steps.values())}
+        if parts.steps:
+            source.values["optimizer"] = {"step": max(max(s) for s in parts.steps.values())}
         return source
 
     @staticmethod
@@ -220,6 +184,59 @@ class Universal:
                 # Of the other ranks' files only the fragments are wanted.
                 source.findings += stage3.ranks_agree(model, sliced)
             source.findings += stage3.left_out(model, set(unit.only))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the parameters' folders hold."""
+
+    #: Name, shape and place of each tensor, by slot; the parameters' own values are one.
+    slots: dict[str, list[Any]] = field(default_factory=dict)
+    #: Steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
+    #: Files of parameters that are flat and whose shape nothing tells.
+    flat: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def _parts(
+    found: Found[UniversalFiles],
+    contents: Contents,
+    apart: set[str],
+    shapes: dict[str, list[int]],
+    padding: int,
+) -> _Parts:
+    """Reads the folders of all parameters but some; stage 3 may leave so many elements of padding at the end."""
+    parts = _Parts()
+    for name, slot, index in found.seen.parts:
+        if name in apart:
+            continue
+        file = found.files[index]
+        tensors = contents.tensors(index)
+        content = contents(index)
+        number = tensor_index(
+            content.get("param") if isinstance(content, dict) and "param" in content else content
+        )
+        if number is None:
+            if contents.readable(index) and slot != _STEP:
+                parts.findings.append(_no_tensor(file, name))
+            continue
+        if slot == _STEP:
+            if (step := scalar(contents, index, number, tensors[number]["dtype"])) is not None:
+                parts.steps[index] = [step]
+            continue
+        shape = tensors[number]["shape"]
+        wanted = shapes.get(name)
+        if wanted is not None and len(shape) == 1 and 0 <= shape[0] - math.prod(wanted) <= padding:
+            # Stage 3 leaves the parameter flat, and may leave the last rank's padding at its end.
+            shape = wanted
+        if wanted is None and slot == _VALUES and content == {"__tensor__": number}:
+            parts.flat.append(file.path)
+        if wanted is not None and shape != wanted:
+            parts.findings.append(_shape(file, name, wanted, shape))
+            continue
+        parts.slots.setdefault(slot, []).append((name, shape, [(math.prod(shape), index, number, 0)]))
+    return parts
 
 
 def _buffers(model: Model) -> set[str]:
@@ -278,6 +295,19 @@ def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str,
     ]
 
 
+def _parameters_missing(folder: str, names: set[str]) -> list[Finding]:
+    start = f"{folder}/" if folder else ""
+    return [
+        missing(
+            f"{start}zero/{name}/{_VALUES}.pt",
+            None,
+            f"parameter {name} in the model files' param_shapes",
+            "run ds_to_universal again on the whole checkpoint",
+        )
+        for name in sorted(names)
+    ]
+
+
 def _no_tensor(file: File, name: str) -> Finding:
     return Finding.of(
         "FS102", "the file holds no tensor", file=file.path, tensor=name, help="run ds_to_universal again"
@@ -296,18 +326,18 @@ def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Findin
     )
 
 
-def _steps_agree(found: Found[UniversalFiles], steps: dict[int, list[float]], source: Source) -> None:
+def _steps_differ(found: Found[UniversalFiles], steps: dict[int, list[float]]) -> list[Finding]:
     values = [step for each in steps.values() for step in each]
     usual = max(set(values), key=values.count) if values else None
-    for file, each in steps.items():
-        if each[0] != usual:
-            source.findings.append(
-                Finding.of(
-                    "FS107",
-                    "optimizer step differs between parameters",
-                    file=found.files[file].path,
-                    expected=f"{usual:g}",
-                    got=f"{each[0]:g}",
-                    help="take all files from one step",
-                )
-            )
+    return [
+        Finding.of(
+            "FS107",
+            "optimizer step differs between parameters",
+            file=found.files[file].path,
+            expected=f"{usual:g}",
+            got=f"{each[0]:g}",
+            help="take all files from one step",
+        )
+        for file, each in steps.items()
+        if each[0] != usual
+    ]

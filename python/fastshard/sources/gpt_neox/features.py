@@ -48,6 +48,10 @@ class Parts:
         """True if some name ends so."""
         return any(name.endswith(ends) for name in self.shapes)
 
+    def begins(self, start: str) -> bool:
+        """True if some name begins so."""
+        return any(name.startswith(start) for name in self.shapes)
+
     def shape(self, *names: str) -> tuple[int, ...] | None:
         """The shape that most tensors of the first of these names have."""
         for name in names:
@@ -148,14 +152,32 @@ def apply(
     parts = read(source.units, values)
     if not own_layout and (others := unread_blocks.others(found, source.units, set(parts.shapes), values)):
         raise error_for(others)
-    config = model.config
-    for key in ("norm", "activation", "pos_emb"):
-        if not isinstance(config.get(key), (str, type(None))):
-            raise FastshardError.of(
-                "FS211", f"config: {key}", file=model.path, expected="a name", got=shown(config[key])
-            )
-    activation: str | None = config.get("activation")
+    _refuse_config(model)
+    activation: str | None = model.config.get("activation")
     kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1)) or model.kv_heads or model.heads
+    if model.heads and kv_heads:
+        source.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
+    norm = norm_of(parts, model.config)
+    gqa = bool(model.heads and kv_heads and kv_heads != model.heads)
+    source.facts |= _facts(parts, norm, _gated(parts, activation), gqa)
+    source.findings += _left_out(found, parts)
+    features = _features(parts, norm, kv_heads, source.facts)
+    if parts.states:
+        features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
+    source.values["features"] = features
+    family = "llama" if is_llama(features) else "gpt_neox"
+    source.layout = "gpt_neox.llama" if family == "llama" else "gpt_neox.neox"
+    source.model = Description(family, model.config, dialect=gpt_neox.DIALECT, features=features)
+    source.findings += _contradictions(source, model, features, activation)
+
+
+def _refuse_config(model: Model) -> None:
+    """Raises for what is no name, and for heads that the key/value heads do not divide."""
+    for key in ("norm", "activation", "pos_emb"):
+        if not isinstance(model.config.get(key), (str, type(None))):
+            raise FastshardError.of(
+                "FS211", f"config: {key}", file=model.path, expected="a name", got=shown(model.config[key])
+            )
     if model.heads and model.kv_heads and model.heads % model.kv_heads:
         raise FastshardError.of(
             "FS211",
@@ -164,36 +186,63 @@ def apply(
             expected=f"a multiple of {model.kv_heads}",
             got=str(model.heads),
         )
-    if model.heads and kv_heads:
-        source.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
-    norm = norm_of(parts, config)
+
+
+def _facts(parts: Parts, norm: str, gated: bool, gqa: bool) -> dict[str, bool]:
+    """What the layout's rules hang on."""
     te_mha = parts.has("attention.qkv.weight", "attention.proj.weight")
     te_mlp = parts.has("mlp.fc1_weight", "mlp.fc2_weight")
-    gated = _gated(parts, activation)
-    facts = {
-        "gqa": bool(model.heads and kv_heads and kv_heads != model.heads),
+    states = [name for _, _, name, _ in parts.states]
+    return {
+        "gqa": gqa,
         "gated": gated,
         "te_mha": te_mha,
         "te_mlp": te_mlp,
-        "te_dense": te_mha,
-        "te_linear2": te_mlp,
+        "te_dense": te_mha or any(name.endswith("attention.dense._extra_state") for name in states),
+        "te_linear2": te_mlp or any(name.endswith("mlp.linear2._extra_state") for name in states),
         "split_gate": parts.has("mlp.w1.weight", "mlp.w3.weight"),
         "scalenorm": norm == "scalenorm",
         "norms": norm != "non_parametric_layernorm",
         "reward": parts.has("rm_linear.weight"),
     }
-    for unit, _, name, tensor in parts.states:
-        facts["te_dense"] |= name.endswith("attention.dense._extra_state")
-        facts["te_linear2"] |= name.endswith("mlp.linear2._extra_state")
-        if not tensor:
-            # Tensors are accounted for by the layout table.
-            source.findings.append(
-                Finding.of(
-                    "FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name
-                )
-            )
-    for unit, name, kind in parts.fp8:
-        source.findings.append(
+
+
+def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bool]) -> dict[str, Any]:
+    """What the model computes, in words and numbers."""
+    residual = facts.get("gpt_j_residual")
+    te_linear = (facts["te_dense"] and not facts["te_mha"]) or (facts["te_linear2"] and not facts["te_mlp"])
+    return {
+        "norm": norm,
+        "norm_bias": parts.ends("norm.bias", "norm.offset", "layernorm.bias", "layernorm.offset")
+        or parts.has("mlp.layer_norm_bias"),
+        "residual": "unknown" if residual is None else ("parallel" if residual else "sequential"),
+        "attention_bias": parts.has("attention.query_key_value.bias", "attention.qkv.bias"),
+        "dense_bias": parts.has("attention.dense.bias", "attention.proj.bias"),
+        "mlp_bias": parts.ends("linear1.bias", "dense_h_to_4h.bias", "fc1_bias"),
+        "mlp_out_bias": parts.ends("linear2.bias", "dense_4h_to_h.bias", "fc2_bias"),
+        "gated": facts["gated"],
+        "kv_heads": kv_heads,
+        "gqa": facts["gqa"],
+        "te_mha": facts["te_mha"],
+        "te_layernorm_mlp": facts["te_mlp"],
+        "stale_norm": facts["te_mlp"] and parts.begins("post_attention_layernorm."),
+        "te_parallel_linear": te_linear,
+        "qk_layernorm": parts.begins("attention.qk_layernorm"),
+        "learned_positions": parts.has("position_embeddings.weight"),
+        "reward_head": facts["reward"],
+        "legacy_names": parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
+    }
+
+
+def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
+    """FP8 state that no rule of the layout accounts for, as it is no tensor; and weights in FP8, which are not read."""
+    return [
+        *(
+            Finding.of("FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name)
+            for unit, _, name, is_tensor in parts.states
+            if not is_tensor
+        ),
+        *(
             Finding.of(
                 "FS514",
                 "a weight stored in FP8: this version does not apply its scale",
@@ -204,40 +253,9 @@ def apply(
                 got=kind,
                 help="dequantise it where it was trained and save the checkpoint again",
             )
-        )
-    source.facts |= facts
-    residual = source.facts.get("gpt_j_residual")
-    features = {
-        "norm": norm,
-        "norm_bias": parts.ends("norm.bias", "norm.offset", "layernorm.bias", "layernorm.offset")
-        or parts.has("mlp.layer_norm_bias"),
-        "residual": "unknown" if residual is None else ("parallel" if residual else "sequential"),
-        "attention_bias": parts.has("attention.query_key_value.bias", "attention.qkv.bias"),
-        "dense_bias": parts.has("attention.dense.bias", "attention.proj.bias"),
-        "mlp_bias": parts.ends("linear1.bias", "dense_h_to_4h.bias", "fc1_bias"),
-        "mlp_out_bias": parts.ends("linear2.bias", "dense_4h_to_h.bias", "fc2_bias"),
-        "gated": gated,
-        "kv_heads": kv_heads,
-        "gqa": facts["gqa"],
-        "te_mha": te_mha,
-        "te_layernorm_mlp": te_mlp,
-        "stale_norm": te_mlp and any(name.startswith("post_attention_layernorm.") for name in parts.shapes),
-        "te_parallel_linear": bool(
-            (facts["te_dense"] and not te_mha) or (facts["te_linear2"] and not te_mlp)
+            for unit, name, kind in parts.fp8
         ),
-        "qk_layernorm": any(name.startswith("attention.qk_layernorm") for name in parts.shapes),
-        "learned_positions": parts.has("position_embeddings.weight"),
-        "reward_head": facts["reward"],
-        "legacy_names": parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
-    }
-    if parts.states:
-        features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
-    source.values["features"] = features
-    llama = is_llama(features)
-    source.layout = "gpt_neox.llama" if llama else "gpt_neox.neox"
-    family = "llama" if llama else "gpt_neox"
-    source.model = Description(family, config, dialect=gpt_neox.DIALECT, features=features)
-    source.findings += _contradictions(source, model, features, activation)
+    ]
 
 
 def is_llama(features: dict[str, Any]) -> bool:
@@ -253,47 +271,32 @@ def _contradictions(
     source: Source, model: Model, features: dict[str, Any], activation: str | None
 ) -> list[Finding]:
     """Where the config and the tensors' names tell of two models."""
-    findings = []
     gated = features["gated"]
-    # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
-    if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
-        findings.append(
-            Finding.of(
-                "FS215",
-                "config: activation",
-                file=model.path,
-                expected=f"{'a gated' if gated else 'no gated'} one, as the rows of the MLP's first projection say",
-                got=activation,
-                help="give the config of this checkpoint with --config",
-            )
-        )
-    if model.kv_heads is not None and model.kv_heads != features["kv_heads"]:
-        findings.append(
-            Finding.of(
-                "FS215",
-                "config: num_kv_heads",
-                file=model.path,
-                expected=f"{features['kv_heads']}, as the rows of the fused projection say",
-                got=str(model.kv_heads),
-                help="give the config of this checkpoint with --config",
-            )
-        )
     stated = model.config.get("norm")
     # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.
     kind = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
-    if stated is not None and kind.get(str(stated), str(stated)) != kind.get(
-        features["norm"], features["norm"]
-    ):
-        findings.append(
-            Finding.of(
-                "FS215",
-                "config: norm",
-                file=model.path,
-                expected=f"{features['norm']}, as the names of its tensors say",
-                got=str(stated),
-                help="give the config of this checkpoint with --config",
-            )
+    told: list[tuple[str, str, object]] = []
+    # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
+    if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
+        rows = "as the rows of the MLP's first projection say"
+        told.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
+    if model.kv_heads is not None and model.kv_heads != features["kv_heads"]:
+        rows = "as the rows of the fused projection say"
+        told.append(("num_kv_heads", f"{features['kv_heads']}, {rows}", model.kv_heads))
+    norm = features["norm"]
+    if stated is not None and kind.get(stated, stated) != kind.get(norm, norm):
+        told.append(("norm", f"{norm}, as the names of its tensors say", stated))
+    findings = [
+        Finding.of(
+            "FS215",
+            f"config: {key}",
+            file=model.path,
+            expected=expected,
+            got=str(got),
+            help="give the config of this checkpoint with --config",
         )
+        for key, expected, got in told
+    ]
     if features["stale_norm"]:
         findings.append(
             Finding.of(
