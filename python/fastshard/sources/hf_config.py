@@ -108,15 +108,7 @@ def describe(
     if config is None or not (source.model.hf_names or config.keys() & _TELLING):
         return
     label = None if path is None else _label(listing, path)
-    if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
-        raise FastshardError.of(
-            "FS211",
-            "a config of transformers that is no model's",
-            file=label,
-            expected="model_type or architectures",
-            got="neither",
-            help="give the model's config.json; generation_config.json says nothing of the model",
-        )
+    _refuse_no_model(config, label)
     model = replace(source.model, config=config, config_file=path)
     source.names = bare(names)
     names = [source.names.get(n, n) for n in names]
@@ -141,41 +133,91 @@ def describe(
         source.model = replace(source.model, dialect=None)
     if layout is None or why is not None:
         return
+    _take_layout(source, config, label, layout, names, stored, outer)
+
+
+def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
+    """Raises for a config of transformers that says nothing of a model."""
+    if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
+        raise FastshardError.of(
+            "FS211",
+            "a config of transformers that is no model's",
+            file=label,
+            expected="model_type or architectures",
+            got="neither",
+            help="give the model's config.json; generation_config.json says nothing of the model",
+        )
+
+
+def _take_layout(
+    source: Source,
+    config: dict[str, Any],
+    label: str | None,
+    layout: str,
+    names: list[str],
+    stored: set[str],
+    outer: str,
+) -> None:
+    """Puts a table that fits on a declaration, with what the config says of its axes and facts.
+
+    Args:
+        source: the declaration.
+        config: the model's config.
+        label: its file, for messages.
+        layout: name of the table.
+        names: of the model's tensors, as they are stored.
+        stored: these as the model itself has them.
+        outer: where these begin.
+    """
     base = _base(tables.table(layout))
     begins = None if _names_most(layout, stored) else _beginning(names)
     prefix = f"{outer}{base}" if begins is None else begins
-    kind = config_json.architecture_of(config)
-    source.layout, family, headless = layout, layout.removeprefix("hf."), None
+    source.layout = layout
     # The table's own names, too, where the model's begin otherwise.
-    stored |= {_own(name, base, prefix.removeprefix(outer)) for name in stored}
+    stored = stored | {_own(name, base, prefix.removeprefix(outer)) for name in stored}
     source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
     source.stored = config_json.blocks(config, layout, label)
     source.provable = True
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
-    by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
     # What lies around the model may end as its own base does.
-    if (kind is None and not prefix.removeprefix(outer).endswith(base)) or (
-        kind is not None and not kind.is_causal
-    ):
-        headless = kind.name if kind else "a model without a head, by the names of its tensors"
-        source.facts["head"] = by_names
-        source.findings += _own_head(kind, stored)
-    elif source.facts.get("head") and not by_names and (value := _value_head(stored)) is not None:
-        headless = f"a model with a value head ({value})"
-        source.facts["head"] = False
-        source.findings.append(
-            Finding.of(
-                "FS212",
-                f"the model has a value head ({value}) and no output layer over the vocabulary",
-                severity="note",
-                tensor=value,
-            )
-        )
-    source.model = replace(source.model, family=family, headless=headless)
+    is_base = not prefix.removeprefix(outer).endswith(base)
+    headless = _take_head(source, config_json.architecture_of(config), layout, stored, is_base)
+    source.model = replace(source.model, family=layout.removeprefix("hf."), headless=headless)
     if source.vocab_size:
         source.axes.pop("V", None)
+
+
+def _take_head(
+    source: Source, kind: config_json.Architecture | None, layout: str, stored: set[str], is_base: bool
+) -> str | None:
+    """Says whether there is an output layer over the vocabulary; what the model is in words, if it has none.
+
+    Args:
+        source: the declaration.
+        kind: what the config says that the model is.
+        layout: name of its table.
+        stored: names of its tensors.
+        is_base: whether the names begin as those of a model without a head.
+    """
+    by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
+    if is_base if kind is None else not kind.is_causal:
+        source.facts["head"] = by_names
+        source.findings += _own_head(kind, stored)
+        return kind.name if kind else "a model without a head, by the names of its tensors"
+    if not source.facts.get("head") or by_names or (value := _value_head(stored)) is None:
+        return None
+    source.facts["head"] = False
+    source.findings.append(
+        Finding.of(
+            "FS212",
+            f"the model has a value head ({value}) and no output layer over the vocabulary",
+            severity="note",
+            tensor=value,
+        )
+    )
+    return f"a model with a value head ({value})"
 
 
 def _spelled(layout: str, names: Collection[str]) -> str | None:

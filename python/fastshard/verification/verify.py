@@ -147,13 +147,7 @@ def verified(
     signed = _signed(checkpoint, signature, public_key, list(certificates))
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
-    if len(checkpoint.listing.roots) > 1:
-        try:
-            with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
-            others = (Path(path) for name, path in with_it if name != "config.json")
-            findings += sidecar_files.differing(checkpoint.listing, others)
-        except FastshardError as error:
-            findings += error.findings
+    findings += _sidecars_differ(checkpoint, plan)
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
     findings = [f.replace(severity="error") if f.code == "FS208" else f for f in findings]
@@ -180,24 +174,41 @@ def verified(
     found = _unique(checkpoint.opened.gate.judged(findings))
     if any(f.severity == "error" for f in found):
         return Verified(found, None)
-    vouched: list[str] = []
-    if path is not None:
-        vouched.append(f"against the manifest {path.name}")
-    elif host_parts.settled(checkpoint):
-        vouched.append("against the manifests of the pieces")
-    if signature is not None:
-        vouched.append(f"against the signature {Path(signature).name}")
+    by = None if path is None else path.name
+    vouched = _vouched(checkpoint, by, None if signature is None else Path(signature).name)
     partial: list[str] = []
-    if downloaded.is_whole:
-        vouched.append(downloaded.told())
-    elif downloaded.files:
-        partial.append(downloaded.told())
+    if downloaded.files:
+        (vouched if downloaded.is_whole else partial).append(downloaded.told())
     partial += _own_checksums(checkpoint, found)
     part = None if subset is None else f"part {subset[0]} of {subset[1]}"
     if include or exclude:
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
     return Verified(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
+    """Says where several roots have another tokenizer, or other files that a result takes along."""
+    if len(checkpoint.listing.roots) < 2:
+        return []
+    try:
+        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
+        others = (Path(path) for name, path in with_it if name != "config.json")
+        return sidecar_files.differing(checkpoint.listing, others)
+    except FastshardError as error:
+        return error.findings
+
+
+def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None) -> list[str]:
+    """What else than the checkpoint says how its content must be, in words."""
+    vouched = []
+    if manifest is not None:
+        vouched.append(f"against the manifest {manifest}")
+    elif host_parts.settled(checkpoint):
+        vouched.append("against the manifests of the pieces")
+    if signature is not None:
+        vouched.append(f"against the signature {signature}")
+    return vouched
 
 
 #: What a checkpoint's own list of its tensors does not tell.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,17 +26,6 @@ _MAX_DEGREE = 1 << 16
 _VOCABULARY = re.compile(
     r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
 )
-
-
-def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
-    value = layout.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FastshardError.of(
-            "FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
-        )
-    return value
 
 
 @dataclass(frozen=True)
@@ -76,68 +65,25 @@ class TpSafetensors:
         layout = read_json(listing, layout_file) if layout_file else None
         if layout is not None and not isinstance(layout, dict):
             raise FastshardError.of("FS211", "layout.json is not an object", file="layout.json")
-        findings = [*chosen.findings, *within_this(within)]
         path = layout_file.path if layout_file else "layout.json"
-        tp = max(ranks) + 1
-        why = f"ranks 0..{max(ranks)} by the other files"
-        if layout is not None:
-            stated = _positive(layout, "tp", path)
-            if stated is None:
-                raise FastshardError.of(
-                    "FS211",
-                    "layout.json: tp",
-                    file=path,
-                    expected="the tensor-parallel degree",
-                    got="nothing",
-                )
-            if stated > _MAX_DEGREE:
-                raise FastshardError.of(
-                    "FS211",
-                    "layout.json: tp",
-                    file=path,
-                    expected=f"at most {_MAX_DEGREE}",
-                    got=str(stated),
-                )
-            tp, why = stated, f"tp {stated} by layout.json"
-            for key in sorted(set(layout) - _KNOWN_KEYS):
-                findings.append(
-                    Finding.of(
-                        "FS108",
-                        f"layout.json: unknown key {key!r} is not used",
-                        file=path,
-                        severity="warning",
-                    )
-                )
+        stated = None if layout is None else _stated_degree(layout, path)
+        tp = max(ranks) + 1 if stated is None else stated
+        why = f"ranks 0..{max(ranks)} by the other files" if stated is None else f"tp {stated} by layout.json"
+        findings = [*chosen.findings, *within_this(within), *_unknown_keys(layout or {}, path)]
         if len(stems) == 1:
-            stem, width = stems.pop()
-            for rank, last in lacking(ranks, 0, tp - 1):
-                name, end = (f"{stem}{r:0{width}d}.safetensors" for r in (rank, last))
-                findings.append(
-                    missing(
-                        f"{folder}/{name}" if folder else name,
-                        f"tp {rank}",
-                        why,
-                        f"copy {name} from the node that ran tp rank {rank}",
-                        upto=end if last > rank else None,
-                    )
-                )
-        files, of_files = [], []
-        for rank in sorted(ranks):
-            for file in ranks[rank]:
-                if rank >= tp:
-                    findings.append(
-                        Finding.of(
-                            "FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path
-                        )
-                    )
-                else:
-                    files.append(file)
-                    of_files.append(rank)
+            findings += _ranks_missing(folder, *stems.pop(), ranks, tp, why)
+        findings += [
+            Finding.of("FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path)
+            for rank in sorted(ranks)
+            for file in ranks[rank]
+            if rank >= tp
+        ]
+        taken = [(rank, file) for rank in sorted(ranks) for file in ranks[rank] if rank < tp]
         return Found(
             self,
             "per-rank safetensors",
-            files,
-            TpFiles(tuple(of_files), tp, layout, path),
+            [file for _, file in taken],
+            TpFiles(tuple(rank for rank, _ in taken), tp, layout, path),
             folder,
             findings,
             step=chosen.name if is_step(chosen.name) else None,
@@ -201,6 +147,56 @@ class TpSafetensors:
             listing, found.folder, found.files, values, "files of tensor-parallel ranks"
         )
         return source
+
+
+def _stated_degree(layout: dict[str, Any], path: str) -> int:
+    """The tensor-parallel degree by layout.json."""
+    stated = _positive(layout, "tp", path)
+    if stated is None or stated > _MAX_DEGREE:
+        raise FastshardError.of(
+            "FS211",
+            "layout.json: tp",
+            file=path,
+            expected="the tensor-parallel degree" if stated is None else f"at most {_MAX_DEGREE}",
+            got="nothing" if stated is None else str(stated),
+        )
+    return stated
+
+
+def _unknown_keys(layout: dict[str, Any], path: str) -> list[Finding]:
+    return [
+        Finding.of("FS108", f"layout.json: unknown key {key!r} is not used", file=path, severity="warning")
+        for key in sorted(set(layout) - _KNOWN_KEYS)
+    ]
+
+
+def _ranks_missing(
+    folder: str, stem: str, width: int, ranks: Iterable[int], tp: int, why: str
+) -> list[Finding]:
+    findings = []
+    for rank, last in lacking(ranks, 0, tp - 1):
+        name, end = (f"{stem}{r:0{width}d}.safetensors" for r in (rank, last))
+        findings.append(
+            missing(
+                f"{folder}/{name}" if folder else name,
+                f"tp {rank}",
+                why,
+                f"copy {name} from the node that ran tp rank {rank}",
+                upto=end if last > rank else None,
+            )
+        )
+    return findings
+
+
+def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
+    value = layout.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FastshardError.of(
+            "FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
+        )
+    return value
 
 
 def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:

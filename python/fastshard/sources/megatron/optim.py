@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
@@ -58,55 +58,24 @@ def divide(
         common: the common part of the checkpoint.
     """
     weights = [t for t in tensors if not _STATE.match(t[0])]
-    shapes = {name: shape for name, shape, _ in weights}
-    state: dict[str, list[Stored]] = {}
-    flat: list[Stored] = []
-    unread: list[str] = []
-    for name, shape, pieces in tensors:
-        if name in shapes:
-            continue
-        match = _SLOT.match(name)
-        boxes = None
-        if match and match[2] in shapes:
-            whole = shapes[match[2]]
-            boxes = pieces if whole == shape else optim_model_space.boxes(whole, shape, pieces)
-        if match and boxes is not None:
-            state.setdefault(match[1], []).append((match[2], shapes[match[2]], boxes))
-        elif optim_buckets.KEY.match(name):
-            flat.append((name, shape, pieces))
-        else:
-            unread.append(name)
     there = {name for name, *_ in tensors}
     if any(_STATE.match(entry["name"]) and entry["name"] not in there for entry in described["tensors"]):
         # Files that are missing are findings already.
         source.optimizer = Optimizer(masters=True)
         return weights
-    held = [Assembled(0, {}, None, _slot(kind), found) for kind, found in state.items()]
-    findings = _refused(described, args, unread)
-    if flat and not findings:
-        dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
-        whole_weights: Weights = {
-            name: (shape, [(lo, size) for lo, size, _, _ in pieces], dtypes.get(name) or "")
-            for name, shape, pieces in weights
-        }
+    shapes = {name: shape for name, shape, _ in weights}
+    state = _state_of(tensors, shapes)
+    held = [Assembled(0, {}, None, _slot(kind), found) for kind, found in state.by_parameter.items()]
+    findings = _refused(described, args, state.unread)
+    if state.flat and not findings:
         try:
-            held += optim_buckets.read(whole_weights, args, flat)
+            held += optim_buckets.read(_weights(weights, described), args, state.flat)
         except UnknownPlaces as error:
-            findings.append(
-                Finding.of(
-                    "FS402",
-                    f"the optimizer's flat buffers carry no names, and where parameters lie in them is not certain: {error}",
-                    severity="error",
-                    tensor=flat[0][0],
-                    expected=error.expected,
-                    got=error.got,
-                    help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer",
-                )
-            )
+            findings = [_no_places(state.flat[0][0], error)]
     masters = not findings and any(group.slot is None for group in held)
     source.optimizer = Optimizer(
         masters=masters,
-        moments_only=not masters and bool(held or flat or unread or findings),
+        moments_only=not masters and bool(held or state.flat or state.unread or findings),
         findings=findings,
     )
     if findings:
@@ -123,9 +92,72 @@ def divide(
         source.values["optimizer"] = {"param_groups": groups}
         source.optimizer = replace(source.optimizer, groups=by_decay(groups, args))
         source.optimizer.steps[0] = steps(groups)
-    if args.get("overlap_grad_reduce") and "param" in state:
-        # source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19
-        source.findings.append(
+    is_shifted = bool(args.get("overlap_grad_reduce")) and "param" in state.by_parameter
+    source.findings += _remarks(held, is_shifted)
+    return weights
+
+
+@dataclass(frozen=True)
+class _State:
+    """Tensors of an optimizer's state, by the form that they have."""
+
+    #: Those with the parameters' names and shapes, by slot.
+    by_parameter: dict[str, list[Stored]] = field(default_factory=dict)
+    #: Flat buckets.
+    flat: list[Stored] = field(default_factory=list)
+    #: Names of all others.
+    unread: list[str] = field(default_factory=list)
+
+
+def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
+    """What is not among the parameters, whose shapes are given."""
+    state = _State()
+    for name, shape, pieces in tensors:
+        if name in shapes:
+            continue
+        match = _SLOT.match(name)
+        boxes = None
+        if match and match[2] in shapes:
+            whole = shapes[match[2]]
+            boxes = pieces if whole == shape else optim_model_space.boxes(whole, shape, pieces)
+        if match and boxes is not None:
+            state.by_parameter.setdefault(match[1], []).append((match[2], shapes[match[2]], boxes))
+        elif optim_buckets.KEY.match(name):
+            state.flat.append((name, shape, pieces))
+        else:
+            state.unread.append(name)
+    return state
+
+
+def _weights(weights: list[Stored], described: Told) -> Weights:
+    """The parameters as the order of flat buckets follows from them: shape, boxes and dtype of each."""
+    dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
+    return {
+        name: (shape, [(lo, size) for lo, size, _, _ in pieces], dtypes.get(name) or "")
+        for name, shape, pieces in weights
+    }
+
+
+def _no_places(name: str, error: UnknownPlaces) -> Finding:
+    return Finding.of(
+        "FS402",
+        f"the optimizer's flat buffers carry no names, and where parameters lie in them is not certain: {error}",
+        severity="error",
+        tensor=name,
+        expected=error.expected,
+        got=error.got,
+        help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer",
+    )
+
+
+def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
+    """What is to be known of the state that is read.
+
+    source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19
+    """
+    remarks = []
+    if is_shifted:
+        remarks.append(
             Finding.of(
                 "FS212",
                 "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of several buckets is padded:"
@@ -136,13 +168,13 @@ def divide(
     slots = sorted({group.slot for group in held if group.slot})
     if slots:
         count = len({(group.slot, name) for group in held if group.slot for name, *_ in group.tensors})
-        source.findings.append(
+        remarks.append(
             Finding.of(
                 "FS212",
                 f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer only",
             )
         )
-    return weights
+    return remarks
 
 
 def _slot(kind: str) -> str | None:
