@@ -53,36 +53,13 @@ class Orbax:
             return None
         everywhere = find(listing)
         if not everywhere:
-            started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
-            if started is None:
-                _refuse_chunks_alone(listing)
-                return None
-            raise FastshardError.of(
-                "FS104",
-                "Orbax began to save here, and no array is there",
-                file=started.path,
-                help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
-            )
+            _refuse_without_arrays(listing)
+            return None
         places, findings = choose(listing, everywhere, options)
         findings = [*findings, *_committed(listing, places, options)]
         tree = _tree(listing, places)
         union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
-        shardings: dict[str, Sharding] = {}
-        for place in places:
-            if file := _file(listing, place, "_sharding"):
-                shardings |= parse_shardings(listing.read_text(file))
-        evidence = Evidence(
-            stores_fill=tree.stores_fill if tree else None,
-            shardings=shardings,
-            present=union.wrote(),
-            per_process=places[0].ocdbt,
-            committed=any(p.committed for p in places),
-            expected=options.expect_processes,
-            lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
-            by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
-            where=places[0].label(listing),
-        )
-        evidence = replace(evidence, present=completeness.at_hand(union.arrays, union.of_process, evidence))
+        evidence = _evidence(listing, places, tree, union, options.expect_processes)
         findings += union.copied()
         accepted = "elided-zeros" in options.accept
         verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)
@@ -198,6 +175,42 @@ def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
         for name, array in arrays.items()
         if array.narrow
     ]
+
+
+def _evidence(
+    listing: Listing, places: list[Place], tree: Tree | None, union: stores.Union, expected: int | None
+) -> Evidence:
+    """What tells of the processes that wrote, and of what each had to write."""
+    shardings: dict[str, Sharding] = {}
+    for place in places:
+        if file := _file(listing, place, "_sharding"):
+            shardings |= parse_shardings(listing.read_text(file))
+    evidence = Evidence(
+        stores_fill=tree.stores_fill if tree else None,
+        shardings=shardings,
+        present=union.wrote(),
+        per_process=places[0].ocdbt,
+        committed=any(p.committed for p in places),
+        expected=expected,
+        lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
+        by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
+        where=places[0].label(listing),
+    )
+    return replace(evidence, present=completeness.at_hand(union.arrays, union.of_process, evidence))
+
+
+def _refuse_without_arrays(listing: Listing) -> None:
+    """Raises for what is a save all the same: one that was begun, or chunks of which nothing tells the arrays."""
+    started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
+    if started is None:
+        _refuse_chunks_alone(listing)
+        return
+    raise FastshardError.of(
+        "FS104",
+        "Orbax began to save here, and no array is there",
+        file=started.path,
+        help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
+    )
 
 
 def _refuse_chunks_alone(listing: Listing) -> None:

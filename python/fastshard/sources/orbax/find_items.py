@@ -248,28 +248,61 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     """
     everywhere = list(places)
     places = _once(listing, everywhere)
-    of_steps = _steps(listing, places)
-    stepped = {name: step for name, step in of_steps.items() if name}
-    findings: list[Finding] = []
-    if stepped:
-        taken_step = choose_step.choose(listing, stepped, options)
-        findings = taken_step.findings
-        newest = choose_step.number(taken_step.name)
-        folders = set(taken_step.step.folders)
-        chosen = [
-            p
-            for p in places
-            if p.step is not None
-            and choose_step.number(p.step) == newest
-            and any(
-                root == p.root and (folder in ("", p.folder) or p.folder.startswith(f"{folder}/"))
-                for root, folder in folders
-            )
-        ]
-    elif options.step is not None:
-        raise choose_step.no_steps(options.step)
-    else:
-        chosen = places
+    chosen, findings = _of_step(listing, places, options)
+    _refuse_other_steps(listing, everywhere, places, chosen)
+    # A directory that was itself given is the item that is meant, whatever it is called.
+    items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
+    if len(items) > 1:
+        raise FastshardError.of(
+            "FS106",
+            "several items hold arrays",
+            expected="one",
+            got=", ".join(sorted(i or "the step's own directory" for i in items)),
+            help="name the directory of the item that is meant as CKPT",
+        )
+    chosen = _one_of_each_root(listing, chosen)
+    if outer := next((place for place in chosen if place.within), None):
+        raise FastshardError.of(
+            "FS106",
+            "arrays lie in a folder inside of what holds arrays",
+            file=outer.label(listing),
+            expected="one item",
+            got=", ".join(sorted(outer.within)[:5]),
+            help="name the directory that is meant as CKPT, or move what is left of another save away",
+        )
+    # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
+    first = [(p, {process.id for process in p.processes}) for p in chosen]
+    first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
+    return [place for place, _ in first], findings
+
+
+def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[list[Place], list[Finding]]:
+    """The directories of the step that is meant, and what is to be said of others; all of them where there are no steps."""
+    stepped = {name: step for name, step in _steps(listing, places).items() if name}
+    if not stepped:
+        if options.step is not None:
+            raise choose_step.no_steps(options.step)
+        return places, []
+    taken = choose_step.choose(listing, stepped, options)
+    newest = choose_step.number(taken.name)
+    folders = set(taken.step.folders)
+    chosen = [
+        p
+        for p in places
+        if p.step is not None
+        and choose_step.number(p.step) == newest
+        and any(
+            root == p.root and (folder in ("", p.folder) or p.folder.startswith(f"{folder}/"))
+            for root, folder in folders
+        )
+    ]
+    return chosen, taken.findings
+
+
+def _refuse_other_steps(
+    listing: Listing, everywhere: list[Place], places: list[Place], chosen: list[Place]
+) -> None:
+    """Raises where a root holds nothing of what was chosen."""
     taken = {p.path(listing).resolve() for p in chosen}
     for root in range(len(listing.roots)):
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
@@ -281,19 +314,12 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
                 got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
                 help="give the directories of one save only, or choose a step that all hold with --step",
             )
-    # A directory that was itself given is the item that is meant, whatever it is called.
-    items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
-    if len(items) > 1:
-        raise FastshardError.of(
-            "FS106",
-            "several items hold arrays",
-            expected="one",
-            got=", ".join(sorted(i or "the step's own directory" for i in items)),
-            help="name the directory of the item that is meant as CKPT",
-        )
+
+
+def _one_of_each_root(listing: Listing, chosen: list[Place]) -> list[Place]:
+    """One directory at most for each root: a committed one beside what an earlier try left of the same step counts."""
     for root in range(len(listing.roots)):
         same = [p for p in chosen if p.root == root]
-        # A committed directory beside what an earlier try left of the same step is what counts.
         if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:
             chosen = [p for p in chosen if p.root != root or p is settled[0]]
         elif len(same) > 1:
@@ -304,17 +330,4 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
                 got=", ".join(p.folder for p in same),
                 help="name the one that is meant as CKPT",
             )
-    for place in chosen:
-        if place.within:
-            raise FastshardError.of(
-                "FS106",
-                "arrays lie in a folder inside of what holds arrays",
-                file=place.label(listing),
-                expected="one item",
-                got=", ".join(sorted(place.within)[:5]),
-                help="name the directory that is meant as CKPT, or move what is left of another save away",
-            )
-    # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
-    first = [(p, {process.id for process in p.processes}) for p in chosen]
-    first.sort(key=lambda each: (not each[0].committed, 0 not in each[1], not each[0].plain, each[0].root))
-    return [place for place, _ in first], findings
+    return chosen

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...common.config_text import parse_json
@@ -109,12 +110,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
         FastshardError: ``FS601`` if it is malformed, ``FS514`` for what is not read.
     """
 
-    def malformed(what: str, got: Any = None) -> FastshardError:
-        return FastshardError.of(
-            "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
-            help="the file was damaged or cut short: copy it again",
-        )  # fmt: skip
-
+    malformed = partial(_malformed, name, where)
     try:
         described = parse_json(text.decode("utf-8"))
     except ValueError as error:
@@ -124,34 +120,10 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     if zarr == 3 and described.get("node_type") == "group":
         return None
     shape = _extents(described.get("shape"))
-    if zarr == 2:
-        version, dtype = described.get("zarr_format"), described.get("dtype")
-        chunk = _extents(described.get("chunks"))
-        block = chunk
-        separator = "." if described.get("dimension_separator") is None else described["dimension_separator"]
-        fill = described.get("fill_value")
-        if described.get("order", "C") not in ("C", "F"):
-            raise malformed("order", described.get("order"))
-        if described.get("filters"):
-            raise _unread(name, where, "filters", described["filters"])
-    else:
-        version, dtype = described.get("zarr_format"), described.get("data_type")
-        grid = described.get("chunk_grid")
-        chunk = _extents(_configured(grid, "regular").get("chunk_shape"))
-        encoding = described.get("chunk_key_encoding")
-        if encoding is not None and (not isinstance(encoding, dict) or encoding.get("name") != "default"):
-            raise _unread(name, where, "chunk_key_encoding", encoding)
-        separator = _configured(encoding, "default").get("separator", "/")
-        fill = described.get("fill_value")
-        if described.get("storage_transformers"):
-            raise _unread(name, where, "storage_transformers", described["storage_transformers"])
-        codecs = described.get("codecs")
-        inner = None
-        if isinstance(codecs, list) and len(codecs) == 1:
-            inner = _extents(_configured(codecs[0], "sharding_indexed").get("chunk_shape"))
-        block = inner or chunk
-    if version != zarr:
-        raise malformed("zarr_format", version)
+    chunk, block, separator = (_chunks_of_2 if zarr == 2 else _chunks_of_3)(name, described, where)
+    dtype, fill = described.get("dtype" if zarr == 2 else "data_type"), described.get("fill_value")
+    if described.get("zarr_format") != zarr:
+        raise malformed("zarr_format", described.get("zarr_format"))
     if shape is None or chunk is None or block is None or not len(shape) == len(chunk) == len(block):
         raise malformed("shape or chunks")
     if len(shape) > _MAX_RANK or 0 in chunk or 0 in block or separator not in (".", "/"):
@@ -176,6 +148,41 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
     if math.prod(array.grid) > MAX_CHUNKS or blocks > MAX_CHUNKS:
         raise malformed(f"more than {MAX_CHUNKS} chunks", list(array.grid))
     return array
+
+
+def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardError:
+    return FastshardError.of(
+        "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
+        help="the file was damaged or cut short: copy it again",
+    )  # fmt: skip
+
+
+#: Extents of a chunk, those of its parts that are read by themselves, and what separates numbers in names of chunks.
+_Chunks = tuple["tuple[int, ...] | None", "tuple[int, ...] | None", Any]
+
+
+def _chunks_of_2(name: str, described: dict[str, Any], where: str) -> _Chunks:
+    if described.get("order", "C") not in ("C", "F"):
+        raise _malformed(name, where, "order", described.get("order"))
+    if described.get("filters"):
+        raise _unread(name, where, "filters", described["filters"])
+    chunk = _extents(described.get("chunks"))
+    separator = described.get("dimension_separator")
+    return chunk, chunk, "." if separator is None else separator
+
+
+def _chunks_of_3(name: str, described: dict[str, Any], where: str) -> _Chunks:
+    encoding = described.get("chunk_key_encoding")
+    if encoding is not None and (not isinstance(encoding, dict) or encoding.get("name") != "default"):
+        raise _unread(name, where, "chunk_key_encoding", encoding)
+    if described.get("storage_transformers"):
+        raise _unread(name, where, "storage_transformers", described["storage_transformers"])
+    chunk = _extents(_configured(described.get("chunk_grid"), "regular").get("chunk_shape"))
+    codecs = described.get("codecs")
+    inner = None
+    if isinstance(codecs, list) and len(codecs) == 1:
+        inner = _extents(_configured(codecs[0], "sharding_indexed").get("chunk_shape"))
+    return chunk, inner or chunk, _configured(encoding, "default").get("separator", "/")
 
 
 def fill_bytes(array: Array) -> bytes:
