@@ -290,47 +290,60 @@ class Megatron:
             )
         known = [(i, arguments.arguments(s)) for i, s in enumerate(states) if isinstance(s, dict)]
         for i, args in known:
-            if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
-                degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
-                source.findings.append(
-                    Finding.of(
-                        "FS108",
-                        f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: a leftover?",
-                        file=found.files[i].path,
-                    )
-                )
-            first = known[0][1]
-            for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
-                        "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                        "expert_model_parallel_size"):  # fmt: skip
-                if args.get(key) != first.get(key):
-                    source.findings.append(
-                        Finding.of(
-                            "FS110",
-                            f"args.{key} differs between ranks",
-                            file=found.files[i].path,
-                            expected=str(first.get(key)),
-                            got=str(args.get(key)),
-                            help="the files belong to different runs",
-                        )
-                    )
-            for what, here, there in (
-                ("iteration", states[known[0][0]], states[i]),
-                ("args.iteration", first, args),
-            ):
-                if here.get("iteration") != there.get("iteration"):
-                    source.findings.append(
-                        Finding.of(
-                            "FS107",
-                            f"{what} differs between ranks",
-                            file=found.files[i].path,
-                            rank=grid.rank(grid.places[i]),
-                            expected=str(here.get("iteration")),
-                            got=str(there.get("iteration")),
-                            help="take all files from one step",
-                        )
-                    )
+            source.findings += _differs(found, grid, i, (states[known[0][0]], states[i]), (known[0][1], args))
         of_ranks.judge(source, found, [(i, grid.places[i], args) for i, args in known], grid.tp, grid.pp)
+
+
+def _differs(
+    found: Found[MegatronFiles],
+    grid: _Grid,
+    i: int,
+    states: tuple[dict[str, Any], dict[str, Any]],
+    args: tuple[dict[str, Any], dict[str, Any]],
+) -> list[Finding]:
+    """What a rank's file says otherwise than the first, given the state and the arguments of both."""
+    findings = []
+    first, own = args
+    if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
+        degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
+        findings.append(
+            Finding.of(
+                "FS108",
+                f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: a leftover?",
+                file=found.files[i].path,
+            )
+        )
+    for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
+                "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                "expert_model_parallel_size"):  # fmt: skip
+        if own.get(key) != first.get(key):
+            findings.append(
+                Finding.of(
+                    "FS110",
+                    f"args.{key} differs between ranks",
+                    file=found.files[i].path,
+                    expected=str(first.get(key)),
+                    got=str(own.get(key)),
+                    help="the files belong to different runs",
+                )
+            )
+    for what, here, there in (
+        ("iteration", *states),
+        ("args.iteration", first, own),
+    ):
+        if here.get("iteration") != there.get("iteration"):
+            findings.append(
+                Finding.of(
+                    "FS107",
+                    f"{what} differs between ranks",
+                    file=found.files[i].path,
+                    rank=grid.rank(grid.places[i]),
+                    expected=str(here.get("iteration")),
+                    got=str(there.get("iteration")),
+                    help="take all files from one step",
+                )
+            )
+    return findings
 
 
 def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
@@ -360,17 +373,8 @@ def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
     return Lack("attention_output_gate", "False", "True") if args.get("attention_output_gate") else None
 
 
-def _whole(
-    source: Source,
-    found: Found[MegatronFiles],
-    contents: Contents,
-    states: list[Any],
-    models: list[list[tuple[str, list[str]]]],
-    args: dict[str, Any],
-    grid: _Grid,
-    lack: Lack,
-) -> None:
-    """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
+def _refuse_experts(found: Found[MegatronFiles], grid: _Grid) -> None:
+    """Raises for experts whose ranks save no files, or files of one name."""
     if grid.etp > grid.tp and grid.ep > 1:
         raise FastshardError.of(
             "FS514",
@@ -390,6 +394,20 @@ def _whole(
             got=f"{len(grid.places)} files of {grid.tp} x {grid.ep}",
             help="save it in the torch_dist format, which says where each part belongs",
         )
+
+
+def _whole(
+    source: Source,
+    found: Found[MegatronFiles],
+    contents: Contents,
+    states: list[Any],
+    models: list[list[tuple[str, list[str]]]],
+    args: dict[str, Any],
+    grid: _Grid,
+    lack: Lack,
+) -> None:
+    """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
+    _refuse_experts(found, grid)
     places, tensors = [], {}
     for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):
         if rank[0] < grid.tp and rank[2] < grid.ep:

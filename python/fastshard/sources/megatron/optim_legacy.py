@@ -105,15 +105,7 @@ def attach(
     reading = _Reading(found, contents, args, ep > 1)
     within = any(_held(rank.state) for rank in ranks)
     if not (beside or within):
-        if args.get("use_distributed_optimizer") and any("optimizer" in rank.state for rank in ranks):
-            source.findings.append(
-                Finding.of(
-                    "FS108",
-                    f"the distributed optimizer keeps its state in files of its own ({NAME}), and none is here",
-                    severity="note",
-                    file=found.folder or None,
-                )
-            )
+        source.findings += _files_elsewhere(found.folder, args, ranks)
         return
     told: dict[int, list[float]] = {}
     values: list[dict[str, Any]] = []
@@ -127,18 +119,7 @@ def attach(
             else:
                 _whole(reading, rank)
         except UnknownPlaces as error:
-            reading.findings.append(
-                Finding.of(
-                    "FS402",
-                    f"the optimizer's state carries no names, and where parameters lie in it is not certain: {error}",
-                    severity="error",
-                    file=found.files[rank.beside if rank.beside is not None else rank.file].path,
-                    rank=rank.label,
-                    expected=error.expected,
-                    got=error.got,
-                    help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
-                )
-            )
+            reading.findings.append(_no_places(found, rank, error))
     reading.findings += _steps_agree(found, ranks, told)
     absent = any(f.code == "FS101" for f in reading.findings)
     unknown = any(f.code != "FS101" for f in reading.findings)
@@ -164,6 +145,32 @@ def attach(
         source.findings.append(
             Finding.of("FS212", f"the optimizer's state ({', '.join(slots)}) is taken with --optimizer only")
         )
+
+
+def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> list[Finding]:
+    if not args.get("use_distributed_optimizer") or not any("optimizer" in rank.state for rank in ranks):
+        return []
+    return [
+        Finding.of(
+            "FS108",
+            f"the distributed optimizer keeps its state in files of its own ({NAME}), and none is here",
+            severity="note",
+            file=folder or None,
+        )
+    ]
+
+
+def _no_places(found: Found[MegatronFiles], rank: _Rank, error: UnknownPlaces) -> Finding:
+    return Finding.of(
+        "FS402",
+        f"the optimizer's state carries no names, and where parameters lie in it is not certain: {error}",
+        severity="error",
+        file=found.files[rank.beside if rank.beside is not None else rank.file].path,
+        rank=rank.label,
+        expected=error.expected,
+        got=error.got,
+        help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+    )
 
 
 def _rank(
