@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,102 +135,52 @@ class Dcp:
     def _found(
         self, listing: Listing, folder: str, step: str | None, described: dcp_metadata.Told
     ) -> Found[DcpFiles]:
-        findings: list[Finding] = []
         metadata = f"{folder}/{METADATA}" if folder else METADATA
         copies: dict[str, list[File]] = {}
         for one in listing.within(folder):
             copies.setdefault(one.name, []).append(one)
-        stored = {entry["file"] for entry in described["stored"]} | {"common.pt"}
+        named = {entry["file"] for entry in described["stored"]}
+        read = named | {"common.pt"}
         inside = {
-            name: dcp_metadata.one_of(listing, found) if name in stored else found[0]
+            name: dcp_metadata.one_of(listing, found) if name in read else found[0]
             for name, found in copies.items()
         }
-        files: list[File] = []
-        index: dict[str, int] = {}
-        records: dict[int, list[tuple[int, int, str, bool]]] = {}
-        #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies
-        places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
-        whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
-        objects = set(described["objects"])
-        values: dict[str, tuple[Path, int, int]] = {}
-        lacking: dict[str, list[str]] = {}
         dcp_metadata.as_records(described, metadata)
         dcp_metadata.apart(described["stored"], metadata)
-        seen: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for entry in described["stored"]:
-            name, file = entry["name"], entry["file"]
-            if not safe_relative(file):
-                findings.append(
-                    Finding.of(
-                        "FS603",
-                        "a file name in .metadata leaves the directory",
-                        file=metadata,
-                        tensor=name,
-                        got=repr(file),
-                        help="do not use this checkpoint: such metadata is made to read other files",
-                    )
-                )
-                continue
-            if file not in inside:
-                lacking.setdefault(file, []).append(name)
-                continue
-            if name in objects:
-                if _known(entry["transforms"]):
-                    path = listing.roots[inside[file].root] / inside[file].path
-                    values[name] = (path, entry["offset"], entry["len"])
-                continue
-            if not _known(entry["transforms"]):
-                raise FastshardError.of(
-                    "FS514",
-                    "records that went through a storage extension other than torch's Zstandard: not read",
-                    file=inside[file].path,
-                    tensor=name,
-                    expected=f"{_ZSTD}/{_ZSTD_VERSION}, or none",
-                    got=", ".join(entry["transforms"]),
-                    help="load it where the extension is known, and save it again without",
-                )
-            if file not in index:
-                index[file] = len(files)
-                files.append(inside[file])
-            at = entry["at"] or []
-            record = name if whole.get(name) == at else chunk_name(name, at)
-            if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
-                raise FastshardError.of(
-                    "FS106",
-                    "two tensors of .metadata cannot be told apart by their names",
-                    file=inside[file].path,
-                    tensor=record,
-                    help="save it again with names that do not end in brackets",
-                )
-            places.setdefault((name, tuple(at)), []).append((index[file], record))
-            records.setdefault(index[file], []).append(
-                (entry["offset"], entry["len"], record, bool(entry["transforms"]))
-            )
-        for file, names in lacking.items():
-            place = f"{folder}/{file}" if folder else file
-            rank = re.match(r"^__(\d+)_", file)
-            findings.append(
-                missing(
-                    place,
-                    f"rank {rank[1]}" if rank else None,
-                    f"{len(names)} records by .metadata, e.g. of {names[0]}",
-                    f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
-                )
-            )
-        if "common.pt" in inside:
-            files.append(inside["common.pt"])
-        named = {entry["file"] for entry in described["stored"]}
-        for name, one in sorted(inside.items()):
-            if name.endswith(".distcp") and name not in named:
-                findings.append(Finding.of("FS108", ".metadata does not name this file", file=one.path))
-        held = DcpFiles(described, places, values, frozenset(n for names in lacking.values() for n in names))
-        return Found(self, "torch DCP", files, held, folder, findings, step=step, records=records)
+        outside = [entry for entry in described["stored"] if not safe_relative(entry["file"])]
+        safe = [entry for entry in described["stored"] if safe_relative(entry["file"])]
+        there = [entry for entry in safe if entry["file"] in inside]
+        lacking: dict[str, list[str]] = {}
+        for entry in safe:
+            if entry["file"] not in inside:
+                lacking.setdefault(entry["file"], []).append(entry["name"])
+        objects = set(described["objects"])
+        placed = _placed(described, [entry for entry in there if entry["name"] not in objects], inside)
+        values = {
+            entry["name"]: (listing.roots[file.root] / file.path, entry["offset"], entry["len"])
+            for entry in there
+            if entry["name"] in objects and _known(entry["transforms"])
+            for file in [inside[entry["file"]]]
+        }
+        findings = [
+            *(_leaves_directory(metadata, entry) for entry in outside),
+            *(_file_missing(folder, file, names) for file, names in lacking.items()),
+            *(
+                Finding.of("FS108", ".metadata does not name this file", file=one.path)
+                for name, one in sorted(inside.items())
+                if name.endswith(".distcp") and name not in named
+            ),
+        ]
+        files = [*placed.files, *([inside["common.pt"]] if "common.pt" in inside else [])]
+        lost = frozenset(name for names in lacking.values() for name in names)
+        held = DcpFiles(described, placed.places, values, lost)
+        return Found(self, "torch DCP", files, held, folder, findings, step=step, records=placed.records)
 
     def declare(
         self, found: Found[DcpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
         """Every tensor as boxes; the metadata states all shapes."""
-        described, places = found.seen.told, found.seen.places
+        described = found.seen.told
         source: Source = _Records(
             found.framework, units=[], step=found.step, pass_unknown=True, provable=True
         )
@@ -244,39 +194,7 @@ class Dcp:
             for k, v in {"version": described["version"], "objects": described["objects"]}.items()
             if v not in (None, [])
         }
-        by_record = {
-            i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
-            for i in found.records
-        }
-        tensors: list[Any] = []
-        #: Further copies of tensors that several ranks hold, to be compared.
-        copies: list[list[Any]] = []
-        for entry in described["tensors"]:
-            name = entry["name"]
-            chunks: list[list[Any]] = []
-            for lo, size in entry["chunks"]:
-                place = places.get((name, tuple(lo)))
-                if place is not None and not all(contents.readable(file) for file, _ in place):
-                    source.lost.add(name)
-                if place is None:
-                    if name not in found.seen.lacking and 0 not in size:
-                        source.findings.append(_unstored(found, name, lo))
-                    continue
-                held = []
-                for file, record in place:
-                    number = by_record[file].get(record)
-                    if number is not None:
-                        held.append((lo, size, file, number))
-                        self._same_dtype(source, found, contents, entry, file, number)
-                if held:
-                    chunks.append(held)
-            if len(chunks) == len(entry["chunks"]) or name not in found.seen.lacking:
-                tensors.append((name, entry["shape"], [held[0] for held in chunks]))
-                for n in range(1, max(map(len, chunks), default=1)):
-                    copies += [[]] if len(copies) < n else []
-                    copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
-            else:
-                source.lost.add(name)
+        tensors, copies = self._tensors(source, found, contents)
         if source.listed:
             source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
         names = [entry["name"] for entry in described["tensors"]]
@@ -298,6 +216,44 @@ class Dcp:
                 for n, one in enumerate(sets)
             ]
         return source
+
+    def _tensors(
+        self, source: Source, found: Found[DcpFiles], contents: Contents
+    ) -> tuple[_Tensors, list[_Tensors]]:
+        """The tensors with their boxes; and, to be compared, further copies of those that several ranks hold."""
+        by_record = {
+            i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
+            for i in found.records
+        }
+        tensors: _Tensors = []
+        copies: list[_Tensors] = []
+        for entry in found.seen.told["tensors"]:
+            name = entry["name"]
+            chunks: list[list[Any]] = []
+            for lo, size in entry["chunks"]:
+                place = found.seen.places.get((name, tuple(lo)))
+                if place is not None and not all(contents.readable(file) for file, _ in place):
+                    source.lost.add(name)
+                if place is None:
+                    if name not in found.seen.lacking and 0 not in size:
+                        source.findings.append(_unstored(found, name, lo))
+                    continue
+                held = []
+                for file, record in place:
+                    number = by_record[file].get(record)
+                    if number is not None:
+                        held.append((lo, size, file, number))
+                        self._same_dtype(source, found, contents, entry, file, number)
+                if held:
+                    chunks.append(held)
+            if len(chunks) == len(entry["chunks"]) or name not in found.seen.lacking:
+                tensors.append((name, entry["shape"], [held[0] for held in chunks]))
+                for n in range(1, max(map(len, chunks), default=1)):
+                    copies += [[]] if len(copies) < n else []
+                    copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
+            else:
+                source.lost.add(name)
+        return tensors, copies
 
     @staticmethod
     def _same_dtype(
@@ -337,6 +293,83 @@ class Dcp:
         if config is None:
             return
         hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where the records of tensors lie."""
+
+    #: The files that hold them.
+    files: list[File] = field(default_factory=list)
+    #: Of each file: offset, bytes, name, and whether it is compressed.
+    records: dict[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
+    #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
+    places: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = field(default_factory=dict)
+
+
+def _placed(
+    described: dcp_metadata.Told, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
+) -> _Placed:
+    """The records of tensors, by files that are there, numbered as they occur.
+
+    Raises:
+        FastshardError: ``FS514`` for records that are not read, ``FS106`` for two that have one name.
+    """
+    placed = _Placed()
+    numbers: dict[str, int] = {}
+    whole = {e["name"]: e["chunks"][0][0] for e in described["tensors"] if len(e["chunks"]) == 1}
+    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for entry in entries:
+        name, file = entry["name"], inside[entry["file"]]
+        if not _known(entry["transforms"]):
+            raise FastshardError.of(
+                "FS514",
+                "records that went through a storage extension other than torch's Zstandard: not read",
+                file=file.path,
+                tensor=name,
+                expected=f"{_ZSTD}/{_ZSTD_VERSION}, or none",
+                got=", ".join(entry["transforms"]),
+                help="load it where the extension is known, and save it again without",
+            )
+        number = numbers.setdefault(entry["file"], len(numbers))
+        if number == len(placed.files):
+            placed.files.append(file)
+        at = entry["at"] or []
+        record = name if whole.get(name) == at else chunk_name(name, at)
+        if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
+            raise FastshardError.of(
+                "FS106",
+                "two tensors of .metadata cannot be told apart by their names",
+                file=file.path,
+                tensor=record,
+                help="save it again with names that do not end in brackets",
+            )
+        placed.places.setdefault((name, tuple(at)), []).append((number, record))
+        placed.records.setdefault(number, []).append(
+            (entry["offset"], entry["len"], record, bool(entry["transforms"]))
+        )
+    return placed
+
+
+def _leaves_directory(metadata: str, entry: dcp_metadata.StoredAt) -> Finding:
+    return Finding.of(
+        "FS603",
+        "a file name in .metadata leaves the directory",
+        file=metadata,
+        tensor=entry["name"],
+        got=repr(entry["file"]),
+        help="do not use this checkpoint: such metadata is made to read other files",
+    )
+
+
+def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
+    rank = re.match(r"^__(\d+)_", file)
+    return missing(
+        f"{folder}/{file}" if folder else file,
+        f"rank {rank[1]}" if rank else None,
+        f"{len(names)} records by .metadata, e.g. of {names[0]}",
+        f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
+    )
 
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,64 @@ def attach(
     """
     own = {name: source.names.get(name, name) for name, *_ in tensors}
     shapes = {own[name]: shape for name, shape, _ in tensors}
+    state = _state_of(source, tensors, own, shapes)
+    if not (state.slots or state.refused):
+        return
+    trained = {parameter for parameter, _ in state.slots.values()}
+    weights = shapes.keys() - state.slots.keys()
+    source.optimizer = replace(
+        source.optimizer,
+        moments_named=True,
+        untrained={
+            name
+            for name in weights - trained
+            if name.startswith(source.weights_prefix) and not _MOMENT.match(name)
+        },
+        beside=Moments(
+            state.slots,
+            lambda: (
+                _groups(
+                    _values(contents, objects, state.scalars, next(iter(state.tops), "")),
+                    source.weights_prefix,
+                    set(shapes),
+                ),
+                [_number(contents, file, number) for file, number in state.steps],
+            ),
+            [*state.refused, *_not_of_one(source, list(state.tops), state.bare, shapes)],
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the names tell of an optimizer."""
+
+    #: The parameter and the slot of each moment.
+    slots: dict[str, tuple[str, str]]
+    #: What begins the names of moments.
+    tops: dict[str, None]
+    #: The first parameter with moments, as these name it.
+    bare: str | None
+    #: Steps, and other scalars by name: file, and number in it.
+    steps: list[tuple[int, int]]
+    scalars: dict[str, tuple[int, int]]
+    #: State that cannot be taken.
+    refused: list[Finding]
+
+
+def _state_of(
+    source: Source,
+    tensors: list[tuple[str, list[int], list[Any]]],
+    own: Mapping[str, str],
+    shapes: Mapping[str, list[int]],
+) -> _State:
+    """Looks for moments, steps and settings by the own names of all tensors."""
     slots: dict[str, tuple[str, str]] = {}
-    refused: list[Finding] = []
-    steps: list[tuple[int, int]] = []
-    scalars: dict[str, tuple[int, int]] = {}
     tops: dict[str, None] = {}
     bare: str | None = None
+    steps: list[tuple[int, int]] = []
+    scalars: dict[str, tuple[int, int]] = {}
+    refused: list[Finding] = []
     for name, shape, pieces in tensors:
         scalar = (pieces[0][2], pieces[0][3]) if not shape and len(pieces) == 1 else None
         match = _MOMENT.match(own[name])
@@ -84,29 +136,7 @@ def attach(
                     help="do without --optimizer, or `fastshard merge --optimizer`, which keeps it as it is",
                 )
             )
-    if not (slots or refused):
-        return
-    refused += _not_of_one(source, list(tops), bare, shapes)
-    trained = {parameter for parameter, _ in slots.values()}
-    state = set(slots)
-    weights = {name for name in shapes if name.startswith(source.weights_prefix) and name not in state}
-    source.optimizer = replace(
-        source.optimizer,
-        moments_named=True,
-        untrained={name for name in weights if name not in trained and not _MOMENT.match(name)},
-        beside=Moments(
-            slots,
-            lambda: (
-                _groups(
-                    _values(contents, objects, scalars, next(iter(tops), "")),
-                    source.weights_prefix,
-                    set(shapes),
-                ),
-                [_number(contents, file, number) for file, number in steps],
-            ),
-            refused,
-        ),
-    )
+    return _State(slots, tops, bare, steps, scalars, refused)
 
 
 def _not_of_one(
