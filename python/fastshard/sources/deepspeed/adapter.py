@@ -221,14 +221,7 @@ def _plain(
     source.provable = any(state.get("param_shapes") for state in states)
     keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
     source.values = {k: states[0][k] for k in keys if states and k in states[0]}
-    degrees = as_dict(states[0].get("checkpoint_parallel_dimensions")) if states else {}
-    tp = degrees.get("tp_degree") if isinstance(degrees.get("tp_degree"), int) else None
-    if tp is None:
-        tp = (
-            max((t for _, t, _ in seen.layers), default=0) + 1
-            if seen.pipeline
-            else len({rank for rank, _ in seen.ranks})
-        )
+    tp = _tensor_parallel(seen, states)
     divided = autotp.degree(states) > 1
     if divided and options.layout is None:
         autotp.take(source, found, contents, states)
@@ -262,16 +255,7 @@ def _plain(
         )
         held = as_dict(state.get("module")).values()
         if not seen.sliced and contents.readable(file) and not any(tensor_index(v) is not None for v in held):
-            source.findings.append(
-                Finding.of(
-                    "FS101",
-                    "the rank file holds no tensors, and no layer file is there",
-                    file=found.files[file].path,
-                    expected="layer_LL-model_TT-model_states.pt beside it",
-                    got="none",
-                    help="copy the layer files of this step from the nodes that wrote them",
-                )
-            )
+            source.findings.append(_no_tensors(found.files[file].path))
     _all_ranks(found, states, source.findings)
     config, path = hf_config.config_of(listing, found.folder, options)
     names = {str(name) for state in states for name in as_dict(state.get("module"))}
@@ -282,6 +266,27 @@ def _plain(
         why = "AutoTP's ranks are merged by what the model file tells of them: convert what a merge makes"
         source.model = replace(source.model, family=None, no_table=why)
     return source, str
+
+
+def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
+    """The tensor-parallel degree, as a file states it or as the names count."""
+    stated = as_dict(states[0].get("checkpoint_parallel_dimensions")).get("tp_degree") if states else None
+    if isinstance(stated, int):
+        return stated
+    if seen.pipeline:
+        return max((rank for _, rank, _ in seen.layers), default=0) + 1
+    return len({rank for rank, _ in seen.ranks})
+
+
+def _no_tensors(path: str) -> Finding:
+    return Finding.of(
+        "FS101",
+        "the rank file holds no tensors, and no layer file is there",
+        file=path,
+        expected="layer_LL-model_TT-model_states.pt beside it",
+        got="none",
+        help="copy the layer files of this step from the nodes that wrote them",
+    )
 
 
 def _all_ranks(found: Found[DeepSpeedFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:

@@ -27,6 +27,40 @@ _ONE_BY_ONE = 16
 _STEP = re.compile(r"^(?:global_step)?(\d+)$")
 
 
+def _blocks(layers: Iterable[int]) -> int:
+    """Transformer blocks by the layers that have files: gaps at 1 and N+2 are normal, as no tensors live there, and the last one is
+    before the norm."""
+    blocks = {layer for layer in layers if layer <= neox_config.MAX_LAYERS}
+    gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
+    return max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
+
+
+def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: str, got: str) -> list[Finding]:
+    """Runs of layers of which no file is there."""
+    findings = []
+    for first, last in _runs(absent):
+        names = [
+            _layer_file(found.seen.widths, layer, rank) for layer in {first, last} for rank in {0, tp - 1}
+        ]
+        names.sort()
+        one = first == last
+        findings.append(
+            Finding.of(
+                "FS103",
+                f"layer {first:02d}: none of its files is there"
+                if one
+                else f"layers {first:02d} to {last:02d}: none of their files is there",
+                file=_in(found.folder, _layer_file(found.seen.widths, first, 0)),
+                layers=range(first, last + 1),
+                expected=why,
+                got=got,
+                help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
+                f"from the pipeline {'stage that owned the layer' if one else 'stages that owned the layers'}",
+            )
+        )
+    return findings
+
+
 def _in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
@@ -105,12 +139,7 @@ class GptNeox:
                 continue
             have.setdefault(layer, set()).add(rank)
             source.units.append(Unit(file=file, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}"))
-        count = model.layers
-        if count is None:
-            # Gaps at 1 and N+2 are normal: no tensors live there. The last one is before the norm.
-            blocks = {layer for layer in have if layer <= neox_config.MAX_LAYERS}
-            gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
-            count = max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
+        count = _blocks(have) if model.layers is None else model.layers
         model.bounded(count, tp)
         expected = [0, *range(2, count + 2), count + 3]
         if source.facts.get("tied") is False:
@@ -121,27 +150,7 @@ class GptNeox:
                 expected.append(count + 4)
         why = f"num_layers {count} and model_parallel_size {tp} in the checkpoint's arguments"
         absent = [layer for layer in expected if layer not in have]
-        got = f"layers {_listed(expected, have)}"
-        for first, last in _runs(absent):
-            names = [
-                _layer_file(found.seen.widths, layer, rank) for layer in {first, last} for rank in {0, tp - 1}
-            ]
-            names.sort()
-            one = first == last
-            source.findings.append(
-                Finding.of(
-                    "FS103",
-                    f"layer {first:02d}: none of its files is there"
-                    if one
-                    else f"layers {first:02d} to {last:02d}: none of their files is there",
-                    file=_in(found.folder, _layer_file(found.seen.widths, first, 0)),
-                    layers=range(first, last + 1),
-                    expected=why,
-                    got=got,
-                    help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
-                    f"from the pipeline {'stage that owned the layer' if one else 'stages that owned the layers'}",
-                )
-            )
+        source.findings += _layers_missing(found, absent, tp, why, f"layers {_listed(expected, have)}")
         for layer in expected:
             if layer in have:
                 _missing_ranks(

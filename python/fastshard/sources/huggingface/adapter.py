@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...common import safe_files
 from ...common.config_text import shown
@@ -27,6 +28,23 @@ _FORMS = [
 ]
 _SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 _SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
+
+
+def _weight_map(content: Any, path: str) -> dict[str, str]:
+    """The file that an index names for each tensor."""
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FastshardError.of("FS211", "the index has no weight_map", file=path)
+    if odd := next((tensor for tensor, name in weight_map.items() if not isinstance(name, str)), None):
+        raise FastshardError.of(
+            "FS211",
+            "the index names no file for this tensor",
+            file=path,
+            tensor=str(odd),
+            expected="a file's name",
+            got=shown(weight_map[odd]),
+        )
+    return weight_map
 
 
 def slices_as_wholes(
@@ -166,20 +184,9 @@ class HuggingFace:
 
     def _from_index(self, listing: Listing, index: File, inside: dict[str, File]) -> Found[HfFiles]:
         content = read_json(listing, index, safe_files.MAX_INDEX)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
+        weight_map = _weight_map(content, index.path)
         findings = []
         files: dict[str, File] = {}
-        if odd := next((tensor for tensor, name in weight_map.items() if not isinstance(name, str)), None):
-            raise FastshardError.of(
-                "FS211",
-                "the index names no file for this tensor",
-                file=index.path,
-                tensor=str(odd),
-                expected="a file's name",
-                got=shown(weight_map[odd]),
-            )
         counts = Counter(weight_map.values())
         for tensor, name in weight_map.items():
             if not safe_relative(name):
