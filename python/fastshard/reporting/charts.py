@@ -156,24 +156,15 @@ def by_layer(
         for name, points in zip(names, roles.values(), strict=True)
         for layer, value in points
     ]
-    colour: Chart = {
-        "field": "role",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": names, "range": _OF_SERIES[: len(names)]},
-    }
-    shape: Chart = {
-        "field": "role",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": names, "range": _SHAPES[: len(names)]},
-    }
-    colour["legend"] = shape["legend"] = {
+    role: Chart = {"field": "role", "type": "nominal", "title": None}
+    role["legend"] = {
         "orient": "bottom",
         "columns": 2,
         "titleOrient": "top",
         "columnPadding": 30,
     }
+    colour = role | {"scale": {"domain": names, "range": _OF_SERIES[: len(names)]}}
+    shape = role | {"scale": {"domain": names, "range": _SHAPES[: len(names)]}}
     x: Chart = {
         "field": "layer",
         "type": "quantitative",

@@ -533,24 +533,11 @@ def _compared(own: _Side, other: _Side, stats: bool, run: RunOptions, bar: Progr
             side.numbers = _recorded(side.document, plan) if side.document is not None else {}
         hashes.append(side.hashes)
         numbers.append(side.numbers)
-    forms = [{name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in plan.outputs} for plan in plans]
-    mine, theirs = forms
-    changes = [
-        Change(n, "only in the other", _form(theirs[n]), "absent") for n in theirs.keys() - mine.keys()
-    ]
-    changes += [Change(n, "only here", "absent", _form(mine[n])) for n in mine.keys() - theirs.keys()]
+    mine, theirs = (
+        {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in plan.outputs} for plan in plans
+    )
     common = mine.keys() & theirs.keys()
-    equal, unknown = 0, 0
-    for name in common:
-        if mine[name] != theirs[name]:
-            what = "shape" if mine[name][1] != theirs[name][1] else "dtype"
-            changes.append(Change(name, what, _form(theirs[name]), _form(mine[name])))
-        elif name not in hashes[0] or name not in hashes[1]:
-            unknown += 1
-        elif hashes[0][name] == hashes[1][name]:
-            equal += 1
-        else:
-            changes.append(Change(name, "values", _told(numbers[1].get(name)), _told(numbers[0].get(name))))
+    changes, equal, unknown = _changes((mine, theirs), hashes, numbers)
     if stats:
         extent = "names, dtypes, shapes, and the hash of every tensor: all data of both was read"
     elif unknown == len(common):
@@ -561,9 +548,38 @@ def _compared(own: _Side, other: _Side, stats: bool, run: RunOptions, bar: Progr
             "made" + (f"; of {unknown:,} tensors no hash is known" if unknown else "")
         )
     return Comparison(
-        other.path, f"{extent}; under {named}", tuple(sorted(changes, key=lambda c: c.name)), len(common), equal,
+        other.path, f"{extent}; under {named}", changes, len(common), equal,
         {n: numbers[1][n] for n in common if n in numbers[1]}, {n: numbers[0][n] for n in common if n in numbers[0]},
     )  # fmt: skip
+
+
+#: Dtype and shape of each tensor.
+_Forms = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _changes(
+    forms: tuple[_Forms, _Forms],
+    hashes: Sequence[Mapping[str, str]],
+    numbers: Sequence[Mapping[str, TensorStats]],
+) -> tuple[tuple[Change, ...], int, int]:
+    """What differs, by names; and of how many tensors the bytes are equal, and of how many they are not known."""
+    mine, theirs = forms
+    changes = [
+        Change(n, "only in the other", _form(theirs[n]), "absent") for n in theirs.keys() - mine.keys()
+    ]
+    changes += [Change(n, "only here", "absent", _form(mine[n])) for n in mine.keys() - theirs.keys()]
+    equal, unknown = 0, 0
+    for name in mine.keys() & theirs.keys():
+        if mine[name] != theirs[name]:
+            what = "shape" if mine[name][1] != theirs[name][1] else "dtype"
+            changes.append(Change(name, what, _form(theirs[name]), _form(mine[name])))
+        elif name not in hashes[0] or name not in hashes[1]:
+            unknown += 1
+        elif hashes[0][name] == hashes[1][name]:
+            equal += 1
+        else:
+            changes.append(Change(name, "values", _told(numbers[1].get(name)), _told(numbers[0].get(name))))
+    return tuple(sorted(changes, key=lambda c: c.name)), equal, unknown
 
 
 def _form(form: tuple[str, tuple[int, ...]]) -> str:
