@@ -410,21 +410,6 @@ class Source:
             for _, name in held
             if taken(name) and (bare := own[name].removeprefix(self.weights_prefix)) != name
         }
-        left = [
-            name
-            for name in stored
-            if not own[name].startswith(self.weights_prefix) and not is_state(own[name])
-        ]
-        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
-        is_all = all(map(taken, stored))
-        note = Finding.of(
-            "FS212",
-            f"the model is what lies {where}"
-            + ("" if is_all else "; the rest is not converted")
-            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
-            severity="warning" if left and not self.chosen else "note",
-            tensor=left[0] if left else None,
-        )
         return replace(
             self,
             units=only,
@@ -433,7 +418,25 @@ class Source:
             names=renamed,
             table=self._table_below(),
             weights_prefix="",
-            findings=[*self.findings, *self._unwrapped(), note],
+            findings=[*self.findings, *self._unwrapped(), self._left(stored, own)],
+        )
+
+    def _left(self, stored: list[str], own: Mapping[str, str]) -> Finding:
+        """Says what the model is, and what of all tensors stored is left; given their own names."""
+        left = [
+            name
+            for name in stored
+            if not own[name].startswith(self.weights_prefix) and not is_state(own[name])
+        ]
+        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        is_all = not left and not any(map(is_state, own.values()))
+        return Finding.of(
+            "FS212",
+            f"the model is what lies {where}"
+            + ("" if is_all else "; the rest is not converted")
+            + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
+            severity="warning" if left and not self.chosen else "note",
+            tensor=left[0] if left else None,
         )
 
     def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
