@@ -15,6 +15,8 @@ import math
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from ...common.errors import Finding
@@ -23,17 +25,23 @@ from ...layouts import tables
 from ...layouts.declaration import Assembled, Description, Source, Unit
 from ...models import huggingface
 from .. import hf_config
-from ..base import Contents, Found, Options, lacking, missing, view_of
+from ..base import Contents, Found, Options, view_of
 from ..choose_step import Chosen, folder_of, is_step
 from ..index_files import read_json
 from . import optim as colossalai_optim
 from .index import PARTIAL, join, rank_of, read_indexes
+from .missing_shards import (
+    SHARD,
+    not_named,
+    shard_missing,
+    stage_missing,
+    stage_not_merged,
+    unfinished,
+    writer,
+    writers_missing,
+)
 from .save_files import ColossalFiles
 
-_SHARD = re.compile(
-    r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
-    r"\.(?P<kind>safetensors|bin)$"
-)
 _INDEX = re.compile(
     r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
@@ -62,87 +70,42 @@ class ColossalAI:
             copies.setdefault(file.name, []).append(file)
         merged = [f for f in listing.within(folder) if (m := _INDEX.match(f.name)) and not m[3]]
         partial = [f for f in listing.within(join(folder, PARTIAL)) if _INDEX.match(f.name)]
-        kinds = {m[1] or m[2] for f in [*merged, *partial] if (m := _INDEX.match(f.name))}
-        kinds = kinds or {m["kind"] for name in copies if (m := _SHARD.match(name))}
-        # Of a save in both forms take one, the one that transformers prefers.
-        kind = "safetensors" if "safetensors" in kinds else "bin"
+        kind = _kind([*merged, *partial], copies)
         indexes = [f for f in [*merged, *partial] if (m := _INDEX.match(f.name)) and kind in m.groups()]
         weight_map = read_indexes(listing, indexes, findings)
         if not any(f in merged for f in indexes):
-            findings.append(_unfinished(folder, partial, options))
+            findings.append(unfinished(folder, partial, options))
         named = list(dict.fromkeys(weight_map.values()))
-        writers = {_writer(name) for name in named} - {None}
-        indexed = set(writers)
-        whole: list[str] = []
-        unnamed: list[File] = []
-        for name in sorted(copies):
-            match = _SHARD.match(name)
-            if match is None or match["kind"] != kind or name in named:
-                continue
-            writer = _writer(name)
-            if not weight_map or (writer is not None and writer not in indexed):
-                whole.append(name)
-                writers.add(writer)
-                continue
-            unnamed += copies[name]
-            if match["ep"]:
-                what = "the index does not name this file of copies of what another expert-parallel rank has"
-                findings.append(Finding.of("FS108", what, severity="note", file=copies[name][0].path))
-            else:
-                findings.append(
-                    Finding.of("FS108", "the index does not name this file", file=copies[name][0].path)
-                )
-        if weight_map and whole:
-            findings.append(
-                Finding.of(
-                    "FS108",
-                    f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
-                    file=join(folder, whole[0]),
-                    severity="warning",
-                    help="ColossalAI merges the stages' indexes that it finds on rank 0's disk; other stages are left out",
-                )
-            )
+        others = [n for n in sorted(copies) if (m := SHARD.match(n)) and m["kind"] == kind and n not in named]
+        indexed = {writer(name) for name in named} - {None}
+        whole = [n for n in others if not weight_map or (writer(n) is not None and writer(n) not in indexed)]
+        apart = set(whole)
+        unnamed = [copies[name] for name in others if name not in apart]
+        findings += [not_named(held[0]) for held in unnamed]
+        findings += [stage_not_merged(folder, whole)] if weight_map and whole else []
         stem = next((n.split("-stage-")[0] for n in [*named, *whole] if "-stage-" in n), "model")
-        written = {writer for writer in writers if writer is not None}
-        stages = {stage for stage, _ in written}
-        experts = max((ep for _, ep in written), default=0)
-        for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
-            why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
-            findings.append(_stage_missing(folder, stem, stage, kind, why, 1 if experts else 0))
-        for stage in sorted(stages):
-            for ep, last in lacking((e for s, e in written if s == stage), 1, experts) if experts else ():
-                why = f"expert-parallel ranks 1 to {experts} by the files"
-                why += f"; {ep} to {last}" if last > ep else ""
-                findings.append(_stage_missing(folder, stem, stage, kind, why, ep))
+        written = {by for name in [*named, *whole] if (by := writer(name)) is not None}
+        findings += writers_missing(folder, stem, kind, written)
+        have = {name: copies.get(name) or _found_apart(listing, folder, name) for name in [*named, *whole]}
         counts = Counter(weight_map.values())
-        files: list[File] = []
-        shards: list[tuple[str, tuple[int, ...]]] = []
-        for name in [*named, *whole]:
-            have = copies.get(name) or [f for f in [listing.find(join(folder, name))] if f]
-            if not have:
-                count = counts[name]
-                rank = rank_of(_SHARD.match(name))
-                where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
-                help = f"copy it {where}, or name that node's directory as a further CKPT"
-                findings.append(missing(join(folder, name), rank, f"{count} tensors by the index", help))
-                continue
-            shards.append((name, tuple(range(len(files), len(files) + len(have)))))
-            files += have
-        # An index that was not merged of several has the names in the model's own order.
-        order = list(weight_map) if len(indexes) == 1 and not written else []
+        findings += [shard_missing(folder, name, counts[name]) for name, held in have.items() if not held]
+        files = [file for held in have.values() for file in held]
+        numbers = iter(range(len(files)))
+        shards = [(name, tuple(islice(numbers, len(held)))) for name, held in have.items() if held]
         optim = colossalai_optim.detect(listing, folder, len(files))
         files += [] if optim is None else optim[1]
         seen = ColossalFiles(
             shards=tuple(shards),
             weight_map=weight_map,
-            order=tuple(order),
+            # An index that was not merged of several has the names in the model's own order.
+            order=tuple(weight_map) if len(indexes) == 1 and not written else (),
             whole=frozenset(whole),
-            stages=frozenset(stages),
-            experts=experts,
+            stages=frozenset(stage for stage, _ in written),
+            experts=max((ep for _, ep in written), default=0),
             stem=stem,
             kind=kind,
             index=indexes[0] if len(indexes) == 1 else None,
-            unnamed=tuple(unnamed),
+            unnamed=tuple(file for held in unnamed for file in held),
             optim=None if optim is None else optim[0],
         )
         step = chosen.name if chosen is not None and is_step(chosen.name) else None
@@ -196,7 +159,7 @@ class ColossalAI:
         for name, i in ((name, i) for name, copies in saved.shards for i in copies):
             only = [".".join(t["path"]) for t in contents.tensors(i)] if contents.readable(i) else []
             only = [name for name in only if name not in together | padded]
-            match = _SHARD.match(name)
+            match = SHARD.match(name)
             ep = int(match["ep"]) - 1 if match and match["ep"] else None
             rank = f"tp {found.files[i].root}" if together else None if ep is None else rank_of(match)
             source.units.append(Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep}))
@@ -220,7 +183,7 @@ class ColossalAI:
             return []
         why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
         stage, ep = max(saved.stages) + 1, 1 if saved.experts else 0
-        return [_stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)]
+        return [stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)]
 
     @staticmethod
     def _missing_experts(
@@ -235,7 +198,7 @@ class ColossalAI:
         why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
         ep = saved.experts + 1
         return [
-            _stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)
+            stage_missing(found.folder, saved.stem, stage, saved.kind, why, ep)
             for stage in sorted(saved.stages)
         ]
 
@@ -310,7 +273,7 @@ def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | N
     for folder in listing.folders():
         parent = folder.removesuffix(PARTIAL).rstrip("/")
         partial = folder != parent and any(_INDEX.match(f.name) for f in listing.within(folder))
-        if partial or any(_SHARD.match(f.name) for f in listing.within(folder)):
+        if partial or any(SHARD.match(f.name) for f in listing.within(folder)):
             folders.append(parent if partial else folder)
     folders = list(dict.fromkeys(folders))
     if not folders:
@@ -326,37 +289,17 @@ def _in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
 
 
-def _unfinished(folder: str, partial: list[File], options: Options) -> Finding:
-    accepted = "uncommitted" in options.accept
-    taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
-    return Finding.of(
-        "FS104",
-        "there is no merged index, which is written last: the save was not finished, or this is one node's disk",
-        file=join(folder, PARTIAL) if partial else folder or ".",
-        severity="warning" if accepted else None,
-        decided="accept uncommitted" if accepted else None,
-        expected="model.safetensors.index.json or pytorch_model.bin.index.json",
-        got=f"{taken} there",
-        help="name the directory of the node that ran rank 0 as a further CKPT; --accept uncommitted takes what is here, and a"
-        " config.json (--config) shows whether it is whole",
-    )
+def _kind(indexes: list[File], names: Iterable[str]) -> str:
+    """The form that is taken: of a save in both the one that transformers prefers."""
+    kinds = {m[1] or m[2] for f in indexes if (m := _INDEX.match(f.name))}
+    kinds = kinds or {m["kind"] for name in names if (m := SHARD.match(name))}
+    return "safetensors" if "safetensors" in kinds else "bin"
 
 
-def _stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: int = 0) -> Finding:
-    """The first file of a stage, or of an expert-parallel rank of it."""
-    name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
-    ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
-    return missing(
-        join(folder, name), rank_of(_SHARD.match(name)), why,
-        f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
-        " that node's directory as a further CKPT",
-    )  # fmt: skip
-
-
-def _writer(name: str) -> tuple[int, int] | None:
-    """Pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in one piece."""
-    match = _SHARD.match(name)
-    return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
+def _found_apart(listing: Listing, folder: str, name: str) -> list[File]:
+    """A shard that the index names by a path of its own."""
+    file = listing.find(join(folder, name))
+    return [] if file is None else [file]
 
 
 def _total_size(listing: Listing, index: File | None) -> list[Finding]:

@@ -1,0 +1,94 @@
+"""Shards of ColossalAI's saves that are missing, by their names and indexes, and those that no index names."""
+
+from __future__ import annotations
+
+import re
+
+from ...common.errors import Finding
+from ...common.listing import File
+from ..base import Options, lacking, missing
+from .index import PARTIAL, join, rank_of
+
+#: Names of shards of a model.
+SHARD = re.compile(
+    r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
+    r"\.(?P<kind>safetensors|bin)$"
+)
+
+
+def writer(name: str) -> tuple[int, int] | None:
+    """Tells pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in one piece."""
+    match = SHARD.match(name)
+    return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
+
+
+def not_named(file: File) -> Finding:
+    """Says that the index does not name a file; of expert-parallel ranks it names one of the copies alone."""
+    match = SHARD.match(file.name)
+    if match and match["ep"]:
+        what = "the index does not name this file of copies of what another expert-parallel rank has"
+        return Finding.of("FS108", what, severity="note", file=file.path)
+    return Finding.of("FS108", "the index does not name this file", file=file.path)
+
+
+def stage_not_merged(folder: str, whole: list[str]) -> Finding:
+    """Says that the index names none of some files, which a stage wrote."""
+    return Finding.of(
+        "FS108",
+        f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
+        file=join(folder, whole[0]),
+        severity="warning",
+        help="ColossalAI merges the stages' indexes that it finds on rank 0's disk; other stages are left out",
+    )
+
+
+def shard_missing(folder: str, name: str, count: int) -> Finding:
+    """Says that a shard which the index names is in no directory, with the number of its tensors."""
+    rank = rank_of(SHARD.match(name))
+    where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
+    help = f"copy it {where}, or name that node's directory as a further CKPT"
+    return missing(join(folder, name), rank, f"{count} tensors by the index", help)
+
+
+def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
+    """Says of which stages, and expert-parallel ranks of a stage, no file is there, by the numbers of the others."""
+    stages = {stage for stage, _ in written}
+    experts = max((ep for _, ep in written), default=0)
+    findings = []
+    for stage, last in lacking(stages, 1, max(stages, default=0) - 1):
+        why = f"stages 1 to {max(stages)} by the files" + (f"; {stage} to {last}" if last > stage else "")
+        findings.append(stage_missing(folder, stem, stage, kind, why, 1 if experts else 0))
+    for stage in sorted(stages):
+        for ep, last in lacking((e for s, e in written if s == stage), 1, experts) if experts else ():
+            why = f"expert-parallel ranks 1 to {experts} by the files"
+            why += f"; {ep} to {last}" if last > ep else ""
+            findings.append(stage_missing(folder, stem, stage, kind, why, ep))
+    return findings
+
+
+def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
+    """Says that there is no merged index."""
+    accepted = "uncommitted" in options.accept
+    taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
+    return Finding.of(
+        "FS104",
+        "there is no merged index, which is written last: the save was not finished, or this is one node's disk",
+        file=join(folder, PARTIAL) if partial else folder or ".",
+        severity="warning" if accepted else None,
+        decided="accept uncommitted" if accepted else None,
+        expected="model.safetensors.index.json or pytorch_model.bin.index.json",
+        got=f"{taken} there",
+        help="name the directory of the node that ran rank 0 as a further CKPT; --accept uncommitted takes what is here, and a"
+        " config.json (--config) shows whether it is whole",
+    )
+
+
+def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: int = 0) -> Finding:
+    """Says that the first file of a stage, or of an expert-parallel rank of it, is missing."""
+    name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
+    ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
+    return missing(
+        join(folder, name), rank_of(SHARD.match(name)), why,
+        f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
+        " that node's directory as a further CKPT",
+    )  # fmt: skip
