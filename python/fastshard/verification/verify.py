@@ -154,25 +154,12 @@ def verified(
     if path is not None or host_parts.settled(checkpoint):
         # The manifest states what must exist, and where.
         findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
-    try:
-        with Progress(progress) as bar:
-            findings += host_parts.compared(checkpoint, subset or (1, 1), run, bar)
-            downloaded, differing = _downloaded(checkpoint, subset or (1, 1), run["threads"], bar)
-            findings += differing
-            # Replicas and duplicates can only be judged over tensors that are whole.
-            found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
-            findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
-            if path is not None:
-                left_out = (
-                    make_plan(checkpoint.opened).index.keys() - plan.index.keys()
-                    if include or exclude
-                    else ()
-                )
-                findings += _against(path, checkpoint, plan, run, bar.phase("hashing"), left_out)
-    except _core.CoreError as error:
-        findings += from_core(error).findings
-    found = _unique(checkpoint.opened.gate.judged(findings))
-    if any(f.severity == "error" for f in found):
+    left_out: Collection[str] = ()
+    if path is not None and (include or exclude):
+        left_out = make_plan(checkpoint.opened).index.keys() - plan.index.keys()
+    differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
+    found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
+    if downloaded is None or any(f.severity == "error" for f in found):
         return Verified(found, None)
     by = None if path is None else path.name
     vouched = _vouched(checkpoint, by, None if signature is None else Path(signature).name)
@@ -185,6 +172,33 @@ def verified(
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
     return Verified(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+def _differing(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    manifest: Path | None,
+    left_out: Collection[str],
+    run: RunOptions,
+    progress: Report,
+) -> tuple[list[Finding], _Downloaded | None]:
+    """Reads the tensors, and says what is wrong with them; and what was downloaded, None if reading failed before."""
+    findings: list[Finding] = []
+    downloaded = None
+    part = run["subset"] or (1, 1)
+    try:
+        with Progress(progress) as bar:
+            findings += host_parts.compared(checkpoint, part, run, bar)
+            downloaded, differing = _downloaded(checkpoint, part, run["threads"], bar)
+            findings += differing
+            # Replicas and duplicates can only be judged over tensors that are whole.
+            found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
+            findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
+            if manifest is not None:
+                findings += _against(manifest, checkpoint, plan, run, bar.phase("hashing"), left_out)
+    except _core.CoreError as error:
+        findings += from_core(error).findings
+    return findings, downloaded
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
