@@ -41,6 +41,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"}, "gelu_pytorch_tanh": {"activation": "gelu", "bias_gelu_fusion": True},
     "relu": {"activation": "relu"}, "silu": {"activation": "silu"}, "mish": {"activation": "mish"},
 }  # fmt: skip
+_TOKENS = ("bos_token_id", "eos_token_id")
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 _WORDS = {
     "gated": "MLP", "parallel": "gpt_j_residual", "positions": "pos_emb", "rope.share": "rotary_pct", "rope.base": "rotary_emb_base",
@@ -97,26 +98,11 @@ class GptNeoX:
         elif activation is None:
             assumed["activation"] = "activation"
         activation = str(activation or DEFAULT_ACTIVATION)
-        applied = _ACTIVATIONS.get(activation, activation)
+        is_fused = activation == "gelu" and not gated and bool(values.get("bias_gelu_fusion"))
+        applied = "gelu_pytorch_tanh" if is_fused else _ACTIVATIONS.get(activation, activation)
         remarks = [] if not default else te_differences(values, features, "")
-        if activation == "gelu" and not gated and values.get("bias_gelu_fusion"):
-            applied = "gelu_pytorch_tanh"
-            remarks.append(
-                _note(
-                    f"config: hidden_act {applied} is written, the form of gelu that bias_gelu_fusion computes"
-                )
-            )
-        if "pos_emb" not in values:
-            remarks.append(
-                Finding.of(
-                    "FS216",
-                    "pos_emb is not stated, and there is no position embedding; rotary is written",
-                    help="give the training config with --config",
-                )
-            )
-        tokens = {key: values.get(key) for key in ("bos_token_id", "eos_token_id")}
-        if lacking := [key for key, value in tokens.items() if not isinstance(value, int)]:
-            remarks.append(_note(f"config: left out, since the tokenizer alone knows: {', '.join(lacking)}"))
+        tokens = {key: n for key in _TOKENS if isinstance(n := values.get(key), int)}
+        remarks += _remarks(values, is_fused, [key for key in _TOKENS if key not in tokens])
         parallel = facts.get("gpt_j_residual")
         if parallel is None:
             unknown["parallel"] = unstated("gpt_j_residual", ": true or false")
@@ -137,15 +123,12 @@ class GptNeoX:
             rope=rope,
             # The token itself is not among those that it states.
             window=None if window is None else window + 1,
-            biases=(
-                bool(features["attention_bias"]), bool(features["dense_bias"]),
-                bool(features["mlp_bias"]), bool(features["mlp_out_bias"]),
-            ),
+            biases=_biases(features),
             qk_norm=False,
             grouped=bool(features["gqa"]),
             tied=facts.get("tied", False),
             max_positions=known("max_positions", "max_position_embeddings", 2048),
-            tokens={key: value for key, value in tokens.items() if isinstance(value, int)},
+            tokens=tokens,
             others=tuple(_besides(values, features, parallel, window is not None)),
             words=_WORDS | {"eps": key or "eps"},
             unknown=unknown,
@@ -221,6 +204,31 @@ class GptNeoX:
                 )
             )
         return out, findings
+
+
+def _biases(features: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
+    """Whether attention and MLP have biases, each at its first projections and at its last."""
+    attention, dense = bool(features["attention_bias"]), bool(features["dense_bias"])
+    return attention, dense, bool(features["mlp_bias"]), bool(features["mlp_out_bias"])
+
+
+def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
+    """What is to be known of the fused form of gelu, of positions that are not stated, and of tokens that are left out."""
+    remarks = []
+    if is_fused:
+        what = "gelu_pytorch_tanh is written, the form of gelu that bias_gelu_fusion computes"
+        remarks.append(_note(f"config: hidden_act {what}"))
+    if "pos_emb" not in values:
+        remarks.append(
+            Finding.of(
+                "FS216",
+                "pos_emb is not stated, and there is no position embedding; rotary is written",
+                help="give the training config with --config",
+            )
+        )
+    if lacking:
+        remarks.append(_note(f"config: left out, since the tokenizer alone knows: {', '.join(lacking)}"))
+    return remarks
 
 
 def refuse(model: Model) -> None:
