@@ -23,8 +23,6 @@ from ..zero.flat_state import scalar
 #: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
 _MOMENT = re.compile(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
 _STEP = "step"
-#: Bytes of a step: a float or an integer.
-_SCALAR = 8
 
 #: A record that is no tensor: file, offset and bytes by name.
 Objects = Mapping[str, tuple[Path, int, int]]

@@ -67,7 +67,6 @@ class _Reading:
     apart: bool
     assembled: list[Assembled] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    trained: set[str] = field(default_factory=set)
 
 
 def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
@@ -77,13 +76,10 @@ def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> No
     if not held:
         return
     first = next((n for n in held if n in beside), held[0])
-    finding = Finding.of(
-        "FS402",
-        "the optimizer's state carries no names, and where parameters lie in it is not certain: no table gives this model's order",
-        severity="error",
-        file=found.files[beside.get(first, first)].path,
-        rank=next((unit.rank for unit in source.units if unit.file == first), None),
-        help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+    finding = _no_places(
+        found.files[beside.get(first, first)].path,
+        next((unit.rank for unit in source.units if unit.file == first), None),
+        UnknownPlaces("no table gives this model's order"),
     )
     source.optimizer = Optimizer(
         moments_only=True, findings=[finding], files={found.files[file].path for file in beside.values()}
@@ -119,7 +115,8 @@ def attach(
             else:
                 _whole(reading, rank)
         except UnknownPlaces as error:
-            reading.findings.append(_no_places(found, rank, error))
+            path = found.files[rank.beside if rank.beside is not None else rank.file].path
+            reading.findings.append(_no_places(path, rank.label, error))
     reading.findings += _steps_agree(found, ranks, told)
     absent = any(f.code == "FS101" for f in reading.findings)
     unknown = any(f.code != "FS101" for f in reading.findings)
@@ -160,13 +157,13 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
     ]
 
 
-def _no_places(found: Found[MegatronFiles], rank: _Rank, error: UnknownPlaces) -> Finding:
+def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
     return Finding.of(
         "FS402",
         f"the optimizer's state carries no names, and where parameters lie in it is not certain: {error}",
         severity="error",
-        file=found.files[rank.beside if rank.beside is not None else rank.file].path,
-        rank=rank.label,
+        file=path,
+        rank=rank,
         expected=error.expected,
         got=error.got,
         help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
