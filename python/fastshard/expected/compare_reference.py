@@ -65,7 +65,7 @@ def _findings(compared: Comparison) -> list[Finding]:
     ]
     told = told or total_bytes(compared)
     proven = [] if any(f.severity == "error" for f in told) else [_proven(compared)]
-    return [*told, *unmatched.notes, *shape_notes, *dtype_notes, *proven]
+    return [*told, *unmatched.remarks, *shape_notes, *dtype_notes, *proven]
 
 
 def _proven(compared: Comparison) -> Finding:

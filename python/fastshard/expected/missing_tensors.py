@@ -34,7 +34,7 @@ class Unmatched:
     missing: Missing
     #: What the reference has not, by the names stored.
     further: list[str]
-    notes: tuple[Finding, ...] = ()
+    remarks: tuple[Finding, ...] = ()
 
 
 def unexplained(compared: Comparison) -> Unmatched:
@@ -46,7 +46,7 @@ def unexplained(compared: Comparison) -> Unmatched:
     )
     for without in (_without_buffers, _without_copies, _without_ties, _without_layers):
         rest = without(compared, unmatched)
-        unmatched = Unmatched(rest.missing, rest.further, (*unmatched.notes, *rest.notes))
+        unmatched = Unmatched(rest.missing, rest.further, (*unmatched.remarks, *rest.remarks))
     return unmatched
 
 
