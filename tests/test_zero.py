@@ -136,6 +136,24 @@ def test_any_run_is_repaired(run: Run) -> None:
         assert_tensors(have, wanted | {name: torch.zeros_like(t) for name, t in run.moments().items()})
 
 
+@pytest.mark.parametrize("views", [True, False])
+def test_a_frozen_parameter_as_long_as_a_flat_vector_is_not_taken_for_it(views: bool, tmp_path: Path) -> None:
+    """Masters of others would be written as its own: which they are of nothing tells, so they are not taken."""
+    groups = [{"a.weight": values((4, 2), 1), "b.weight": values((8,), 2)}]
+    frozen = {"f": values((16,), 9).bfloat16()}
+    root = maker.write(tmp_path / "ckpt", Run("fused", 1, torch.bfloat16, groups, frozen=frozen, views=views))
+    assert unnameable(root)
+    ran = cli("masters", root, "--repair", tmp_path / "out")
+    assert ran.code == 2 and ran.having("FS402") and not (tmp_path / "out").exists()
+
+
+def test_a_group_of_one_parameter_is_told_beside_views(tmp_path: Path) -> None:
+    groups = [{"a.weight": values((4, 2), 1), "b.weight": values((8,), 2)}, {"c.weight": values((5,), 3)}]
+    run = Run("fused", 1, torch.bfloat16, groups, frozen={"f": values((3,), 9).bfloat16()})
+    root = maker.write(tmp_path / "ckpt", run)
+    assert_tensors(merged(root, "--weights", "masters"), run.masters())
+
+
 def plain(stage: int | str = 1, world: int = 3, **more: Any) -> Run:
     groups = [
         {"a.weight": values((17, 5), 1), "a.bias": values((17,), 2), "b.weight": values((9, 17), 3)},

@@ -272,7 +272,7 @@ def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
     filled = [p for p in parameters if math.prod(p[1])]
     # Layer files hold copies.
     elsewhere = held.model.layers or held.apart is not None
-    found = None if elsewhere else _views(held.model, filled, lengths)
+    found = None if elsewhere else _by_views(held.model, filled, lengths)
     if found is None:
         found = _apart(held, filled, lambda g: lengths[g], math.prod, by_size)
     if found is None:
@@ -285,8 +285,29 @@ def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
     return True
 
 
-def _views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
-    """Names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their order."""
+def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
+    """Names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their order.
+
+    A group of one parameter looks like any other tensor that has a storage of its own: it is told by its size among what
+    is no view.
+    """
+    views = _views(model, parameters)
+    # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
+    sure = {n for n in lengths if lengths.count(n) == 1 and len(views.get(n, ())) == 1}
+    told = {n: views[n][0] for n in sure if len(views[n][0]) > 1}
+    if not told:
+        return None
+    rest = [n for n in lengths if n not in told]
+    taken = {name for names in told.values() for name in names}
+    alone = by_size([(n, math.prod(s)) for n, s, _ in parameters if n not in taken], rest) if rest else []
+    if alone is None:
+        return None
+    left = iter(alone)
+    return [told[n] if n in told else next(left) for n in lengths]
+
+
+def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
+    """Tensors that fill one storage, alone or together, in its order, by how many elements that has."""
     tensors = model.contents.tensors(model.file)
     storages: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, shape, index in parameters:
@@ -303,10 +324,7 @@ def _views(model: Model, parameters: list[Parameter], lengths: list[int]) -> lis
         starts = [item * sum(count for _, count, _, _ in places[:i]) for i in range(len(places))]
         if [at for at, *_ in places] == starts and item * total == places[0][2]:
             tiled.setdefault(total, []).append([name for *_, name in places])
-    # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
-    if len(set(lengths)) < len(lengths) or any(len(tiled.get(n, ())) != 1 for n in lengths):
-        return None
-    return [tiled[n][0] for n in lengths]
+    return tiled
 
 
 def _assembled(held: Held, aliases: dict[str, str]) -> list[Assembled]:
