@@ -328,9 +328,7 @@ def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str
             [os.fspath(root) for root in listing.roots],
             [(file.root, file.path) for file in files],
             threads,
-            {},
-            {},
-            memory_budget.stated(),
+            memory=memory_budget.stated(),
         )
     except _core.CoreError as error:
         raise from_core(error) from None

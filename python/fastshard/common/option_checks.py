@@ -25,8 +25,10 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         TypeError: for an option that it does not have.
         FastshardError: ``FS515`` or ``FS211`` for a value that no such option has, naming the option.
     """
-    known = taken(function)
-    parameters = inspect.signature(function).parameters.values()
+    # Once: this runs when the package is imported.
+    signature = inspect.signature(function)
+    known = _taken(signature)
+    parameters = signature.parameters.values()
     listed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     needed = {p.name for p in parameters if p.name in listed and p.default is p.empty}
 
@@ -45,13 +47,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             fitting(name, given)
         return function(*args, **{name: fitting(name, given) for name, given in kwargs.items()})
 
-    _say(called, function)
+    _say(called, signature)
     return called
 
 
-def _say(called: Callable[..., Any], function: Callable[..., Any]) -> None:
+def _say(called: Callable[..., Any], signature: inspect.Signature) -> None:
     """Has ``help()`` show the options that a function takes by their type as those that it lists."""
-    signature = inspect.signature(function)
     listed = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
     more = [ALL[name] for name in _unpacked(signature) if name not in listed]
     if not more:
@@ -59,7 +60,7 @@ def _say(called: Callable[..., Any], function: Callable[..., Any]) -> None:
     by_name = [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default) for o in more]
     called.__signature__ = signature.replace(parameters=[*listed.values(), *by_name])  # type: ignore[attr-defined]
     told = "".join(f"\n        {option.name}: {option.help}" for option in more)
-    called.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Options:{told}\n    "
+    called.__doc__ = f"{(called.__doc__ or '').rstrip()}\n\n    Options:{told}\n    "
 
 
 def _unpacked(signature: inspect.Signature) -> list[str]:
@@ -73,7 +74,10 @@ def _unpacked(signature: inspect.Signature) -> list[str]:
 
 def taken(function: Callable[..., Any]) -> frozenset[str]:
     """Names of the options that a function takes: those it lists, and those of the type that it unpacks."""
-    signature = inspect.signature(function)
+    return _taken(inspect.signature(function))
+
+
+def _taken(signature: inspect.Signature) -> frozenset[str]:
     listed = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
     return frozenset({*listed, *_unpacked(signature)})
 
@@ -94,11 +98,8 @@ def value(name: str, given: Any) -> Any:
         return given
     if given == "" and (option.kind in ("path", "mapping", "word") or name == "step"):
         raise refused(name, "something", given)
-    return _CHECKS.get(option.kind, _any)(option, given)
-
-
-def _any(option: Option, given: Any) -> Any:
-    return given
+    check = _CHECKS.get(option.kind)
+    return given if check is None else check(option, given)
 
 
 def _switch(option: Option, given: Any) -> bool:

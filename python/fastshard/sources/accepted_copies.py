@@ -25,4 +25,4 @@ def _accepted(finding: Finding, globs: Sequence[str]) -> Finding:
         return finding
     help = "accepted as asked with --accept copies"
     decided = "accept copies" if by == "*" else f"accept copies={by}"
-    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "help": help, "decided": decided})
+    return finding.replace(severity="warning", help=help, decided=decided)

@@ -513,4 +513,4 @@ def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, n
 
 
 def _softened(finding: Finding) -> Finding:
-    return Finding.from_dict({**finding.to_dict(), "severity": "warning", "decided": "accept older-step"})
+    return finding.replace(severity="warning", decided="accept older-step")
