@@ -29,13 +29,14 @@ def page() -> str:
             "",
             f"## FS{digit}xx {title}",
             "",
-            "| code | name | severity | exit | meaning |",
+            "| code | title | severity | exit | meaning |",
             "|---|---|---|---|---|",
         ]
         for code, row in sorted(CODES.items()):
             if code[2] == digit:
-                name = row.name.lower().replace("_", " ")
-                lines.append(f"| {code} | {name} | {row.severity} | {EXITS[row.exit]} | {row.explanation} |")
+                lines.append(
+                    f"| {code} | {row.title} | {row.severity} | {EXITS[row.exit]} | {row.explanation} |"
+                )
     return "\n".join(lines) + "\n"
 
 

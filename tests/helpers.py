@@ -54,11 +54,16 @@ class Ran:
         return [f for f in self.findings if f["severity"] == "error"]
 
     def having(self, code: str, **parts: str) -> list[dict[str, Any]]:
-        """Findings of a code whose fields contain the given texts."""
+        """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is about."""
         return [
             f for f in self.findings
-            if f["code"] == code and all(part in str(f.get(key, "")) for key, part in parts.items())
+            if f["code"] == code and all(part in " ".join(files_of([f])) if key == "file" else part in str(f.get(key, "")) for key, part in parts.items())
         ]  # fmt: skip
+
+
+def files_of(findings: Iterable[dict[str, Any]]) -> list[str]:
+    """The files that findings are about."""
+    return [file for f in findings for file in f.get("files") or [f["file"]] if "file" in f]
 
 
 def at_once(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:

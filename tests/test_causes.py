@@ -365,7 +365,7 @@ def test_a_stage_that_is_lost_accounts_for_layers_that_no_file_has() -> None:
 
 
 def test_by_an_index_a_lost_file_accounts_for_the_tensors_that_it_names() -> None:
-    source = Source("any", [Unit(0)], lost={"layers.1.q"}, listed=True)
+    source = Source("any", [Unit(0)], lost={"layers.1.q": "b"}, listed=True)
     gone = _lost("b")
     causes = causes_of([gone], source, ["a"], lambda _: ["layers.0.q"])
     assert causes.of(_missing("layers.1.q")) is gone and causes.of(_missing("layers.1.k")) is None

@@ -70,7 +70,7 @@ def test_findings_go_to_stderr_with_help(name: str, tmp_path: Path) -> None:
     done = run(*argv)
     assert done.returncode == 3
     assert f"error FS101: {STEP}/{layer_file(3, 1)}" in done.stderr
-    assert f"help: copy {layer_file(3, 1)}" in done.stderr
+    assert f"help      copy {layer_file(3, 1)} from the node" in done.stderr
     assert "FS101" not in done.stdout
 
 

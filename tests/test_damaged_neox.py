@@ -19,6 +19,7 @@ from helpers import (
     copy,
     edit_pt,
     few_steps,
+    files_of,
     flip_payload,
     layer_file,
     load_pt,
@@ -56,7 +57,7 @@ def test_all_missing_shards_are_named(ckpt: Path, out: Path) -> None:
     for layer, rank in ((2, 0), (3, 1), (7, 0)):
         (ckpt / STEP / layer_file(layer, rank)).unlink()
     ran = assert_refused(ckpt, out, "FS101", exit=3)
-    assert {Path(f["file"]).name for f in ran.errors} == {
+    assert {Path(file).name for file in files_of(ran.errors)} == {
         layer_file(2, 0),
         layer_file(3, 1),
         layer_file(7, 0),
@@ -87,7 +88,7 @@ def test_all_files_of_rank_1_gone(base: Path, tmp_path: Path, out: Path) -> None
     if base == NEOX_SEQ:
         assert ran.having("FS101", file=rank_file(1))
     else:
-        assert len(ran.having("FS101", rank="1", file="layer_")) == 6
+        assert len(files_of(ran.having("FS101", rank="1", file="layer_"))) == 6
 
 
 @pytest.mark.parametrize("base", [NEOX, NEOX_SEQ], ids=["pipeline", "sequential"])

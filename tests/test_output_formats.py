@@ -138,7 +138,7 @@ def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
 def test_annotations_hold_what_the_findings_say_and_no_other_command(name: str) -> None:
     found = commands(output_formats.as_annotations(told(name)))
     assert [(kind, properties) for kind, properties, _ in found] == [
-        ("error", {"title": "fastshard FS303"})
+        ("error", {"title": "FS303 Copied shard"})
     ] * 2
     for _, _, message in found:
         assert "help: help" in message

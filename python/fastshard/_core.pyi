@@ -18,6 +18,7 @@ __all__ = [
     "Catalog",
     "CoreError",
     "Draft",
+    "Effect",
     "Finding",
     "Meeting",
     "Plan",
@@ -59,6 +60,32 @@ class CoreError(Exception):
     """Findings that stopped an operation: its one argument is a list of them."""
 
 @final
+class Effect:
+    """What a finding makes impossible."""
+
+    def __new__(
+        cls, count: int, of: int | None, in_layers: int, layers: Sequence[range], tensors: Sequence[str]
+    ) -> Effect:
+        """Says which tensors cannot be used; the arguments are the properties below."""
+    @property
+    def count(self) -> int:
+        """How many tensors are missing, incomplete or unreadable."""
+    @property
+    def of(self) -> int | None:
+        """How many tensors there would be in all, where that is known."""
+    @property
+    def in_layers(self) -> int:
+        """How many of them are in layers."""
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """These layers."""
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors, those outside of layers first; of very many the first."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
 class Finding:
     """One observation about a checkpoint: what, where, expected, got, what to do. It does not change.
 
@@ -92,6 +119,9 @@ class Finding:
     def file(self) -> str | None:
         """File, as the user would name it."""
     @property
+    def files(self) -> tuple[str, ...]:
+        """All files that it is about; ``file`` is the first of them."""
+    @property
     def rank(self) -> str | None:
         """Rank in the field's words, e.g. ``tp 1``."""
     @property
@@ -115,6 +145,18 @@ class Finding:
     @property
     def got(self) -> str | None:
         """What was found."""
+    @property
+    def evidence(self) -> str | None:
+        """Who says what must be: the checkpoint's arguments, an index, a config."""
+    @property
+    def effect(self) -> Effect | None:
+        """Tensors that are missing, incomplete or unreadable because of it."""
+    @property
+    def title(self) -> str:
+        """What its code is called, in a few words."""
+    @property
+    def headline(self) -> str:
+        """What is wrong, and where: one line, control characters escaped."""
     @property
     def help(self) -> str | None:
         """What to do about it."""
@@ -580,8 +622,8 @@ def will_read(ranges: Sequence[tuple[PathLike[str], int, int]]) -> None:
 def shared_run(out: str | PathLike[str], nonce: str) -> dict[str, Any]:
     """What is written of a run: ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
-def codes_table() -> list[tuple[str, str, str, int, str]]:
-    """The table of finding codes, in order: code, name, severity, exit code of an error, explanation."""
+def codes_table() -> list[tuple[str, str, str, int, str, str]]:
+    """The table of finding codes, in order: code, name, severity, exit code of an error, title, explanation."""
 
 def exit_code(findings: list[Finding]) -> int:
     """The exit code that findings stand for."""

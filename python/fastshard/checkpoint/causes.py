@@ -62,8 +62,8 @@ class Causes:
     #: Errors about single tensors, by these.
     tensors: Mapping[str, Finding] = field(default_factory=dict)
     files: Sequence[LostFile] = ()
-    #: Where an index names the tensors of each file: those of files that are lost.
-    named: frozenset[str] | None = None
+    #: Where an index names the tensors of each file: those of files that are lost, and the file.
+    named: Mapping[str, str] | None = None
     #: What tells that two names are spellings of one tensor; None for a name that tells of none.
     spelling: Callable[[str], Place | None] = lambda name: None
     #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or layers.
@@ -107,7 +107,7 @@ class Causes:
         if self.named is not None:
             if finding.tensor:
                 if finding.tensor in self.named:
-                    return first
+                    return self._of_file(self.named[finding.tensor])
                 # No spelling of it is here, and one is lost: which of them was meant nothing tells.
                 one = self.spelling(finding.tensor)
                 return first if one is not None and one in self._spelled else None
@@ -121,6 +121,10 @@ class Causes:
             if file.is_of(ranks) and self._may_hold(file, finding, ranks):
                 return file.cause
         return None
+
+    def _of_file(self, path: str) -> Finding:
+        """What is wrong with a file; with another one, if nothing is said of this one."""
+        return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
     def _may_hold(self, file: LostFile, finding: Finding, ranks: Mapping[str, tuple[int, int]]) -> bool:
         if not finding.tensor:
@@ -188,19 +192,19 @@ def causes_of(
         of_all=[f for f in errors if f.code in _OF_ALL and not f.tensor],
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
         files=files,
-        named=frozenset(_all_names(source)) if source.listed else None,
+        named=dict(_all_names(source)) if source.listed else None,
         spelling=_spelling(source),
         held=held,
         broken=bool(errors),
     )
 
 
-def _all_names(source: Source) -> Iterable[str]:
-    """Names of what is lost, as stored and as the table has them."""
-    for name in source.lost:
-        yield name
-        yield source.names.get(name, name)
-        yield name.removeprefix(source.weights_prefix)
+def _all_names(source: Source) -> Iterable[tuple[str, str]]:
+    """Names of what is lost, as stored and as the table has them, each with its file."""
+    for name, file in source.lost.items():
+        yield name, file
+        yield source.names.get(name, name), file
+        yield name.removeprefix(source.weights_prefix), file
 
 
 def _spelling(source: Source) -> Callable[[str], Place | None]:

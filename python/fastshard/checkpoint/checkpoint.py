@@ -142,7 +142,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
     )
     near = source.places or sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
-    unreadable = {name for name, file in (source.weight_map or {}).items() if readable[file] is None}
+    unreadable = {
+        n: found.files[file].path for n, file in (source.weight_map or {}).items() if readable[file] is None
+    }
     source = replace(
         source,
         places=near,
@@ -151,7 +153,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         non_finite_accepted="non-finite" in said.accept,
         # What a copy holds is taken from the original.
         units=[unit for unit in source.units if unit.file not in strays.copies],
-        lost=source.lost | unreadable | strays.lost,
+        lost={**source.lost, **unreadable, **strays.lost},
     )
     if reference is not None:
         source = _held_against(reference, source)

@@ -68,17 +68,23 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
     for finding in findings:
         if finding.severity != "error":
             continue
-        if finding.code == "FS111" and finding.tensor:
-            chunks.setdefault(finding.rank or "", []).append(finding.tensor)
+        if finding.code == "FS111":
+            of_arrays = (
+                [finding.tensor] if finding.tensor else finding.effect.tensors if finding.effect else ()
+            )
+            if of_arrays:
+                chunks.setdefault(finding.rank or "", []).extend(of_arrays)
         elif finding.code == "FS103":
             layers.append(_layers(finding))
         # Links that lead nowhere are there, and to be mended here.
-        elif (
-            finding.code == "FS101"
-            and finding.file
-            and not any(os.path.lexists(Path(root) / finding.file) for root in roots)
-        ):
-            files.setdefault(finding.rank or "", []).append(finding.file)
+        elif finding.code == "FS101":
+            names = [
+                file
+                for file in finding.files
+                if not any(os.path.lexists(Path(root) / file) for root in roots)
+            ]
+            if names:
+                files.setdefault(finding.rank or "", []).extend(names)
     if not files and not chunks and not layers:
         return None
     path = Path(roots[0]).absolute()

@@ -123,7 +123,7 @@ def asked_for(finding: Finding, request: Request) -> Finding:
     return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
-def grouped(findings: list[Finding]) -> list[Finding]:
+def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
     """Tensors that are left out for one reason are one note: a train state has two moments of each weight."""
     left: dict[str, list[Finding]] = {}
     for finding in findings:

@@ -25,8 +25,9 @@ from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
 from .drafting import Opened, draft_of, movable, taken, with_masters
+from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
-from .plan_findings import asked_for, evidence, grouped, quantised, unproven, weights_taken
+from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
 from .reference_sides import Values, as_referenced, sides_of
 
 #: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
@@ -60,6 +61,7 @@ class Plan:
         main: str | None = None,
         lost: Collection[str] = (),
         causes: Causes | None = None,
+        each: list[Finding] | None = None,
     ) -> None:
         self.core = core
         self.findings = findings
@@ -75,6 +77,8 @@ class Plan:
         self.lost = dict.fromkeys(sorted(name for name in lost if name not in self.index))
         #: torch's name of the dtype that most of the floating bytes have.
         self.main_dtype = main
+        #: The findings before those of one cause were made one: one for each file.
+        self.each = findings if each is None else each
         #: What accounts for findings of the core that are not among ``findings``.
         self.causes = causes or Causes()
 
@@ -235,7 +239,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     planned = causes.left(core.findings())
     if request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, opened, request) for f in planned]
-    findings += (planned if source.optimizer.rules is None else grouped(planned)) + told
+    findings += (planned if source.optimizer.rules is None else left_out_for_one_reason(planned)) + told
     arrays = target is not None and target.writes_arrays
     broken_ones = (f for f in [*findings, *drafted] if f.severity == "error" and f.code in _NOT_WHOLE)
     lost = {f.tensor for f in broken_ones if f.tensor}
@@ -243,9 +247,15 @@ def _made(opened: Opened, request: Request) -> Plan:
         lost.clear()
     else:
         lost |= {*lost_by_core, *source.lost}
+    findings = with_effects(
+        findings, causes, lost, None if target else core.names(), [*drafted, *core.findings()]
+    )
     # Last: what is made an error here is not what the others follow from.
-    found = opened.gate.judged(findings)
-    return Plan(core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost, causes)
+    each = opened.gate.judged(findings)
+    found = grouped(each, [HeldFile(paths[unit.file], unit.coords) for unit in source.units])
+    return Plan(
+        core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost, causes, each
+    )
 
 
 def _asked(

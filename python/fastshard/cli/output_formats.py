@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..common.errors import CODES, Finding
 from ..common.gate import accepted, ignored
+from .finding_text import effect_of, files_of
 from .render import printable, shown
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def as_sarif(told: Told) -> str:
         {
             "id": code,
             "name": "".join(word.capitalize() for word in CODES[code].name.split("_")),
-            "shortDescription": {"text": CODES[code].name.lower().replace("_", " ")},
+            "shortDescription": {"text": CODES[code].title},
             "fullDescription": {"text": CODES[code].explanation},
             "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
@@ -184,7 +185,7 @@ def as_annotations(told: Told) -> str:
     lines = []
     findings, hidden = shown(told.findings, verbose=told.verbose, quiet=told.quiet)
     for finding in findings:
-        title = _property(f"fastshard {finding.code}")
+        title = _property(f"{finding.code} {finding.title}")
         lines.append(f"::{_COMMANDS[finding.severity]} title={title}::{_data(_sentence(finding))}")
     lines += [
         f"::notice title=fastshard::{_data(f'and {count} more of {code} (-v shows all)')}"
@@ -202,8 +203,15 @@ def without_commands(text: str) -> str:
 
 
 def _sentence(finding: Finding) -> str:
-    """A finding and what to do, for where there is one field for both."""
-    return printable(str(finding)) + (f"\nhelp: {printable(finding.help)}" if finding.help else "")
+    """A finding, what follows from it and what to do, for where there is one field for all."""
+    rest = {
+        "where": files_of(finding.files) if len(finding.files) > 1 else None,
+        "effect": effect_of(finding),
+        "help": finding.help,
+    }
+    return "\n".join(
+        [printable(str(finding)), *(f"{key}: {printable(text)}" for key, text in rest.items() if text)]
+    )
 
 
 def _data(text: str) -> str:

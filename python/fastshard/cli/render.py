@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..common.formatting import human, printable
-from ..common.gate import accepted, ignored
+from ..common.gate import ignored
+from . import finding_text
 
 if TYPE_CHECKING:
     from ..common.errors import Finding
@@ -26,7 +28,11 @@ __all__ = [
     "tree",
 ]
 
-#: Findings of one code printed before the rest is counted.
+#: Columns that a line of a finding has at most.
+_WIDEST = 100
+#: Findings that say the same.
+Group = list["Finding"]
+#: Groups of one code printed before the rest is counted.
 _SHOWN = 20
 
 
@@ -34,32 +40,29 @@ def shown(
     findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0
 ) -> tuple[list[Finding], dict[str, int]]:
     """Findings for people, errors first, and how many more there are of a code."""
-    chosen: list[Finding] = []
-    counts: dict[str, int] = {}
-    order = {"error": 0, "warning": 1, "note": 2}
-    for finding in sorted(findings, key=lambda f: order.get(f.severity, 3)):
-        if (finding.severity == "note" and not verbose) or (quiet and finding.severity != "error"):
-            continue
-        if ignored(finding) and not verbose:
-            continue
-        counts[finding.code] = counts.get(finding.code, 0) + 1
-        if counts[finding.code] <= _SHOWN or verbose:
-            chosen.append(finding)
-    hidden = {} if verbose else {code: n - _SHOWN for code, n in counts.items() if n > _SHOWN}
-    return chosen, hidden
+    chosen = _for_people(findings, verbose, quiet)
+    if verbose:
+        return chosen, {}
+    groups, hidden = _first([finding] for finding in chosen)
+    return [finding for (finding,) in groups], hidden
 
 
 def print_findings(findings: Collection[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
-    """One line per finding and one ``help:`` line, on stderr, errors first."""
+    """The findings on stderr, errors first; what several of them advise is said once."""
+    # Where there is no terminal, as in a log, lines are as wide as most are.
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
     helped: set[str] = set()
-    chosen, hidden = shown(findings, verbose=verbose, quiet=quiet)
-    for finding in chosen:
-        # What is no error by itself says why it is one.
-        by = f" (by {_flag(finding.decided)})" if finding.decided and not accepted(finding) else ""
-        print(f"{finding.severity} {finding.code}{by}: {finding}", file=sys.stderr)
-        if finding.help and (finding.severity == "error" or verbose) and finding.help not in helped:
-            helped.add(finding.help)
-            print(f"  help: {printable(finding.help)}", file=sys.stderr)
+    groups = _alike(_for_people(findings, verbose, quiet))
+    hidden: dict[str, int] = {}
+    if not verbose:
+        groups, hidden = _first(groups)
+    for alike in groups:
+        help_ = alike[0].help
+        helps = help_ is not None and help_ not in helped
+        if help_ is not None:
+            helped.add(help_)
+        text = finding_text.lines(alike, verbose=verbose, helps=helps, width=width)
+        print("\n".join(text[:1] if quiet else text), file=sys.stderr)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
     aside = Counter(f.code for f in findings if ignored(f))
@@ -68,8 +71,38 @@ def print_findings(findings: Collection[Finding], *, verbose: int = 0, quiet: in
         print(f"ignored as asked: {told} (-v shows them)", file=sys.stderr)
 
 
-def _flag(decided: str) -> str:
-    return f"--{decided.replace('_', '-')}"
+def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
+    """Those that are printed, errors first: notes and what is ignored with -v only."""
+    order = {"error": 0, "warning": 1, "note": 2}
+    return [
+        f
+        for f in sorted(findings, key=lambda f: order.get(f.severity, 3))
+        if not (quiet and f.severity != "error") and (verbose or not (f.severity == "note" or ignored(f)))
+    ]
+
+
+def _first(groups: Iterable[Group]) -> tuple[list[Group], dict[str, int]]:
+    """The first groups of each code, and how many findings of a code are in the others."""
+    chosen: list[Group] = []
+    counts: Counter[str] = Counter()
+    hidden: Counter[str] = Counter()
+    for alike in groups:
+        code = alike[0].code
+        counts[code] += 1
+        if counts[code] <= _SHOWN:
+            chosen.append(alike)
+        else:
+            hidden[code] += len(alike)
+    return chosen, hidden
+
+
+def _alike(findings: Iterable[Finding]) -> Iterable[Group]:
+    """Findings that say the same of different tensors, together; the others by themselves."""
+    found: dict[object, list[Finding]] = {}
+    for finding in findings:
+        said = (finding.code, finding.severity, finding.message, finding.decided, finding.help)
+        found.setdefault(said if finding.tensor else finding, []).append(finding)
+    return found.values()
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:

@@ -36,6 +36,8 @@ class Code(NamedTuple):
     severity: str
     #: Exit code of an error.
     exit: int
+    #: What it is called, in a few words.
+    title: str
     explanation: str
 
 

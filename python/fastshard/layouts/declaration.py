@@ -319,8 +319,8 @@ class Source:
     unnamed: Sequence[File] = ()
     #: True if the numbers in their names alone tell the files apart.
     by_numbers: bool = False
-    #: Names of tensors of which the files that are missing held all, or a part.
-    lost: set[str] = field(default_factory=set)
+    #: Tensors that files which are missing or cannot be read held, all of them or a part, and such a file.
+    lost: dict[str, str] = field(default_factory=dict)
     #: True if an index names the tensors of each file, so that these are all that is lost with files.
     listed: bool = False
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
@@ -505,7 +505,7 @@ class Source:
             renames=True,
             generic=[(new(name), divided, parts) for name, divided, parts in self.generic],
             adapted=[replace(one, name=new(one.name)) for one in self.adapted],
-            lost={new(self.names.get(name, name)) for name in self.lost},
+            lost={new(self.names.get(name, name)): file for name, file in self.lost.items()},
             optimizer=state,
             findings=[*self.findings, note],
         )

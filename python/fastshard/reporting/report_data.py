@@ -199,6 +199,8 @@ def gathered(
         own = _Side("", checkpoint, document, numbers.tensors if numbers else {}, hashes)
         comparison = _compared(own, other, stats, run, bar)
     findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
+    grouped = set(plan.findings)
+    each = [*plan.each, *(f for f in findings if f not in grouped)]
     echoes = plan.core.findings()
     provable = plan.source.provable
     missing = absent(findings, checkpoint.roots)
@@ -213,7 +215,7 @@ def gathered(
         findings=_groups(findings),
         not_proven="; ".join(not_proven(findings)),
         read=read,
-        grid=grid(checkpoint, findings, echoes),
+        grid=grid(checkpoint, each, echoes),
         elsewhere=missing.told() if missing else "",
         tensors=(*_tensors(plan), *_lacking(plan, [*findings, *echoes])),
         families=families,
@@ -278,7 +280,7 @@ def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
     return tuple(
         Group(
             code,
-            CODES[code].name.replace("_", " ").lower() if code in CODES else "",
+            CODES[code].title if code in CODES else "",
             severity,
             CODES[code].explanation if code in CODES else "",
             tuple(group),

@@ -60,7 +60,7 @@ def renamed(
             finding = Finding.of(
                 "FS303",
                 f"the same bytes as {original}, under whose name it was saved",
-                expected=f"an archive of {name.partition('.')[0]}",
+                expected=name.partition(".")[0],
                 got=file["archive"][:200],
                 file=file["path"],
                 rank=ranks.get(index),
@@ -74,7 +74,7 @@ def renamed(
                 decided="accept renamed" if accepted else None,
                 file=file["path"],
                 rank=ranks.get(index),
-                expected=f"an archive of {name.partition('.')[0]}",
+                expected=name.partition(".")[0],
                 got=file["archive"][:200],
                 help="copy the right file from the node that wrote it; --accept renamed if the name was changed on purpose",
             )

@@ -18,8 +18,8 @@ class Strays:
     """What accounts for tensors that are not where they should be."""
 
     findings: list[Finding] = field(default_factory=list)
-    #: Tensors that cannot be used for that reason.
-    lost: frozenset[str] = frozenset()
+    #: Tensors that cannot be used for that reason, and the file that the finding is about.
+    lost: Mapping[str, str] = field(default_factory=dict)
     #: Numbers of the files that are copies, which are not read.
     copies: frozenset[int] = frozenset()
     #: Paths of files that hold tensors and are not named by the index.
@@ -65,14 +65,14 @@ def of_index(
     wrong = [file for file, names in gone.items() if names and not sent[file] & held[file]]
     right = [file for file in sorted(held) if held[file] and file not in wrong]
     findings: list[Finding] = []
-    lost: set[str] = set()
+    lost: dict[str, str] = {}
     copies: set[int] = set()
     for file in wrong:
         original = next((i for i in right if held[i] == held[file] and same(i, file)), None)
         if original is not None:
             expected = f"{counted(len(sent[file]), 'tensor')} that the index sends here"
             findings.append(_copy(paths[file], paths[original], "it was copied over this file", expected))
-            lost |= gone.pop(file)
+            lost |= dict.fromkeys(gone.pop(file), paths[file])
             copies.add(file)
     holders: set[str] = set()
     for path, names in sorted(beside().items()) if any(gone.values()) else ():
@@ -80,9 +80,9 @@ def of_index(
         found = {name for of in gone.values() for name in of & names}
         if found:
             findings.append(_elsewhere(path, len(found), named))
-            lost |= found
+            lost |= dict.fromkeys(found, path)
             holders.add(path)
-    return Strays(findings, frozenset(lost), frozenset(copies), frozenset(holders))
+    return Strays(findings, lost, frozenset(copies), frozenset(holders))
 
 
 def of_numbers(

@@ -344,7 +344,7 @@ def _against(
         found = checkpoint.opened.catalog.against(str(path), run, progress, plan.core)
         # What is there and cannot be opened has been told of.
         there = {file.path for file in checkpoint.listing.files}
-        return findings + [f for f in found if f.code != "FS101" or f.file not in there]
+        return findings + [f for f in found if f.code != "FS101" or not there.issuperset(f.files)]
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
 

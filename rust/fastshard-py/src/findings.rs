@@ -4,7 +4,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 
 use fastshard::codes;
-use fastshard::error::{exit_code as exit_code_of, Finding as CoreFinding, Layers};
+use fastshard::error::{exit_code as exit_code_of, Effect as CoreEffect, Finding as CoreFinding, Layers};
 use fastshard::gate::Gate;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -57,6 +57,65 @@ fn layers(given: &Bound<'_, PyAny>) -> PyResult<Layers> {
     }
 }
 
+fn range(py: Python<'_>, layers: Layers) -> PyResult<Bound<'_, PyRange>> {
+    let (first, last) = (isize::try_from(layers.first)?, isize::try_from(layers.last)?);
+    PyRange::new(py, first, last.saturating_add(1))
+}
+
+/// What a finding makes impossible.
+#[pyclass(frozen, eq, hash, module = "fastshard._core", from_py_object)]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Effect {
+    inner: CoreEffect,
+}
+
+#[pymethods]
+impl Effect {
+    #[new]
+    #[pyo3(signature = (count, of, in_layers, layers, tensors))]
+    fn new(
+        count: u64,
+        of: Option<u64>,
+        in_layers: u64,
+        layers: Vec<Bound<'_, PyAny>>,
+        tensors: Vec<String>,
+    ) -> PyResult<Self> {
+        let layers = layers.iter().map(self::layers).collect::<PyResult<_>>()?;
+        Ok(Effect { inner: CoreEffect { count, of, in_layers, layers, tensors } })
+    }
+
+    #[getter]
+    fn count(&self) -> u64 {
+        self.inner.count
+    }
+
+    #[getter]
+    fn of(&self) -> Option<u64> {
+        self.inner.of
+    }
+
+    #[getter]
+    fn in_layers(&self) -> u64 {
+        self.inner.in_layers
+    }
+
+    #[getter]
+    fn layers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let ranges: PyResult<Vec<_>> = self.inner.layers.iter().map(|layers| range(py, *layers)).collect();
+        PyTuple::new(py, ranges?)
+    }
+
+    #[getter]
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.inner.tensors)
+    }
+
+    fn __repr__(&self) -> String {
+        let of = self.inner.of.map(|of| format!(" of {of}")).unwrap_or_default();
+        format!("<Effect on {}{of} tensors>", self.inner.count)
+    }
+}
+
 /// Sets what keyword arguments name; None takes away.
 fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
     for (key, given) in changes.iter() {
@@ -85,12 +144,24 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
                 finding.count = given.extract()?;
                 continue;
             }
+            "files" => {
+                finding.files = given.try_iter()?.map(|name| text(&name?)).collect::<PyResult<_>>()?;
+                if let Some(first) = finding.files.first() {
+                    finding.file = Some(first.clone());
+                }
+                continue;
+            }
+            "effect" => {
+                finding.effect = given.extract::<Option<Effect>>()?.map(|effect| effect.inner);
+                continue;
+            }
             "file" => &mut finding.file,
             "rank" => &mut finding.rank,
             "host" => &mut finding.host,
             "tensor" => &mut finding.tensor,
             "expected" => &mut finding.expected,
             "got" => &mut finding.got,
+            "evidence" => &mut finding.evidence,
             "help" => &mut finding.help,
             "axis" => &mut finding.axis,
             "decided" => &mut finding.decided,
@@ -191,6 +262,14 @@ impl Finding {
     }
 
     #[getter]
+    fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        match self.inner.files.is_empty() {
+            true => PyTuple::new(py, &self.inner.file),
+            false => PyTuple::new(py, &self.inner.files),
+        }
+    }
+
+    #[getter]
     fn rank(&self) -> Option<&str> {
         self.inner.rank.as_deref()
     }
@@ -207,11 +286,7 @@ impl Finding {
 
     #[getter]
     fn layers<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyRange>>> {
-        let range = |layers: Layers| {
-            let (first, last) = (isize::try_from(layers.first)?, isize::try_from(layers.last)?);
-            PyRange::new(py, first, last.saturating_add(1))
-        };
-        self.inner.layers.map(range).transpose()
+        self.inner.layers.map(|layers| range(py, layers)).transpose()
     }
 
     #[getter]
@@ -232,6 +307,26 @@ impl Finding {
     #[getter]
     fn got(&self) -> Option<&str> {
         self.inner.got.as_deref()
+    }
+
+    #[getter]
+    fn evidence(&self) -> Option<&str> {
+        self.inner.evidence.as_deref()
+    }
+
+    #[getter]
+    fn effect(&self) -> Option<Effect> {
+        self.inner.effect.clone().map(|inner| Effect { inner })
+    }
+
+    #[getter]
+    fn title(&self) -> &'static str {
+        codes::info(self.inner.code).title
+    }
+
+    #[getter]
+    fn headline(&self) -> String {
+        self.inner.headline()
     }
 
     #[getter]
@@ -272,8 +367,8 @@ impl Finding {
     }
 }
 
-/// A row of the table of codes: its name, severity, exit code and explanation.
-type Row = (String, &'static str, &'static str, u8, &'static str);
+/// A row of the table of codes: its name, severity, exit code, title and explanation.
+type Row = (String, &'static str, &'static str, u8, &'static str, &'static str);
 
 /// The table of finding codes, in order.
 #[pyfunction]
@@ -284,7 +379,7 @@ pub(crate) fn codes_table() -> Vec<Row> {
             codes::Exit::CouldNotRun => 2,
             codes::Exit::Incomplete => 3,
         };
-        (row.code.to_string(), row.name, row.severity.word(), exit, row.explanation)
+        (row.code.to_string(), row.name, row.severity.word(), exit, row.title, row.explanation)
     };
     codes::TABLE.iter().map(row).collect()
 }

@@ -533,6 +533,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
+    m.add_class::<findings::Effect>()?;
     m.add_class::<findings::Finding>()?;
     m.add_class::<drafts::Draft>()?;
     m.add_class::<plans::Plan>()?;

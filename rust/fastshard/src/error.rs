@@ -21,6 +21,24 @@ pub struct Layers {
     pub last: u64,
 }
 
+/// What a finding makes impossible: the tensors that are missing, incomplete or unreadable because of it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Effect {
+    /// How many tensors these are.
+    pub count: u64,
+    /// How many tensors there would be in all, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub of: Option<u64>,
+    /// How many of them are in layers.
+    #[serde(default)]
+    pub in_layers: u64,
+    /// These layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<Layers>,
+    /// Names of the tensors, those outside of layers first; of very many the first.
+    pub tensors: Vec<String>,
+}
+
 /// One observation about a checkpoint: what, where, expected, got, what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
@@ -33,6 +51,9 @@ pub struct Finding {
     /// File, as the user would name it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
+    /// All files that it is about, where it is about several; `file` is the first of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<String>,
     /// Rank in the field's words, e.g. `tp 1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<String>,
@@ -57,6 +78,12 @@ pub struct Finding {
     /// What was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub got: Option<String>,
+    /// Who says what must be: the checkpoint's arguments, an index, a config.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evidence: Option<String>,
+    /// What it makes impossible.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub effect: Option<Effect>,
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
@@ -75,6 +102,7 @@ impl Finding {
             code,
             severity: codes::info(code).severity,
             file: None,
+            files: Vec::new(),
             rank: None,
             host: None,
             tensor: None,
@@ -83,6 +111,8 @@ impl Finding {
             count: None,
             expected: None,
             got: None,
+            evidence: None,
+            effect: None,
             message: message.into(),
             help: None,
             decided: None,
@@ -168,27 +198,37 @@ pub fn printable(text: &str) -> String {
         .collect()
 }
 
-impl fmt::Display for Finding {
-    /// `<path>: <tensor>: <what> (<rank>): expected <x>, got <y>`, one line, control characters escaped.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Finding {
+    /// What is wrong, and where: `<path>: <tensor>: <what> (<rank>)`, one line, control characters escaped.
+    pub fn headline(&self) -> String {
         let mut line = String::new();
-        for part in [&self.file, &self.tensor].into_iter().flatten() {
+        // What is said of several files names them itself.
+        let file = self.file.as_ref().filter(|_| self.files.is_empty());
+        for part in [file, self.tensor.as_ref()].into_iter().flatten() {
             line.push_str(part);
             line.push_str(": ");
         }
         line.push_str(&self.message);
-        match (&self.rank, &self.host) {
+        match (self.rank.as_ref().filter(|_| self.files.is_empty()), &self.host) {
             (Some(rank), Some(host)) => line.push_str(&format!(" ({rank} on {host})")),
             (Some(place), None) | (None, Some(place)) => line.push_str(&format!(" ({place})")),
             (None, None) => {}
         }
-        match (&self.expected, &self.got) {
-            (Some(x), Some(y)) => line.push_str(&format!(": expected {x}, got {y}")),
-            (Some(x), None) => line.push_str(&format!(": expected {x}")),
-            (None, Some(y)) => line.push_str(&format!(": got {y}")),
-            (None, None) => {}
-        }
-        f.write_str(&printable(&line))
+        printable(&line)
+    }
+}
+
+impl fmt::Display for Finding {
+    /// The headline, and what was expected and found, or who says what must be: one line, control characters escaped.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.headline())?;
+        let rest = match (&self.expected, &self.got) {
+            (Some(x), Some(y)) => format!(": expected {x}, got {y}"),
+            (Some(x), None) => format!(": expected {x}"),
+            (None, Some(y)) => format!(": got {y}"),
+            (None, None) => self.evidence.as_ref().map(|says| format!(": {says}")).unwrap_or_default(),
+        };
+        f.write_str(&printable(&rest))
     }
 }
 

@@ -18,9 +18,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(a: argparse.Namespace) -> Outcome:
     if a.code is None:
-        rows = [
-            (code, row.severity, row.name.lower().replace("_", "-")) for code, row in sorted(CODES.items())
-        ]
+        rows = [(code, row.severity, row.title) for code, row in sorted(CODES.items())]
         return Result(table(rows, indent=""), {"codes": [row._asdict() for row in CODES.values()]}), []
     code = a.code.upper()
     row = CODES.get(code if code.startswith("FS") else f"FS{code}")
@@ -29,10 +27,7 @@ def _run(a: argparse.Namespace) -> Outcome:
             "FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes"
         )
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
-    name = row.name.lower().replace("_", " ")
-    text = (
-        f"{row.code} {name} ({row.severity}; as an error, exit code {exits[row.exit]})\n\n{row.explanation}"
-    )
+    text = f"{row.code} {row.title} ({row.severity}; as an error, exit code {exits[row.exit]})\n\n{row.explanation}"
     if row.code == "FS513":
         text += f"\n\nRead: {', '.join(adapter.name for adapter in ADAPTERS)}; the README says what of each."
     return Result(text, row._asdict()), []

@@ -65,11 +65,16 @@ def _stated(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
     return named[0]["blake3"] if alike == [True] else None
 
 
+def _is_said(cause: Finding, errors: list[Finding]) -> bool:
+    """True if an error says it, for its file alone or for several."""
+    return any(e.code == cause.code and (e.file == cause.file or cause.file in e.files) for e in errors)
+
+
 def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
     """What is known of a tensor that is not in the result: ``own`` if the source calls one so."""
     # What follows from another finding is not among the plan's own.
     echoes = plan.core.findings()
-    about = [finding for finding in (*plan.findings, *echoes) if finding.tensor == name]
+    about = [finding for finding in (*plan.each, *echoes) if finding.tensor == name]
     if about:
         first = about[0]
         errors = [finding for finding in plan.findings if finding.severity == "error"]
@@ -80,7 +85,7 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
             # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
             severity="warning" if errors and cause is not first else "error",
             file=cause.file,
-            help=None if cause in errors and cause is not first else first.help,
+            help=None if cause is not first and _is_said(cause, errors) else first.help,
         )
         return error_for([told, *(error for error in errors if error is not first)])
     if own:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -87,8 +86,7 @@ class ColossalAI:
         written = {by for name in [*named, *whole] if (by := writer(name)) is not None}
         findings += writers_missing(folder, stem, kind, written)
         have = {name: copies.get(name) or _found_apart(listing, folder, name) for name in [*named, *whole]}
-        counts = Counter(weight_map.values())
-        findings += [shard_missing(folder, name, counts[name]) for name, held in have.items() if not held]
+        findings += [shard_missing(folder, name) for name, held in have.items() if not held]
         files = [file for held in have.values() for file in held]
         numbers = iter(range(len(files)))
         shards = [(name, tuple(islice(numbers, len(held)))) for name, held in have.items() if held]
@@ -147,7 +145,9 @@ class ColossalAI:
         # Where files are called for by their names alone, nothing tells what they held.
         here = {name for name, _ in saved.shards}
         absent = {file for file in saved.weight_map.values() if file not in here}
-        source.lost = {name for name, file in saved.weight_map.items() if file in absent}
+        source.lost = {
+            name: join(found.folder, file) for name, file in saved.weight_map.items() if file in absent
+        }
         called_for = sum(f.code == "FS101" for f in (*found.findings, *source.findings))
         unread = any(not contents.readable(i) for name, of in saved.shards if name in saved.whole for i in of)
         source.listed = bool(saved.weight_map) and called_for == len(absent) and not unread

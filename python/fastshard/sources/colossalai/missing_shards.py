@@ -42,12 +42,12 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
     )
 
 
-def shard_missing(folder: str, name: str, count: int) -> Finding:
-    """Says that a shard which the index names is in no directory, with the number of its tensors."""
+def shard_missing(folder: str, name: str) -> Finding:
+    """Says that a shard which the index names is in no directory."""
     rank = rank_of(SHARD.match(name))
     where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
     help = f"copy it {where}, or name that node's directory as a further CKPT"
-    return missing(join(folder, name), rank, f"{count} tensors by the index", help)
+    return missing(join(folder, name), rank, "the index names it", help)
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:

@@ -172,7 +172,9 @@ class Dcp:
             ),
         ]
         files = [*placed.files, *([inside["common.pt"]] if "common.pt" in inside else [])]
-        lost = frozenset(name for names in lacking.values() for name in names)
+        lost = {
+            name: f"{folder}/{file}" if folder else file for file, names in lacking.items() for name in names
+        }
         held = DcpFiles(described, placed.places, values, lost)
         return Found(self, "torch DCP", files, held, folder, findings, step=step, records=placed.records)
 
@@ -232,8 +234,9 @@ class Dcp:
             chunks: list[list[Any]] = []
             for lo, size in entry["chunks"]:
                 place = found.seen.places.get((name, tuple(lo)))
-                if place is not None and not all(contents.readable(file) for file, _ in place):
-                    source.lost.add(name)
+                unread = [file for file, _ in place or () if not contents.readable(file)]
+                if unread:
+                    source.lost.setdefault(name, found.files[unread[0]].path)
                 if place is None:
                     if name not in found.seen.lacking and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
@@ -252,7 +255,7 @@ class Dcp:
                     copies += [[]] if len(copies) < n else []
                     copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
             else:
-                source.lost.add(name)
+                source.lost.setdefault(name, found.seen.lacking[name])
         return tensors, copies
 
     @staticmethod
@@ -367,7 +370,7 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
     return missing(
         f"{folder}/{file}" if folder else file,
         f"rank {rank[1]}" if rank else None,
-        f"{len(names)} records by .metadata, e.g. of {names[0]}",
+        f".metadata names it, e.g. for {names[0]}",
         f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
     )
 

@@ -20,4 +20,4 @@ class DcpFiles:
     #: Records that are no tensors, and can be read.
     objects: Objects
     #: Names of which a record is in a file that is missing.
-    lacking: frozenset[str]
+    lacking: Mapping[str, str]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common import safe_files
@@ -100,7 +99,7 @@ class HfFiles:
     #: Its ``total_size``, whatever that is.
     counted: object = None
     #: Tensors of which the file is missing.
-    lost: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
     #: Files beside it that it does not name and that are named alike.
     unnamed: tuple[File, ...] = ()
     #: True if the numbers in their names alone tell the files apart.
@@ -187,7 +186,6 @@ class HuggingFace:
         weight_map = _weight_map(content, index.path)
         findings = []
         files: dict[str, File] = {}
-        counts = Counter(weight_map.values())
         for tensor, name in weight_map.items():
             if not safe_relative(name):
                 findings.append(
@@ -204,12 +202,11 @@ class HuggingFace:
                 path = f"{index.folder}/{name}" if index.folder else name
                 file = inside.get(name) or listing.find(path)
                 if file is None:
-                    count = counts[name]
                     findings.append(
                         missing(
                             path,
                             None,
-                            f"{count} tensors by {index.name}",
+                            f"{index.name} names it",
                             "copy it from where the checkpoint was saved",
                         )
                     )
@@ -223,12 +220,12 @@ class HuggingFace:
             for t, n in weight_map.items()
             if n in files and files[n].path in order
         }
-        lost = [str(t) for t, n in weight_map.items() if n in files and files[n].root < 0]
+        lost = {str(t): files[n].path for t, n in weight_map.items() if n in files and files[n].root < 0}
         findings += index_mismatch.numbers(index, files, inside)
         metadata = content.get("metadata")
         counted = metadata.get("total_size") if isinstance(metadata, dict) else None
         unnamed = index_mismatch.like_named(inside, files)
-        seen = HfFiles(index.path, expected, counted, tuple(lost), tuple(unnamed))
+        seen = HfFiles(index.path, expected, counted, lost, tuple(unnamed))
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
             if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
@@ -298,7 +295,7 @@ class HuggingFace:
             unnamed=found.seen.unnamed,
             by_numbers=found.seen.by_numbers,
             expected_names=set(weight_map or ()),
-            lost=set(found.seen.lost),
+            lost=dict(found.seen.lost),
             listed=weight_map is not None,
             vocab_size=options.vocab_size,
         )

@@ -58,7 +58,8 @@ def judge(
                 file=found.files[at].path,
                 rank=_called(place, pp),
                 expected=_called(place, pp),
-                got=f"{_called(own, pp)} (args.rank {rank})",
+                got=_called(own, pp),
+                evidence=f"args.rank {rank} in the file",
                 help=right if own in paths else "copy the right file from the node that ran this rank",
             )
         )

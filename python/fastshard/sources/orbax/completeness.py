@@ -316,13 +316,12 @@ def _lost(
         keys = ", ".join(array.key(i) for i in chunks[:_KEYS])
         more = f" and {len(chunks) - _KEYS} more" if len(chunks) > _KEYS else ""
         damaged = next(filter(None, (evidence.lost.get(f"{name}/{array.key(i)}") for i in chunks)), None)
-        if damaged:
-            more += f" (the index names them: {damaged})"
         findings.append(
             Finding.of(
                 "FS111",
                 f"{len(chunks)} of {math.prod(array.grid)} chunks are not here: {keys}{more}",
                 file=evidence.where,
+                evidence=f"the index names them: {damaged}" if damaged else None,
                 tensor=name,
                 rank=", ".join(f"process {p}" for p in owners) or None,
                 expected=f"{math.prod(array.shape)} elements",

@@ -1,0 +1,158 @@
+"""A finding as people read it in a terminal: what is wrong, then where, what was found, what follows, and what to do."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from ..common.errors import Finding
+from ..common.formatting import counted, printable, some
+from ..common.gate import accepted
+from ..models.tensor_roles import layer_of
+
+__all__ = ["effect_of", "files_of", "lines", "runs_of"]
+
+#: Columns of the labels.
+_INDENT = 12
+#: Names that are listed without -v.
+_NAMED = 3
+#: Codes of what is not there; other causes make tensors unusable that are.
+_ABSENT = ("FS101", "FS103", "FS104", "FS111")
+_NUMBER = re.compile(r"(\d+)")
+
+
+def lines(alike: Sequence[Finding], *, verbose: int = 0, helps: bool = True, width: int = 80) -> list[str]:
+    """The lines of one finding, or of several that say the same of different tensors.
+
+    Args:
+        alike: the findings, of one code, severity and message.
+        verbose: above 0, files and tensors are named one by one.
+        helps: False to leave out what to do.
+        width: columns of the terminal.
+    """
+    finding = alike[0]
+    # What is no error by itself says why it is one.
+    by = f" (by {_flag(finding.decided)})" if finding.decided and not accepted(finding) else ""
+    start = f"{finding.severity} {finding.code}{by}: "
+    if len(alike) == 1:
+        told, files, facts = [f"{start}{finding.headline}"], finding.files, _facts(finding, verbose)
+    else:
+        told = [f"{start}{counted(len(alike), 'tensor')}: {printable(finding.message)}"]
+        files = tuple(dict.fromkeys(file for f in alike for file in f.files))
+        facts = [("tensors", _tensors(alike, verbose))]
+    if len(files) > (len(alike) == 1):
+        told += _labelled("where", files if verbose else [files_of(files)], width)
+    for label, texts in facts:
+        told += _labelled(label, texts, width)
+    return told + (_labelled("help", [finding.help], width) if finding.help and helps else [])
+
+
+def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
+    """What a finding says besides what is wrong and where."""
+    return [
+        ("found", [finding.got] if finding.got else ()),
+        ("expected", [finding.expected] if finding.expected else ()),
+        ("evidence", [finding.evidence] if finding.evidence else ()),
+        ("effect", _effects(finding, verbose)),
+    ]
+
+
+def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
+    """A line for each tensor: its name, and what was found and expected of it."""
+    shown = alike if verbose else alike[:_NAMED]
+    told = []
+    for finding in shown:
+        got = [finding.got] if finding.got else []
+        expected = [f"expected {finding.expected}"] if finding.expected else []
+        said = f": {', '.join(got + expected)}" if got or expected else ""
+        told.append(f"{finding.tensor}{f' ({finding.rank})' if finding.rank else ''}{said}")
+    more = len(alike) - len(shown)
+    return [*told, f"and {more:,} more (-v lists them)"] if more else told
+
+
+def _labelled(label: str, texts: Sequence[str], width: int) -> list[str]:
+    """Texts below each other, the first behind a label."""
+    return [
+        line
+        for number, text in enumerate(texts)
+        for line in _wrapped("" if number else label, printable(text), width)
+    ]
+
+
+def _flag(decided: str) -> str:
+    return f"--{decided.replace('_', '-')}"
+
+
+def _wrapped(label: str, text: str, width: int) -> list[str]:
+    """A text behind its label; names and paths are not broken."""
+    return textwrap.wrap(
+        text,
+        max(width, 2 * _INDENT),
+        initial_indent=f"  {label}".ljust(_INDENT),
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _effects(finding: Finding, verbose: int) -> list[str]:
+    effect = effect_of(finding)
+    if effect is None or finding.effect is None:
+        return []
+    more = finding.effect.count - len(finding.effect.tensors)
+    names = [*finding.effect.tensors, *([f"and {more:,} more"] if more else [])]
+    return [effect, *(names if verbose else ())]
+
+
+def effect_of(finding: Finding) -> str | None:
+    """Which tensors cannot be used because of a finding; None where it says of none.
+
+    E.g. ``26 of 40 tensors are missing or incomplete: 24 in layers 2-4, 0.word_embeddings.weight``.
+    """
+    effect = finding.effect
+    if effect is None:
+        return None
+    of = "" if effect.of is None else f" of {effect.of:,}"
+    many = effect.count != 1 or effect.of is not None
+    be = "are" if many else "is"
+    are = f"{be} missing or incomplete" if finding.code in _ABSENT else "cannot be used"
+    others = [name for name in effect.tensors if layer_of(name) is None]
+    parts = [_some(others, effect.count - effect.in_layers)] if others else []
+    if effect.layers:
+        count = f"{effect.in_layers:,} in " if others else ""
+        parts.insert(
+            0, f"{count}layer{'' if sum(map(len, effect.layers)) == 1 else 's'} {runs_of(effect.layers)}"
+        )
+    return f"{effect.count:,}{of} tensor{'s' if many else ''} {are}: {', '.join(parts)}"
+
+
+def _some(names: Sequence[str], count: int) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def runs_of(runs: Sequence[range]) -> str:
+    """Ranges of numbers, for people.
+
+    >>> runs_of([range(0, 3), range(5, 6), range(7, 9)])
+    '0-2, 5, 7, 8'
+    """
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def files_of(files: Sequence[str]) -> str:
+    """Names of files in one text: numbers in which all of them differ in braces.
+
+    >>> files_of(["layer_00-model_01.pt", "layer_02-model_01.pt"])
+    'layer_{00,02}-model_01.pt'
+    """
+    split = [_NUMBER.split(file) for file in files]
+    if len({tuple(parts[::2]) for parts in split}) == 1:
+        differ = [i for i, held in enumerate(zip(*split, strict=True)) if len(set(held)) > 1]
+        if len(differ) == 1:
+            (at,) = differ
+            first = split[0]
+            return "".join((*first[:at], "{", ",".join(parts[at] for parts in split), "}", *first[at + 1 :]))
+    return some(files, _NAMED)

@@ -1,0 +1,145 @@
+"""One cause is one finding: missing files of a rank or a stage, chunks of a process, two files that were swapped."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import lost
+from fastshard import Finding
+from fastshard.checkpoint.causes import Causes, LostFile
+from fastshard.checkpoint.grouping import HeldFile, effect_on, grouped, with_effects
+from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
+from hypothesis import given
+from hypothesis import strategies as st
+
+LEGACY = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
+
+
+def missing(path: str, rank: str | None, **fields: Any) -> Finding:
+    help_ = f"copy {path} from the node that ran {rank}"
+    return Finding.of(
+        "FS101", "missing file", file=path, rank=rank, evidence="the arguments", help=help_, **fields
+    )
+
+
+def mesh(tp: int, pp: int) -> dict[str, dict[str, int]]:
+    return {f"r_{t:02d}_{p:03d}.pt": {"tp": t, "pp": p} for t, p in itertools.product(range(tp), range(pp))}
+
+
+def told(files: dict[str, dict[str, int]], gone: set[str]) -> list[Finding]:
+    found = [missing(f, f"tp {c['tp']}, pp {c['pp']}") for f, c in files.items() if f in gone]
+    return grouped(found, [HeldFile(f, c) for f, c in files.items() if f not in gone])
+
+
+@pytest.mark.parametrize(
+    ("gone", "rank", "message"),
+    [
+        ({"r_00_001.pt", "r_01_001.pt"}, "pp 1", "pipeline stage 1 is missing: 2 of 4 files"),
+        ({"r_01_000.pt", "r_01_001.pt"}, "tp 1", "tensor-parallel rank 1 is missing: 2 of 4 files"),
+    ],
+)
+def test_a_stage_or_a_rank_that_is_gone_is_one_finding(gone: set[str], rank: str, message: str) -> None:
+    (one,) = told(mesh(2, 2), gone)
+    assert (one.rank, one.message, set(one.files), one.evidence) == (rank, message, gone, "the arguments")
+    assert (
+        one.file == one.files[0]
+        and one.help is not None
+        and one.help.startswith("copy these files from the node")
+    )
+
+
+def test_what_is_no_rank_as_a_whole_is_said_by_files() -> None:
+    files = mesh(2, 2)
+    assert [f.file for f in told(files, {"r_01_001.pt"})] == ["r_01_001.pt"]
+    assert {f.rank for f in told(files, {"r_01_000.pt", "r_00_001.pt"})} == {"tp 1, pp 0", "tp 0, pp 1"}
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.data())
+def test_no_file_is_lost_or_said_twice(tp: int, pp: int, data: st.DataObject) -> None:
+    files = mesh(tp, pp)
+    gone = data.draw(st.sets(st.sampled_from(sorted(files))))
+    assert sorted(file for one in told(files, gone) for file in one.files) == sorted(gone)
+
+
+def test_findings_of_other_kinds_stay_as_they_are() -> None:
+    others = [
+        Finding.of("FS312", "the file was cut short", file="a"),
+        Finding.of("FS101", "missing file", file="a", tensor="t"),
+        Finding.of("FS101", "2 more missing files", file="a", count=2),
+        missing("x_1", None, severity="warning"),
+    ]
+    assert grouped(others, []) == others
+
+
+def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
+    one, other = missing("x_1", "tp 1"), missing("x_2", "tp 1").replace(evidence="an index")
+    assert grouped([one, other], []) == [one, other]
+
+
+def test_effects_are_counted_once_and_for_their_cause() -> None:
+    a, b = Finding.of("FS312", "the file was cut short", file="a"), missing("b", None)
+    names = {"layers.0.q": "a", "layers.1.q": "a", "norm": "b", "own": "b"}
+    own = Finding.of("FS301", "CRC", tensor="own")
+    causes = Causes(files=[LostFile(a), LostFile(b)], named=names)
+    first, second, third = with_effects([a, b, own], causes, names, ["head"], [])
+    assert first.effect == effect_on(["layers.0.q", "layers.1.q"], 5) and second.effect == effect_on(
+        ["norm"], 5
+    )
+    assert first.effect is not None and first.effect.layers == (range(2),) and third.effect is None
+
+
+def test_an_effect_names_no_more_than_people_read() -> None:
+    effect = effect_on([f"layers.{n}.q" for n in range(16_384)], None)
+    assert (effect.count, effect.in_layers, len(effect.tensors), effect.layers) == (
+        16_384,
+        16_384,
+        256,
+        (range(16_384),),
+    )
+
+
+# real checkpoints
+
+
+def test_a_lost_rank_of_gpt_neox(tmp_path: Path) -> None:
+    root = copy(NEOX, tmp_path / "ckpt")
+    gone = sorted(root.glob(f"{STEP}/layer_*-model_01-*"))
+    for file in gone:
+        file.unlink()
+    ran = cli("verify", root)
+    (one,) = ran.errors
+    assert ran.code == 3 and one["message"] == "tensor-parallel rank 1 is missing: 6 of 12 files"
+    assert one["files"] == [str(f.relative_to(root)) for f in gone]
+    effect = one["effect"]
+    assert (effect["count"], effect["of"]) == (26, 40) and effect["layers"][1] == {"first": 2, "last": 4}
+    text = cli("verify", root, json_output=False).err
+    assert text.count("error FS101") == 1 and "26 of 40 tensors are missing or incomplete" in text
+
+
+def test_a_lost_stage_of_megatron(tmp_path: Path) -> None:
+    root = copy(LEGACY, tmp_path / "ckpt")
+    lost("*/mp_rank_*_001/*")(root)
+    (one,) = cli("verify", root).errors
+    assert one["message"] == "pipeline stage 1 is missing: 2 of 4 files" and one["rank"] == "pp 1"
+    assert one["effect"]["count"] == 14
+
+
+def test_each_of_several_lost_files_has_its_own_effect(tmp_path: Path) -> None:
+    root = copy(HF, tmp_path / "ckpt")
+    (root / "model-00001-of-00004.safetensors").unlink()
+    cut = root / "model-00003-of-00004.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-8])
+    effects = {f["code"]: f["effect"] for f in cli("verify", root).errors}
+    assert set(effects) == {"FS101", "FS312"} and not set(effects["FS101"]["tensors"]) & set(
+        effects["FS312"]["tensors"]
+    )
+    assert effects["FS312"]["count"] == 15
+
+
+def test_a_lost_process_of_orbax_is_one_finding() -> None:
+    (one,) = cli("verify", FIXTURES / "orbax/mp2_local_BROKEN_063_zarr3").errors
+    assert (one["code"], one["rank"], one["effect"]["count"]) == ("FS111", "process 1", 8)
+    assert "8 of 17 arrays" in one["message"]
