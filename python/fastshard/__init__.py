@@ -16,12 +16,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from . import layouts, ray
     from .checkpoint.checkpoint import Checkpoint
+    from .checkpoint.inspection import Inspection, inspect
     from .checkpoint.manifests import Manifest
     from .checkpoint.planning import Plan
     from .checkpoint.tensor import Tensor
+    from .checkpoint.tensor_rows import TensorRow, ls
     from .common.errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
     from .conversion.convert import convert, merge, plan
     from .conversion.distributed.host_parts import piece
+    from .conversion.distributed.rendezvous import SeenRank, probe
+    from .conversion.distributed.split_runs import Run, begin, commit, run_part
+    from .conversion.gc import Leaving, gc
     from .conversion.in_memory import View
     from .conversion.load_model import load_model
     from .conversion.master_weights import MastersReport, masters, repair_masters
@@ -43,29 +48,41 @@ __all__ = [
     "FastshardError",
     "Finding",
     "IncompleteError",
+    "Inspection",
+    "Leaving",
     "Manifest",
     "MastersReport",
     "Plan",
     "ProblemError",
+    "Run",
+    "SeenRank",
     "Tensor",
+    "TensorRow",
     "TensorStats",
     "View",
     "Writer",
     "ZeroSlab",
     "attest",
+    "begin",
+    "commit",
     "convert",
     "diff",
+    "gc",
+    "inspect",
     "layouts",
     "load_model",
+    "ls",
     "manifest",
     "masters",
     "merge",
     "open",
     "piece",
     "plan",
+    "probe",
     "ray",
     "repair_masters",
     "report",
+    "run_part",
     "safe_open",
     "stats",
     "verify",
@@ -79,9 +96,13 @@ _HOMES = {
     "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
     "layouts": (),
     "conversion.load_model": ("load_model",),
+    "checkpoint.inspection": ("Inspection", "inspect"),
     "checkpoint.manifests": ("Manifest",),
     "conversion.master_weights": ("MastersReport", "masters", "repair_masters"),
     "conversion.distributed.host_parts": ("piece",),
+    "conversion.distributed.rendezvous": ("SeenRank", "probe"),
+    "conversion.distributed.split_runs": ("Run", "begin", "commit", "run_part"),
+    "conversion.gc": ("Leaving", "gc"),
     "conversion.open": ("open",),
     "checkpoint.planning": ("Plan",),
     "ray": (),
@@ -89,6 +110,7 @@ _HOMES = {
     "reporting.report": ("report",),
     "verification.stats": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
     "checkpoint.tensor": ("Tensor",),
+    "checkpoint.tensor_rows": ("TensorRow", "ls"),
     "conversion.in_memory": ("View",),
     "verification.verify": ("Difference", "diff", "manifest", "verify"),
     "conversion.writer": ("Writer",),

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import dataclass
 
 from .. import _core
 from ..common.errors import from_core
 from ..common.options import StrPath
 from .distributed import rendezvous
 
-__all__ = ["gc"]
+__all__ = ["Leaving", "gc"]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What a run has left at a destination."""
+
+    path: str
+    #: Id of the run; None if nothing says it.
+    run: str | None
+    #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has only to be
+    #: published, or cleaned up) or ``foreign``.
+    fate: str
 
 
 def gc(
     out: StrPath, *, abandon: str | None = None, timeout: float | None = None, dry_run: bool = False
-) -> list[dict[str, Any]]:
+) -> list[Leaving]:
     """Takes away what runs towards a destination have left that nobody can go on with.
 
     Args:
@@ -25,8 +37,7 @@ def gc(
         dry_run: say what would be removed, and remove nothing.
 
     Returns:
-        For each leaving its ``path``, its ``run``, and its ``fate``: ``removed``, ``resumable`` (spared: ``--resume``
-        continues it), ``at_work``, ``complete`` (spared: it has only to be published, or cleaned up), ``foreign``.
+        What was found, and what became of it.
 
     Raises:
         FastshardError: ``FS501`` if the run to be given up is not there; what the system says.
@@ -36,4 +47,4 @@ def gc(
         found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:
         raise from_core(error) from None
-    return [{"path": path, "run": run, "fate": fate} for path, run, fate in found]
+    return [Leaving(*leaving) for leaving in found]

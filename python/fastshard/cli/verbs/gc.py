@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from ...conversion.gc import gc
 from ..shared_arguments import add_common
@@ -35,9 +36,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(a: argparse.Namespace) -> Outcome:
     found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
     told = {**_TOLD, "removed": "would be removed"} if a.dry_run else _TOLD
-    lines = [f"{left['path']} (run {left['run'] or '-'}): {told[left['fate']]}" for left in found]
+    lines = [f"{left.path} (run {left.run or '-'}): {told[left.fate]}" for left in found]
     return Result(
-        "\n".join(lines) or f"{a.out}: nothing was left", {"out": str(a.out), "leavings": found}
+        "\n".join(lines) or f"{a.out}: nothing was left",
+        {"out": str(a.out), "leavings": [asdict(left) for left in found]},
     ), []
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...checkpoint.planning import Plan, make_plan
+from ...checkpoint.inspection import Inspection, inspect
 from ..render import human, table
-from ..shared_arguments import add_common, add_exit_zero, add_source, opened
+from ..shared_arguments import add_common, add_exit_zero, add_source, opening
 from ..verb import Outcome, Result, Verb
 
 
@@ -18,50 +18,31 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    checkpoint = opened(a)
-    plan = make_plan(checkpoint.opened)
-    summary = plan.summary
-    document = {
-        "framework": checkpoint.framework,
-        "family": checkpoint.family,
-        "step": checkpoint.step,
-        "topology": checkpoint.topology,
-        "files": len(checkpoint.files),
-        "file_bytes": sum(f["size"] for f in checkpoint.files),
-        "stored_tensors": summary["stored_tensors"],
-        "tensors": summary["outputs"],
-        "parameters": summary["parameters"],
-        "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in summary["dtypes"].items()},
-        "axes": summary["axes"],
-        "metadata": checkpoint.metadata(),
-        "complete": not any(f.severity == "error" for f in plan.findings),
-    }
-    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items()) or "not sharded"
+    seen = inspect(a.ckpt, **opening(a))
+    document = seen.to_dict()
+    degrees = " x ".join(f"{k} {v}" for k, v in seen.topology.items()) or "not sharded"
     rows = [
-        ("framework", checkpoint.framework + (f" ({checkpoint.family})" if checkpoint.family else "")),
-        ("step", checkpoint.step or "-"),
+        ("framework", seen.framework + (f" ({seen.family})" if seen.family else "")),
+        ("step", seen.step or "-"),
         ("topology", degrees),
-        ("files", f"{document['files']} ({human(document['file_bytes'])})"),
-        ("tensors", f"{summary['outputs']} whole, from {summary['stored_tensors']} stored"),
-        ("parameters", f"{summary['parameters']:,}"),
-        ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in summary["dtypes"].items()) or "-"),
-        ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items()) or "-"),
-        *_trained_with(document["metadata"].get("features")),
-        *_chunks(document["metadata"].get("completeness")),
-        ("complete", _verdict(plan)),
+        ("files", f"{seen.files} ({human(seen.file_bytes)})"),
+        ("tensors", f"{len(seen.outputs)} whole, from {seen.stored_tensors} stored"),
+        ("parameters", f"{seen.parameters:,}"),
+        ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in seen.dtypes.items()) or "-"),
+        ("axes", ", ".join(f"{k}={v}" for k, v in seen.axes.items()) or "-"),
+        *_trained_with(seen.metadata.get("features")),
+        *_chunks(seen.metadata.get("completeness")),
+        ("complete", _verdict(seen)),
     ]
     text = table(rows, indent="")
     if a.verbose:
         listing = [
-            (name, dtype, str(shape), human(size), f"{n} pieces")
-            for name, dtype, shape, size, n in plan.outputs
+            (row.name, row.dtype, str(list(row.shape)), human(row.nbytes), f"{row.pieces} pieces")
+            for row in seen.outputs
         ]
         text += "\n\n" + table(listing) if listing else ""
-        document["outputs"] = [
-            {"name": name, "dtype": dtype, "shape": shape, "bytes": size, "pieces": n}
-            for name, dtype, shape, size, n in plan.outputs
-        ]
-    return Result(text, document), plan.findings
+        document["outputs"] = [row.to_dict() for row in seen.outputs]
+    return Result(text, document), seen.findings
 
 
 def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -91,13 +72,13 @@ def _chunks(judged: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("chunks", told)]
 
 
-def _verdict(plan: Plan) -> str:
-    errors = [f for f in plan.findings if f.severity == "error"]
+def _verdict(seen: Inspection) -> str:
+    errors = [f for f in seen.findings if f.severity == "error"]
     if errors:
         return f"NO: {len(errors)} findings below"
     return (
         "yes, by headers"
-        if plan.source.provable
+        if seen.provable
         else "nothing missing by headers; not provable (give --expect CONFIG)"
     )
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...checkpoint.planning import make_plan
-from ...common.byte_sizes import parse_size
-from ...common.dtypes import TORCH_NAMES
+from ...checkpoint.tensor_rows import TensorRow, matching, rows_of
 from ...common.errors import FastshardError
 from ...common.formatting import counted
-from ...common.options import meant, nearest
-from ...models.tensor_roles import layer_of, role_of
 from ..render import Tree, human, table, tree
 from ..shared_arguments import add_common, add_exit_zero, add_opening
 from ..shared_arguments import opened as opened_at
@@ -23,24 +19,6 @@ from ..verb import Outcome, Result, Verb
 
 #: Branches below each other; names have no more parts than a few.
 _DEPTH = 63
-
-
-class Row(NamedTuple):
-    """A tensor of the checkpoint."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    nbytes: int
-    pieces: int
-
-    @property
-    def elements(self) -> int:
-        """Number of its elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,25 +55,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         globs.append(a.ckpt.pop())
     if a.offset < 0 or (a.limit is not None and a.limit < 0):
         raise FastshardError.of("FS515", "--offset, --limit", expected="0 or more")
-    larger = -1 if a.larger_than is None else parse_size(a.larger_than, "--larger-than")
     plan = make_plan(opened_at(a).opened)
-    all_rows = [Row(*output) for output in plan.outputs]
-    dtypes = {_dtype(word) for word in a.dtype}
-    rows = [
-        row for row in all_rows
-        if (not globs or any(fnmatchcase(row.name, glob) for glob in globs))
-        and (not dtypes or row.dtype in dtypes)
-        and (not a.layer or layer_of(row.name) in a.layer)
-        and row.nbytes > larger
-    ]  # fmt: skip
-    if globs and not any(fnmatchcase(row.name, glob) for row in all_rows for glob in globs):
-        raise _nothing_matches(globs, [row.name for row in all_rows])
-    if not rows and (globs or dtypes or a.layer or a.larger_than is not None):
-        raise FastshardError.of(
-            "FS515",
-            "no tensor is left by these filters",
-            help="`fastshard ls --by layer` (role, dtype) shows what there is",
-        )
+    all_rows = rows_of(plan)
+    rows = matching(all_rows, globs, a.dtype, a.layer, a.larger_than)
     if a.sort == "name":
         rows.sort(key=lambda row: row.name)
     elif a.sort == "size":
@@ -121,7 +83,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     else:
         page = rows[a.offset : None if a.limit is None else a.offset + a.limit]
         document["outputs"] = [
-            {"name": r.name, "dtype": r.dtype, "shape": r.shape, "bytes": r.nbytes, "pieces": r.pieces, "layer": layer_of(r.name), "role": role_of(r.name)}
+            {**r.to_dict(), "layer": r.layer, "role": r.role}
             for r in page
         ]  # fmt: skip
         shown, of = page, len(rows)
@@ -129,7 +91,8 @@ def _run(a: argparse.Namespace) -> Outcome:
             text = tree(("", _tree(page))).lstrip("\n")
         else:
             text = table(
-                [(r.name, r.dtype, str(r.shape), human(r.nbytes), _pieces(r.pieces)) for r in page], indent=""
+                [(r.name, r.dtype, str(list(r.shape)), human(r.nbytes), _pieces(r.pieces)) for r in page],
+                indent="",
             )
     left = of - len(shown)
     if left:
@@ -142,40 +105,16 @@ def _run(a: argparse.Namespace) -> Outcome:
     ), plan.findings
 
 
-def _dtype(word: str) -> str:
-    """A dtype by its name: safetensors', or torch's.
-
-    Raises:
-        FastshardError: ``FS515`` if there is none of the name.
-    """
-    names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
-    found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))
-    if found is None:
-        raise FastshardError.of("FS515", f"--dtype: no dtype is called {word}{meant(word.lower(), names)}")
-    return found
-
-
-def _nothing_matches(globs: list[str], names: list[str]) -> FastshardError:
-    near = nearest(globs[-1], names)
-    return FastshardError.of(
-        "FS515",
-        f"no tensor matches {', '.join(globs)}, and no file is called that",
-        help=f"did you mean {near}?"
-        if near
-        else "patterns are those of the shell, for whole names: '*norm*'",
-    )
-
-
 def _pieces(count: int) -> str:
     return counted(count, "piece")
 
 
-def _groups(rows: Iterable[Row], by: str) -> list[dict[str, Any]]:
+def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
     """Counts and bytes of each group: layers by number, others by size."""
-    key: Callable[[Row], Any] = {
-        "role": lambda row: role_of(row.name), "layer": lambda row: layer_of(row.name), "dtype": lambda row: row.dtype
+    key: Callable[[TensorRow], Any] = {
+        "role": lambda row: row.role, "layer": lambda row: row.layer, "dtype": lambda row: row.dtype
     }[by]  # fmt: skip
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[TensorRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     whole = sum(row.nbytes for members in groups.values() for row in members)
@@ -200,16 +139,16 @@ class _Node:
 
     def __init__(self) -> None:
         self.below: dict[str, _Node] = {}
-        self.row: Row | None = None
+        self.row: TensorRow | None = None
 
-    def add(self, parts: list[str], row: Row) -> None:
+    def add(self, parts: list[str], row: TensorRow) -> None:
         node = self
         for part in parts:
             node = node.below.setdefault(part, _Node())
         node.row = row
 
 
-def _tree(rows: Iterable[Row]) -> tuple[Tree, ...]:
+def _tree(rows: Iterable[TensorRow]) -> tuple[Tree, ...]:
     """Names as branches at their dots. Numbered branches that are built alike are one, with their numbers."""
     root = _Node()
     for row in rows:
@@ -223,7 +162,7 @@ def _branches(node: _Node) -> tuple[Tree, ...]:
         while inner.row is None and len(inner.below) == 1:
             ((more, inner),) = inner.below.items()
             name = f"{name}.{more}"
-        leaf = "" if inner.row is None else f"  {inner.row.dtype} {inner.row.shape}"
+        leaf = "" if inner.row is None else f"  {inner.row.dtype} {list(inner.row.shape)}"
         first, dot, rest = name.partition(".")
         # Of what is no number by itself each is its own.
         numbered = re.fullmatch("0|[1-9][0-9]{0,17}", first) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from ...conversion.distributed.rendezvous import probe
 from ..render import table
@@ -19,10 +20,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(a: argparse.Namespace) -> Outcome:
     ranks = probe(a.out, **ranked(a))
-    rows = [(f"rank {r['rank']}", f"{r['host']}, process {r['pid']}: {r['storage']}") for r in ranks]
+    rows = [(f"rank {r.rank}", f"{r.host}, process {r.pid}: {r.storage}") for r in ranks]
     return Result(
         "\n".join([f"{a.out}: one storage for all ranks", table(rows)]),
-        {"out": str(a.out), "ranks": ranks},
+        {"out": str(a.out), "ranks": [asdict(r) for r in ranks]},
     ), []
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ... import _core
@@ -157,10 +158,21 @@ def met(
         yield meeting
 
 
+@dataclass(frozen=True)
+class SeenRank:
+    """A rank that was met at a destination."""
+
+    rank: int
+    host: str
+    pid: int
+    #: Its filesystem, and where it is mounted.
+    storage: str
+
+
 @checked
 def probe(
     out: StrPath, *, rank: int | str | None = "auto", world: int | None = None, timeout: float | None = None
-) -> list[dict[str, Any]]:
+) -> list[SeenRank]:
     """Whether all ranks see one storage at a destination; writes nothing that stays.
 
     Args:
@@ -170,8 +182,7 @@ def probe(
         timeout: seconds to wait for the others; default 600.
 
     Returns:
-        For each rank ``rank``, ``host``, ``pid`` and ``storage`` (filesystem, and where it is mounted); for ranks other
-        than 0 those of rank 0 and their own.
+        All ranks; for ranks other than 0 these are rank 0 and the rank itself.
 
     Raises:
         FastshardError: ``FS522`` with the ranks that were not seen, or for a rank whose disk is its own.
@@ -180,4 +191,4 @@ def probe(
     if this is None:
         raise FastshardError.of("FS515", "one process alone shares with nobody", help="give rank and world")
     with Meeting(out, this, seconds(timeout), {"probe": True}) as meeting:
-        return meeting.ranks()
+        return [SeenRank(r["rank"], r["host"], r["pid"], r["storage"]) for r in meeting.ranks()]

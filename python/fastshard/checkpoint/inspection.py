@@ -1,0 +1,114 @@
+"""What a checkpoint is: framework, step, topology, tensors, bytes and what is missing, by headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import Finding
+from ..common.formatting import human
+from .checkpoint import CheckpointSource, as_checkpoint
+from .planning import make_plan
+from .tensor_rows import TensorRow, rows_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..common.options import OpenOptions
+
+__all__ = ["Inspection", "inspect"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the headers of a checkpoint say."""
+
+    #: Framework that wrote it.
+    framework: str
+    #: Model family, if it is known.
+    family: str | None
+    #: Name of the step, if steps are named.
+    step: str | None
+    #: Parallel degrees, e.g. ``{"tp": 2}``.
+    topology: dict[str, int]
+    #: How many files were read, and their bytes.
+    files: int
+    file_bytes: int
+    #: How many tensors the files hold; ``outputs`` are the full ones that these make.
+    stored_tensors: int
+    #: Number of all elements.
+    parameters: int
+    #: Number of full tensors and their bytes, by dtype.
+    dtypes: dict[str, tuple[int, int]]
+    #: Sizes of the layout by their letters.
+    axes: dict[str, int]
+    #: Values that are not tensors: iteration, arguments.
+    metadata: dict[str, Any]
+    #: The full tensors.
+    outputs: list[TensorRow]
+    #: Everything found.
+    findings: list[Finding]
+    #: True if something outside the files states what must exist.
+    provable: bool
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing is missing or wrong by headers."""
+        return not any(f.severity == "error" for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without findings and single tensors (``fastshard inspect --json``)."""
+        return {
+            "framework": self.framework,
+            "family": self.family,
+            "step": self.step,
+            "topology": self.topology,
+            "files": self.files,
+            "file_bytes": self.file_bytes,
+            "stored_tensors": self.stored_tensors,
+            "tensors": len(self.outputs),
+            "parameters": self.parameters,
+            "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in self.dtypes.items()},
+            "axes": self.axes,
+            "metadata": self.metadata,
+            "complete": self.complete,
+        }
+
+    def __repr__(self) -> str:
+        step = f", {self.step}" if self.step else ""
+        verdict = "complete by headers" if self.complete else "NOT complete"
+        return (
+            f"<fastshard.Inspection {self.framework}{step}: {len(self.outputs)} tensors, "
+            f"{human(self.file_bytes)} in {self.files} files, {verdict}>"
+        )
+
+
+def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspection:
+    """Describes a checkpoint by its headers: what wrote it, what it holds, and what is missing.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if there is no checkpoint at the path.
+    """
+    checkpoint = as_checkpoint(source, **opening)
+    plan = make_plan(checkpoint.opened)
+    summary = plan.summary
+    return Inspection(
+        framework=checkpoint.framework,
+        family=checkpoint.family,
+        step=checkpoint.step,
+        topology=checkpoint.topology,
+        files=len(checkpoint.files),
+        file_bytes=sum(f["size"] for f in checkpoint.files),
+        stored_tensors=summary["stored_tensors"],
+        parameters=summary["parameters"],
+        dtypes=summary["dtypes"],
+        axes=summary["axes"],
+        metadata=checkpoint.metadata(),
+        outputs=rows_of(plan),
+        findings=plan.findings,
+        provable=plan.source.provable,
+    )

@@ -1,0 +1,146 @@
+"""The tensors of a checkpoint as rows: names, dtypes, shapes and sizes, by headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ..common.byte_sizes import parse_size
+from ..common.dtypes import TORCH_NAMES
+from ..common.errors import FastshardError
+from ..common.options import meant, nearest
+from ..models.tensor_roles import layer_of, role_of
+from .checkpoint import CheckpointSource, as_checkpoint
+from .planning import Plan, make_plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..common.options import OpenOptions
+
+__all__ = ["TensorRow", "ls", "matching", "rows_of"]
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A full tensor, as merge would write it."""
+
+    name: str
+    #: safetensors' name of the dtype, e.g. ``BF16``.
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    #: In how many pieces its bytes are stored.
+    pieces: int
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Number of its layer, by its name."""
+        return layer_of(self.name)
+
+    @property
+    def role(self) -> str:
+        """What it is in its layer or in the model, by its name."""
+        return role_of(self.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "bytes": self.nbytes, "pieces": self.pieces}  # fmt: skip
+
+
+def rows_of(plan: Plan) -> list[TensorRow]:
+    """A row for each output of a plan, in the order of the files."""
+    return [
+        TensorRow(name, dtype, tuple(shape), size, pieces)
+        for name, dtype, shape, size, pieces in plan.outputs
+    ]
+
+
+def ls(
+    source: CheckpointSource,
+    *,
+    glob: Iterable[str] = (),
+    dtype: Iterable[str] = (),
+    layer: Iterable[int] = (),
+    larger_than: str | int | None = None,
+    **opening: Unpack[OpenOptions],
+) -> list[TensorRow]:
+    """Lists the full tensors of a checkpoint by its headers.
+
+    Args:
+        source: an opened checkpoint, a path, or several node-local paths.
+        glob: patterns of names; all tensors if empty.
+        dtype: dtypes by safetensors' or torch's name; all if empty.
+        layer: numbers of layers; all if empty.
+        larger_than: bytes that a tensor exceeds, e.g. ``"1GiB"``.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: ``FS515`` if a filter is not understood or leaves nothing.
+    """
+    plan = make_plan(as_checkpoint(source, **opening).opened)
+    return matching(rows_of(plan), list(glob), list(dtype), list(layer), larger_than)
+
+
+def matching(
+    rows: Sequence[TensorRow],
+    globs: Sequence[str],
+    dtypes: Sequence[str],
+    layers: Sequence[int],
+    larger_than: str | int | None,
+) -> list[TensorRow]:
+    """The rows that all filters leave.
+
+    Raises:
+        FastshardError: ``FS515`` if a filter is not understood or leaves nothing.
+    """
+    larger = -1 if larger_than is None else parse_size(larger_than, "--larger-than")
+    kinds = {_dtype(word) for word in dtypes}
+    found = [
+        row for row in rows
+        if (not globs or any(fnmatchcase(row.name, glob) for glob in globs))
+        and (not kinds or row.dtype in kinds)
+        and (not layers or row.layer in layers)
+        and row.nbytes > larger
+    ]  # fmt: skip
+    if globs and not any(fnmatchcase(row.name, glob) for row in rows for glob in globs):
+        raise _nothing_matches(globs, [row.name for row in rows])
+    if not found and (globs or kinds or layers or larger_than is not None):
+        raise FastshardError.of(
+            "FS515",
+            "no tensor is left by these filters",
+            help="`fastshard ls --by layer` (role, dtype) shows what there is",
+        )
+    return found
+
+
+def _dtype(word: str) -> str:
+    """A dtype by its name: safetensors', or torch's.
+
+    Raises:
+        FastshardError: ``FS515`` if there is none of the name.
+    """
+    names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
+    found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))
+    if found is None:
+        raise FastshardError.of("FS515", f"--dtype: no dtype is called {word}{meant(word.lower(), names)}")
+    return found
+
+
+def _nothing_matches(globs: Sequence[str], names: list[str]) -> FastshardError:
+    near = nearest(globs[-1], names)
+    return FastshardError.of(
+        "FS515",
+        f"no tensor matches {', '.join(globs)}, and no file is called that",
+        help=f"did you mean {near}?"
+        if near
+        else "patterns are those of the shell, for whole names: '*norm*'",
+    )

@@ -1,0 +1,49 @@
+"""What Python's functions beside the verbs return: inspect, ls, gc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fastshard
+import pytest
+from helpers import HF, NEOX, STEP, cli, copy, layer_file
+
+
+@pytest.mark.parametrize("root", [HF, NEOX], ids=["hf", "neox"])
+def test_inspect_says_what_the_verb_prints(root: Path) -> None:
+    seen, printed = fastshard.inspect(root), cli("inspect", root, "-v").doc
+    outputs = printed.pop("outputs")
+    assert seen.to_dict().items() <= printed.items()
+    assert [row.to_dict() for row in seen.outputs] == outputs
+    assert seen.complete and repr(seen).endswith("complete by headers>")
+
+
+def test_inspect_of_a_broken_checkpoint_is_a_result_with_findings(tmp_path: Path) -> None:
+    root = copy(NEOX, tmp_path / "ckpt")
+    (root / STEP / layer_file(3, 1)).unlink()
+    seen = fastshard.inspect(root)
+    assert not seen.complete and [f.code for f in seen.findings if f.severity == "error"] == ["FS101"]
+    assert "NOT complete" in repr(seen)
+
+
+def test_ls_filters_as_the_verb_does() -> None:
+    rows = fastshard.ls(HF)
+    assert [row.to_dict() for row in rows] == [
+        {key: row[key] for key in ("name", "dtype", "shape", "bytes", "pieces")}
+        for row in cli("ls", HF).doc["outputs"]
+    ]
+    norms = fastshard.ls(fastshard.open(HF), glob=["*norm*"], layer=[1], dtype=["bfloat16"])
+    assert norms and all("norm" in row.name and row.layer == 1 and row.dtype == "BF16" for row in norms)
+    assert all(row.nbytes > 1000 for row in fastshard.ls(HF, larger_than=1000))
+    with pytest.raises(fastshard.CannotRunError, match=r"did you mean model\.norm"):
+        fastshard.ls(HF, glob=["model.norm.weigh"])
+
+
+def test_gc_returns_what_was_left(tmp_path: Path) -> None:
+    assert fastshard.gc(tmp_path / "out") == []
+    run = fastshard.begin(HF, tmp_path / "out", parts=2)
+    (left,) = fastshard.gc(tmp_path / "out")
+    assert (left.run, left.fate) == (run.id, "resumable")
+    assert fastshard.run_part(tmp_path / "out", 0, run.id) and fastshard.run_part(tmp_path / "out", 1, run.id)
+    assert len(fastshard.commit(tmp_path / "out", run.id)) == 39
+    assert [left.fate for left in fastshard.gc(tmp_path / "out")] == []
