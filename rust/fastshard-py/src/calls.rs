@@ -89,7 +89,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
         };
         if let Err(error) = signals.and(drawn).and(told) {
             control.cancel.store(true, Ordering::Relaxed);
-            fastshard::storage::elsewhere::interrupt(std::thread::current().id());
+            fastshard::distributed::elsewhere::interrupt(std::thread::current().id());
             if stopped.is_none() {
                 py.detach(|| steps::reach(Step::Cancelled));
             }

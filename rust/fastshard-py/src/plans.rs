@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastshard::catalog::Catalog;
+use fastshard::distributed::ranks::write_together;
 use fastshard::draft::Planned;
 use fastshard::error::{Error, Finding, Severity};
 use fastshard::manifest::Manifest;
@@ -239,16 +240,9 @@ impl Plan {
         let ended = run_telling(py, progress, tell, {
             let out = out.clone();
             move |control| match meeting {
-                Some(meeting) => write::write_together(
-                    &plan,
-                    &files,
-                    &roots,
-                    &out,
-                    &write_options,
-                    &meeting,
-                    about,
-                    control,
-                ),
+                Some(meeting) => {
+                    write_together(&plan, &files, &roots, &out, &write_options, &meeting, about, control)
+                }
                 None => write::write(&plan, &files, &roots, &out, &write_options, control),
             }
         });

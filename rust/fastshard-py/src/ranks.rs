@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use fastshard::codes;
+use fastshard::distributed::lending::{Lending, Root};
+use fastshard::distributed::rounds::Shared;
+use fastshard::distributed::{elsewhere, meeting, parts};
 use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
 use fastshard::publish::clock::Clock;
-use fastshard::publish::lending::{Lending, Root};
-use fastshard::publish::shared::Shared;
-use fastshard::publish::{gc, meeting};
-use fastshard::storage::elsewhere;
-use fastshard::write::{self, shared};
+use fastshard::publish::gc;
+use fastshard::write;
 use pyo3::prelude::*;
 use serde_json::json;
 
@@ -164,7 +164,7 @@ pub(crate) fn begin_parts(
     let (options, about) = (options.0.writing(copies, None), about.0);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let begun = run(py, None, move |control| {
-        let begun = shared::begin(&plan, &files, &roots, &out, &options, parts, about, control)?;
+        let begun = parts::begin(&plan, &files, &roots, &out, &options, parts, about, control)?;
         let folder = begun.staging.folder().display().to_string();
         Ok((
             begun.shared.run.nonce,
@@ -207,9 +207,9 @@ pub(crate) fn make_part(
             .help("begin it once more, with --resume")
             .into());
         };
-        shared::make_part(&plan, &files, &roots, &out, &shared, &round, part, &options, control)
+        parts::make_part(&plan, &files, &roots, &out, &shared, &round, part, &options, control)
     });
-    Ok(made.settle(None)? == shared::Made::Now)
+    Ok(made.settle(None)? == parts::Made::Now)
 }
 
 /// Concludes the run `nonce`, all of whose parts are made: the manifest as JSON, and findings.
@@ -233,7 +233,7 @@ pub(crate) fn commit(
     let (held, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
-        move |control| shared::commit(&held, &files, &out, &nonce, &options, control)
+        move |control| parts::commit(&held, &files, &out, &nonce, &options, control)
     });
     plan.remember(ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
     let (manifest, warnings) = ended.settle(Some(&out))?;
@@ -305,7 +305,7 @@ pub(crate) fn shared_run<'py>(py: Python<'py>, out: PathBuf, nonce: &str) -> PyR
     let shared = Shared::called(&out, nonce).map_err(raise)?;
     let round = shared.round().map_err(raise)?;
     let missing =
-        round.as_ref().map(|round| shared::missing_parts(&shared, round)).transpose().map_err(raise)?;
+        round.as_ref().map(|round| parts::missing_parts(&shared, round)).transpose().map_err(raise)?;
     told(
         py,
         &json!({

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::codes;
+use crate::distributed::elsewhere;
 use crate::error::{Error, Finding, Result};
 use crate::format::{self, stand_in, ParsedFile};
 use crate::hash;
 use crate::memory::{HeaderRoom, Room};
 use crate::plan::PlanFile;
-use crate::storage::{elsewhere, SourceFile};
+use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
 
 /// One file of a checkpoint.

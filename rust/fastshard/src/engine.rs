@@ -4,18 +4,16 @@
 //! tile whatever the size of a tensor, and hashing goes in any order.
 
 mod blocks;
-mod budget;
+pub(crate) mod budget;
 mod changes;
-mod checksums;
+pub(crate) mod checksums;
 mod evidence;
-mod foresee;
-mod gather;
-mod release;
+pub(crate) mod gather;
+pub(crate) mod release;
 mod report;
 mod scales;
-mod shards;
-mod share;
-mod tile;
+pub(crate) mod shards;
+pub(crate) mod tile;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
+use crate::distributed::share::{Share, TileRun};
 use crate::error::{without_panic, Error, Finding, Result, Severity};
 use crate::hash::{self, ChainingValue, TileHashes};
 use crate::kernel;
@@ -34,11 +33,9 @@ use crate::storage::SourceFile;
 pub use budget::{admit, MemoryUse};
 use checksums::Checksums;
 pub use evidence::Evidence;
-pub use foresee::foresee;
 use gather::Sources;
 pub use release::{decoding, Decoding};
 pub(crate) use report::{limit, place};
-pub use share::{all_tiles, divide, divide_near, tiling, without, Share, TileRun};
 use tile::{Drift, Twins, Workspace};
 
 /// Smallest tile, in bytes.
@@ -335,7 +332,7 @@ fn run_whole(
     without_panic(|| run.report(memory))
 }
 
-fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
+pub(crate) fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
     let mut blobs: Vec<u32> = output
         .parts
         .iter()

@@ -6,6 +6,7 @@ pub mod boxes;
 pub mod catalog;
 pub mod codes;
 pub mod compose;
+pub mod distributed;
 pub mod draft;
 pub mod engine;
 pub mod error;

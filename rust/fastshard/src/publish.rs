@@ -43,27 +43,23 @@
 
 pub mod clock;
 mod content;
-mod disk;
+pub(crate) mod disk;
 #[cfg(test)]
 pub(crate) mod fault;
-mod file;
-mod folder;
+pub(crate) mod file;
+pub(crate) mod folder;
 pub mod gc;
-mod journal;
+pub(crate) mod journal;
 mod kept;
-pub mod lending;
 mod lock;
-pub mod meeting;
-mod member;
-mod mounts;
+pub(crate) mod mounts;
 mod older;
-mod others;
-mod place;
+pub(crate) mod others;
+pub(crate) mod place;
 mod preflight;
-mod process;
+pub(crate) mod process;
 mod rename;
-mod seal;
-pub mod shared;
+pub(crate) mod seal;
 mod staging;
 #[cfg(test)]
 mod tests;
@@ -72,7 +68,6 @@ pub use crate::manifest::is_plain;
 pub use content::hash_of_file;
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use member::{Edge, Log, Member, Who};
 pub use mounts::told as storage_of;
 pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;

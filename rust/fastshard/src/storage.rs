@@ -1,6 +1,5 @@
 //! The only code that touches the filesystem for reading: descriptors held open, maps, ranged reads.
 
-pub mod elsewhere;
 mod guard;
 
 use std::any::Any;
@@ -14,9 +13,9 @@ use std::sync::{Arc, OnceLock};
 use memmap2::Mmap;
 
 use crate::codes;
+use crate::distributed::elsewhere::{self, Elsewhere, Rehearsal};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::HeaderRoom;
-use elsewhere::{Elsewhere, Rehearsal};
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,15 +1,9 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
 mod arrays;
-mod pages;
-mod part;
 mod piece;
-mod records;
-pub mod shared;
-mod sink;
-#[cfg(test)]
-mod tests;
-mod together;
+pub(crate) mod records;
+pub(crate) mod sink;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -17,6 +11,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use crate::codes;
+use crate::distributed::meeting;
+use crate::distributed::parts::{self, Prior};
 use crate::engine::{self, Control, Discard, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::files;
@@ -34,9 +30,7 @@ pub use crate::files::INDEX_NAME;
 use arrays::Arrays;
 pub use arrays::{Array, ArrayWriter};
 pub use piece::write_piece;
-use shared::Prior;
 use sink::StagedSink;
-pub use together::write_together;
 
 /// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;
@@ -76,14 +70,14 @@ pub struct Options {
 pub type Roots = [PathBuf];
 
 /// Stops a run that was cancelled.
-fn go_on(control: &Control) -> Result<()> {
+pub(crate) fn go_on(control: &Control) -> Result<()> {
     match is_running(control) {
         true => Ok(()),
         false => Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into()),
     }
 }
 
-fn is_running(control: &Control) -> bool {
+pub(crate) fn is_running(control: &Control) -> bool {
     !control.cancel.load(std::sync::atomic::Ordering::Relaxed)
 }
 
@@ -103,7 +97,7 @@ pub fn write(
 ) -> Result<(Manifest, Vec<Finding>)> {
     let written = write_alone(plan, files, roots, out, options, control)?;
     if options.publish.resume {
-        publish::meeting::forget_dead(out);
+        meeting::forget_dead(out);
     }
     Ok(written)
 }
@@ -133,14 +127,14 @@ fn write_alone(
         }
     }
     if let Some(shared) = staging.shared()? {
-        return shared::go_on_alone(plan, files, roots, staging, shared, out, options, findings, control);
+        return parts::go_on_alone(plan, files, roots, staging, shared, out, options, findings, control);
     }
     notices().extend(staging.forecast());
     complete(plan, files, staging, options, None, findings, control)
 }
 
 /// Makes what is not made yet, judges all of it, and publishes.
-fn complete(
+pub(crate) fn complete(
     plan: &Plan,
     files: &[Arc<SourceFile>],
     staging: Staging,
@@ -198,7 +192,7 @@ pub fn document(plan: &Plan) -> Vec<u8> {
 const RECORDS_VERSION: u32 = 2;
 
 /// What the run will need at its destination.
-fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
+pub(crate) fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
     let copied: u64 =
         options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
     let each = if options.stats { 2400 } else { 400 };
@@ -238,7 +232,7 @@ fn keeps(error: &Error, options: &Options) -> bool {
 const UNPUBLISHED: &str = "this run published nothing";
 
 /// Says how a run that stopped can be continued.
-fn resumable(error: Error, folder: &Path) -> Error {
+pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
     let mut findings = error.into_findings();
     if findings.iter().any(|f| f.code == codes::PUBLISH_CONFLICT) {
         return Error::from(findings); // It says itself where things are.
@@ -264,7 +258,7 @@ fn resumable(error: Error, folder: &Path) -> Error {
 }
 
 /// Finishes publishing what an earlier run has completed.
-fn roll_forward(
+pub(crate) fn roll_forward(
     staging: Staging,
     plan: &Plan,
     out: &Path,
@@ -342,7 +336,7 @@ fn last_names(plan: &Plan) -> Vec<&str> {
 }
 
 /// What stands around the outputs of each file.
-fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> Result<Vec<Frame>> {
+pub(crate) fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceFile>]) -> Result<Vec<Frame>> {
     let frame = |(file, inside): (&crate::plan::OutFile, &Vec<usize>)| {
         let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
         if let Form::Overlay(source) = file.form {
@@ -404,7 +398,7 @@ fn underlay(
     Ok(())
 }
 
-fn engine_options(plan: &Plan, options: &Options, scratch: &Path) -> engine::Options {
+pub(crate) fn engine_options(plan: &Plan, options: &Options, scratch: &Path) -> engine::Options {
     engine::Options {
         threads: options.threads,
         memory: options.memory,
@@ -596,7 +590,7 @@ fn read_again(
 
 /// Errors if the status of a file alone changed, where some lie on other hosts: these would give what they have lent once
 /// more, which proves nothing.
-fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
+pub(crate) fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
     match files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some()) {
         true => files.iter().try_for_each(|file| file.untouched()),
         false => Ok(()),

@@ -87,7 +87,7 @@ pub fn admit(plan: &Plan, options: &Options) -> Result<()> {
 ///
 /// # Errors
 /// `FS512` with the least that is needed.
-pub(super) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> Result<(Vec<u64>, MemoryUse)> {
+pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> Result<(Vec<u64>, MemoryUse)> {
     kernel::trim();
     let baseline = anonymous_memory();
     // The library that decodes and encodes has threads and tables of its own.

@@ -8,12 +8,12 @@ use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 use super::blocks::Blocks;
 use super::shards;
-use super::share::TileRun;
+use crate::distributed::share::TileRun;
 
 /// Outputs in the order in which they are made: those of one decoded tensor together, so that its blocks
 /// can go before the next one's come, and those that read one tracked blob together, so that the checksums
 /// of what each reads soon become one; else the plan's.
-pub(super) fn order(plan: &Plan, blobs_of: &[Vec<u32>]) -> Vec<usize> {
+pub(crate) fn order(plan: &Plan, blobs_of: &[Vec<u32>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..plan.outputs.len()).collect();
     if plan.blobs.iter().any(|b| b.encoded) {
         let first = |i: usize| blobs_of[i].iter().find(|b| plan.blobs[**b as usize].encoded);

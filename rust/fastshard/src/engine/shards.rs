@@ -109,7 +109,7 @@ pub(super) fn blobs_of(stored: &StoredTensor) -> Vec<u32> {
 }
 
 /// The first of them.
-pub(super) fn first_blob(stored: &StoredTensor) -> Option<u32> {
+pub(crate) fn first_blob(stored: &StoredTensor) -> Option<u32> {
     match &stored.pieces {
         Pieces::View { blob, .. } => Some(*blob),
         Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),

@@ -1,6 +1,6 @@
 //! The time by which processes wait for one another.
 //!
-//! A run's clock is handed in with what says how long it waits ([`super::meeting::About`], [`Patience`]). By default it
+//! A run's clock is handed in with what says how long it waits ([`crate::distributed::meeting::About`], [`Patience`]). By default it
 //! is the system's monotonic one. With the feature `steps`, which no released build has, tests have two others. Neither
 //! moves by itself, so that nobody is ever early or late because a machine is slow:
 //! - `Clock::manual()`, for threads of one process, which `advance` moves;
@@ -69,7 +69,7 @@ impl Clock {
     }
 
     /// What whoever waits for `time` to pass may really sleep until it looks at the clock again.
-    pub(super) fn nap(&self, time: Duration) -> Duration {
+    pub(crate) fn nap(&self, time: Duration) -> Duration {
         match &self.0 {
             #[cfg(feature = "steps")]
             Kind::Manual { .. } => time.min(NAP),
@@ -118,11 +118,11 @@ mod file {
         FILE.get_or_init(open).as_ref()
     }
 
-    pub(super) fn is_given() -> bool {
+    pub(crate) fn is_given() -> bool {
         given().is_some()
     }
 
-    pub(super) fn now() -> Duration {
+    pub(crate) fn now() -> Duration {
         let mut nanos = [0; 8];
         let file = given().expect("asked before");
         file.read_exact_at(&mut nanos, 0).expect("a clock of 8 bytes");
@@ -151,7 +151,7 @@ impl From<Duration> for Patience {
 /// suspended, has seen nothing meanwhile: the others, stopped as well perhaps, get the time for a sign of life until
 /// it has looked again and again. To who looks as often as is usual it makes no difference.
 #[derive(Clone, Debug)]
-pub(super) struct Watched {
+pub(crate) struct Watched {
     looked: Duration,
     time: Duration,
     most: Duration,
@@ -159,12 +159,12 @@ pub(super) struct Watched {
 
 impl Watched {
     /// From now on, for a verdict after `patience`.
-    pub(super) fn begin(now: Duration, patience: Duration) -> Watched {
+    pub(crate) fn begin(now: Duration, patience: Duration) -> Watched {
         Watched { looked: now, time: Duration::ZERO, most: (patience / 4).clamp(GAP_LEAST, GAP) }
     }
 
     /// A look that has found nothing new; the time that was watched by now.
-    pub(super) fn look(&mut self, now: Duration) -> Duration {
+    pub(crate) fn look(&mut self, now: Duration) -> Duration {
         // Of two threads that look, the slower one comes with an earlier time.
         self.time += now.saturating_sub(self.looked).min(self.most);
         self.looked = self.looked.max(now);
@@ -172,12 +172,12 @@ impl Watched {
     }
 
     /// A look that has found something.
-    pub(super) fn found(&mut self, now: Duration) {
+    pub(crate) fn found(&mut self, now: Duration) {
         (self.looked, self.time) = (self.looked.max(now), Duration::ZERO);
     }
 
     /// The time that was watched by the last look.
-    pub(super) fn time(&self) -> Duration {
+    pub(crate) fn time(&self) -> Duration {
         self.time
     }
 }

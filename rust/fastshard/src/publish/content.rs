@@ -9,9 +9,9 @@ use rustix::fs::{FileType, OFlags};
 use super::disk::{At, Dir};
 use super::older;
 use crate::codes;
+use crate::distributed::elsewhere;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{ManifestFile, MANIFEST_NAME};
-use crate::storage::elsewhere;
 
 /// Largest file whose hash is taken from disk for the manifest, in bytes: larger ones are known by their time.
 const HASHED: u64 = 256 << 10;

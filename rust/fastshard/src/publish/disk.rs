@@ -37,7 +37,7 @@ fn look(_path: &Path) -> io::Result<()> {
 }
 
 /// Names the path in an error.
-pub(super) trait At<T> {
+pub(crate) trait At<T> {
     /// Turns a system error into one that says what was done to which path.
     fn at(self, path: &Path, doing: &str) -> Result<T>;
 }
@@ -70,13 +70,13 @@ fn absent_is_fine(result: io::Result<()>) -> io::Result<()> {
 }
 
 /// Owner only: nobody else may put anything into a staging folder.
-pub(super) const PRIVATE: u32 = 0o700;
+pub(crate) const PRIVATE: u32 = 0o700;
 /// What the umask leaves of this.
-pub(super) const BY_UMASK: u32 = 0o777;
+pub(crate) const BY_UMASK: u32 = 0o777;
 
 /// A directory that is held open.
 #[derive(Debug)]
-pub(super) struct Dir {
+pub(crate) struct Dir {
     fd: OwnedFd,
     /// What it was opened as, for messages.
     path: PathBuf,
@@ -84,7 +84,7 @@ pub(super) struct Dir {
 
 impl Dir {
     /// Opens a directory by its path, whose links are resolved already.
-    pub(super) fn open(path: &Path) -> io::Result<Dir> {
+    pub(crate) fn open(path: &Path) -> io::Result<Dir> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = match openat(CWD, path, flags | OFlags::RDONLY, Mode::empty()) {
             // It may be searched and written, but not listed.
@@ -95,33 +95,33 @@ impl Dir {
     }
 
     /// The directory `name` in this one.
-    pub(super) fn sub(&self, name: &OsStr) -> io::Result<Dir> {
+    pub(crate) fn sub(&self, name: &OsStr) -> io::Result<Dir> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         Ok(Dir { fd: openat(&self.fd, name, flags, Mode::empty())?, path: self.path.join(name) })
     }
 
     /// The same directory once more.
-    pub(super) fn again(&self) -> io::Result<Dir> {
+    pub(crate) fn again(&self) -> io::Result<Dir> {
         Ok(Dir { fd: self.fd.try_clone()?, path: self.path.clone() })
     }
 
     /// What it was opened as.
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// Path of an entry, for messages.
-    pub(super) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
         self.path.join(name)
     }
 
     /// Owner, mode and the like of the directory itself.
-    pub(super) fn meta(&self) -> io::Result<Stat> {
+    pub(crate) fn meta(&self) -> io::Result<Stat> {
         Ok(fstat(&self.fd)?)
     }
 
     /// What `name` is; `None` if it is not there.
-    pub(super) fn stat(&self, name: &OsStr) -> io::Result<Option<Stat>> {
+    pub(crate) fn stat(&self, name: &OsStr) -> io::Result<Option<Stat>> {
         look(&self.join(name))?;
         match statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => Ok(None),
@@ -130,7 +130,7 @@ impl Dir {
     }
 
     /// True for a directory in which another filesystem, or a bind mount, begins.
-    pub(super) fn is_mount(&self, name: &OsStr) -> io::Result<bool> {
+    pub(crate) fn is_mount(&self, name: &OsStr) -> io::Result<bool> {
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
         if statat(&self.fd, name, flags)?.st_dev != fstat(&self.fd)?.st_dev {
             return Ok(true);
@@ -145,7 +145,7 @@ impl Dir {
 
     /// True for a directory that overlayfs will neither move nor exchange, because a lower layer has it; `fresh` is
     /// one of the same filesystem that was just made. False where that cannot be told.
-    pub(super) fn is_layered(&self, fresh: &Dir) -> io::Result<bool> {
+    pub(crate) fn is_layered(&self, fresh: &Dir) -> io::Result<bool> {
         const OVERLAYFS: u32 = 0x794c_7630;
         if rustix::fs::fstatfs(&self.fd)?.f_type as u32 != OVERLAYFS {
             return Ok(false);
@@ -158,12 +158,12 @@ impl Dir {
     }
 
     /// True if something is called `name`.
-    pub(super) fn has(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
+    pub(crate) fn has(&self, name: impl AsRef<OsStr>) -> io::Result<bool> {
         Ok(self.stat(name.as_ref())?.is_some())
     }
 
     /// Names of the entries, in order.
-    pub(super) fn entries(&self) -> io::Result<Vec<OsString>> {
+    pub(crate) fn entries(&self) -> io::Result<Vec<OsString>> {
         let mut names = Vec::new();
         for entry in rustix::fs::Dir::read_from(&self.fd)? {
             let entry = entry?;
@@ -177,13 +177,13 @@ impl Dir {
     }
 
     /// Creates one directory; an error if it exists.
-    pub(super) fn create_dir(&self, name: &OsStr, mode: u32) -> io::Result<()> {
+    pub(crate) fn create_dir(&self, name: &OsStr, mode: u32) -> io::Result<()> {
         gate("create_dir", &self.join(name), || {})?;
         Ok(mkdirat(&self.fd, name, Mode::from_raw_mode(mode))?)
     }
 
     /// The directory in which the last part of `name` lies; with `make`, those on the way are created.
-    pub(super) fn folder_of<'n>(&self, name: &'n str, make: bool) -> io::Result<(Dir, &'n OsStr)> {
+    pub(crate) fn folder_of<'n>(&self, name: &'n str, make: bool) -> io::Result<(Dir, &'n OsStr)> {
         let mut parts: Vec<&OsStr> = name.split('/').map(OsStr::new).collect();
         let last = parts.pop().unwrap_or_default();
         let mut at = self.again()?;
@@ -209,14 +209,14 @@ impl Dir {
     }
 
     /// Opens a regular file for reading.
-    pub(super) fn read_only(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
+    pub(crate) fn read_only(&self, name: impl AsRef<OsStr>) -> io::Result<File> {
         look(&self.join(name.as_ref()))?;
         self.file(name.as_ref(), OFlags::RDONLY, 0)
     }
 
     /// Opens for reading and writing, creates if absent (mode by umask), keeps what is there. One that has another name
     /// too is made anew, empty: what is written to it would be written to somebody's file.
-    pub(super) fn open_or_create(&self, name: &OsStr) -> io::Result<File> {
+    pub(crate) fn open_or_create(&self, name: &OsStr) -> io::Result<File> {
         gate("open", &self.join(name), || {})?;
         self.of_one_name(name, OFlags::RDWR)
     }
@@ -224,7 +224,7 @@ impl Dir {
     /// Opens a file that is there for reading and writing.
     ///
     /// Errors: if it has another name too.
-    pub(super) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
+    pub(crate) fn open_existing(&self, name: &OsStr) -> io::Result<File> {
         gate("open", &self.join(name), || {})?;
         let file = self.file(name, OFlags::RDWR, 0)?;
         match fstat(&file)?.st_nlink > 1 {
@@ -236,7 +236,7 @@ impl Dir {
     }
 
     /// The lock of a directory, of whose file nothing but its being there counts.
-    pub(super) fn open_lock(&self, name: &OsStr) -> io::Result<File> {
+    pub(crate) fn open_lock(&self, name: &OsStr) -> io::Result<File> {
         gate("open", &self.join(name), || {})?;
         self.file(name, OFlags::RDWR | OFlags::CREATE, 0o666)
     }
@@ -252,18 +252,18 @@ impl Dir {
     }
 
     /// True for a file that has other names too.
-    pub(super) fn is_linked(&self, name: &OsStr) -> io::Result<bool> {
+    pub(crate) fn is_linked(&self, name: &OsStr) -> io::Result<bool> {
         Ok(self.stat(name)?.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_file() && s.st_nlink > 1))
     }
 
     /// Creates a file that is not there yet, mode by umask: of several who try, one succeeds.
-    pub(super) fn create_new(&self, name: &OsStr) -> io::Result<File> {
+    pub(crate) fn create_new(&self, name: &OsStr) -> io::Result<File> {
         gate("create", &self.join(name), || {})?;
         self.file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL, 0o666)
     }
 
     /// Creates an empty file for writing, mode by umask, in place of one that may be there.
-    pub(super) fn create(&self, name: &OsStr) -> io::Result<File> {
+    pub(crate) fn create(&self, name: &OsStr) -> io::Result<File> {
         gate("create", &self.join(name), || {})?;
         let file = self.of_one_name(name, OFlags::WRONLY)?;
         // Once it is known to be nobody else's.
@@ -272,7 +272,7 @@ impl Dir {
     }
 
     /// Renames `from` to `to` in another directory; an error (`AlreadyExists`) if that exists.
-    pub(super) fn rename_new(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
+    pub(crate) fn rename_new(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
         gate("rename_new", &other.join(to), || {})?;
         match self.noreplace(from, other, to) {
             // NFS and others: a rename never replaces a directory that is not empty, so only a file
@@ -294,13 +294,13 @@ impl Dir {
     }
 
     /// Renames a directory over an empty one, or a file of the staging folder over another.
-    pub(super) fn rename_over(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
+    pub(crate) fn rename_over(&self, from: &OsStr, other: &Dir, to: &OsStr) -> io::Result<()> {
         gate("rename_over", &other.join(to), || {})?;
         Ok(renameat(&self.fd, from, &other.fd, to)?)
     }
 
     /// Exchanges two directories in one step; false where the filesystem cannot.
-    pub(super) fn exchange(&self, name: &OsStr, other: &Dir, with: &OsStr) -> io::Result<bool> {
+    pub(crate) fn exchange(&self, name: &OsStr, other: &Dir, with: &OsStr) -> io::Result<bool> {
         gate("exchange", &other.join(with), || {})?;
         #[cfg(test)]
         if super::fault::lacking("exchange").is_err() {
@@ -316,26 +316,26 @@ impl Dir {
     }
 
     /// Sets the permission bits of the directory itself.
-    pub(super) fn set_mode(&self, mode: u32) -> io::Result<()> {
+    pub(crate) fn set_mode(&self, mode: u32) -> io::Result<()> {
         gate("set_mode", &self.path, || {})?;
         Ok(rustix::fs::fchmod(&self.fd, Mode::from_raw_mode(mode & 0o7777))?)
     }
 
     /// Removes a file; fine if it is not there.
-    pub(super) fn remove_file(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
+    pub(crate) fn remove_file(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
         let name = name.as_ref();
         gate("remove_file", &self.join(name), || {})?;
         absent_is_fine(unlinkat(&self.fd, name, AtFlags::empty()).map_err(io::Error::from))
     }
 
     /// Removes an empty directory; fine if it is not there.
-    pub(super) fn remove_dir(&self, name: &OsStr) -> io::Result<()> {
+    pub(crate) fn remove_dir(&self, name: &OsStr) -> io::Result<()> {
         gate("remove_dir", &self.join(name), || {})?;
         absent_is_fine(unlinkat(&self.fd, name, AtFlags::REMOVEDIR).map_err(io::Error::from))
     }
 
     /// Removes a directory of this program's own and all beneath it; fine if it is not there.
-    pub(super) fn remove_tree(&self, name: &OsStr) -> io::Result<()> {
+    pub(crate) fn remove_tree(&self, name: &OsStr) -> io::Result<()> {
         gate("remove_tree", &self.join(name), || {
             let sub = self.sub(name).ok();
             let first = sub.as_ref().and_then(|s| s.entries().ok()?.into_iter().next());
@@ -362,7 +362,7 @@ impl Dir {
     }
 
     /// Brings the directory's entries to disk.
-    pub(super) fn sync(&self) -> io::Result<()> {
+    pub(crate) fn sync(&self) -> io::Result<()> {
         gate("sync", &self.path, || {})?;
         match rustix::fs::fsync(&self.fd) {
             // Opened without the right to list it.
@@ -372,13 +372,13 @@ impl Dir {
     }
 
     /// Brings a file in it to disk, whoever wrote it.
-    pub(super) fn sync_file(&self, name: &OsStr) -> io::Result<()> {
+    pub(crate) fn sync_file(&self, name: &OsStr) -> io::Result<()> {
         gate("sync", &self.join(name), || {})?;
         tolerate(self.read_only(name)?.sync_all())
     }
 
     /// Writes a file that is there whole or not at all, even after a crash.
-    pub(super) fn write_whole(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
+    pub(crate) fn write_whole(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
         let (partial, path) = (format!("{name}.new"), self.join(name));
         let file = self.create(OsStr::new(&partial)).at(&self.join(&partial), "cannot create")?;
         write_at(&file, &self.join(&partial), 0, bytes).at(&self.join(&partial), "cannot write")?;
@@ -394,7 +394,7 @@ impl Dir {
     }
 
     /// Content of a small file of this program's own, at most `limit` bytes; `None` if it is not there.
-    pub(super) fn read_small(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    pub(crate) fn read_small(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         use io::Read;
         let file = match self.read_only(name) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -409,7 +409,7 @@ impl Dir {
 }
 
 /// Writes all of `bytes` at `offset`.
-pub(super) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
     gate("write", path, || {
         let _ = file.write_all_at(&bytes[..bytes.len() / 2], offset);
     })?;
@@ -417,7 +417,7 @@ pub(super) fn write_at(file: &File, path: &Path, offset: u64, bytes: &[u8]) -> i
 }
 
 /// Fills `bytes` from `offset`.
-pub(super) fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+pub(crate) fn read_at(file: &File, path: &Path, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     gate("read", path, || {})?;
     file.read_exact_at(bytes, offset)
 }
@@ -427,7 +427,7 @@ const COPIED: usize = 1 << 20;
 
 /// Makes `to`, which is empty, a copy of `from`: of its blocks where the filesystem can share them, else of its bytes,
 /// holes left out.
-pub(super) fn copy(from: &File, to: &File, path: &Path, size: u64) -> io::Result<()> {
+pub(crate) fn copy(from: &File, to: &File, path: &Path, size: u64) -> io::Result<()> {
     gate("copy", path, || {})?;
     if rustix::fs::ioctl_ficlone(to, from).is_ok() {
         return Ok(());
@@ -447,13 +447,13 @@ pub(super) fn copy(from: &File, to: &File, path: &Path, size: u64) -> io::Result
 }
 
 /// Sets the length in bytes.
-pub(super) fn set_len(file: &File, path: &Path, size: u64) -> io::Result<()> {
+pub(crate) fn set_len(file: &File, path: &Path, size: u64) -> io::Result<()> {
     gate("set_len", path, || {})?;
     file.set_len(size)
 }
 
 /// Reserves `size` bytes on disk where the filesystem can; never changes content.
-pub(super) fn reserve(file: &File, path: &Path, size: u64) -> io::Result<()> {
+pub(crate) fn reserve(file: &File, path: &Path, size: u64) -> io::Result<()> {
     gate("reserve", path, || {})?;
     if size == 0 {
         return Ok(());
@@ -464,7 +464,7 @@ pub(super) fn reserve(file: &File, path: &Path, size: u64) -> io::Result<()> {
 }
 
 /// Asks for the range's dirty pages to be written out now. Only advice, so errors are ignored.
-pub(super) fn start_writeback(file: &File, offset: u64, len: u64) {
+pub(crate) fn start_writeback(file: &File, offset: u64, len: u64) {
     // DONTNEED starts asynchronous writeback of the dirty pages of the range and drops the clean
     // ones; sync_file_range has no safe binding.
     if let Some(len) = std::num::NonZeroU64::new(len) {
@@ -473,12 +473,12 @@ pub(super) fn start_writeback(file: &File, offset: u64, len: u64) {
 }
 
 /// Brings content and size to disk.
-pub(super) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
+pub(crate) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
     gate("sync", path, || {})?;
     tolerate(file.sync_data())
 }
 
 /// True if errors of writing may come as late as the sync: filesystems behind a network.
-pub(super) fn is_network(file: impl AsFd) -> bool {
+pub(crate) fn is_network(file: impl AsFd) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|s| crate::storage::is_network_filesystem(s.f_type as u32))
 }

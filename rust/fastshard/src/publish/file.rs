@@ -30,7 +30,7 @@ pub struct OutFile {
 
 impl OutFile {
     /// Opens or creates `name` with exactly `size` bytes; content that is there stays.
-    pub(super) fn open(folder: &Dir, name: &OsStr, size: u64, space: Space, durable: bool) -> Result<Self> {
+    pub(crate) fn open(folder: &Dir, name: &OsStr, size: u64, space: Space, durable: bool) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.open_or_create(name).at(&path, "cannot create")?;
         let meta = file.metadata().at(&path, "cannot stat")?;
@@ -46,14 +46,14 @@ impl OutFile {
     }
 
     /// Opens `name`, which is there with exactly `size` bytes.
-    pub(super) fn existing(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
+    pub(crate) fn existing(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.open_existing(name).at(&path, "cannot open")?;
         Self::of_size(file, path, size)
     }
 
     /// The same, for reading only.
-    pub(super) fn for_reading(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
+    pub(crate) fn for_reading(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.read_only(name).at(&path, "cannot open")?;
         Self::of_size(file, path, size)

@@ -6,8 +6,8 @@ use std::io;
 
 use super::disk::{self, At, Dir};
 use super::place::Place;
-use super::shared;
 use crate::codes;
+use crate::distributed::rounds;
 use crate::error::{Finding, Result};
 
 /// The folder's entry whose content becomes the result.
@@ -17,11 +17,11 @@ pub(super) const OLDER: &str = "older.json";
 /// Names of what was moved out of an older result's way because it is not this program's to remove.
 pub(super) const KEPT: &str = "kept";
 /// Largest of the folder's own small files, in bytes.
-pub(super) const MAX_OWN: u64 = 64 << 20;
+pub(crate) const MAX_OWN: u64 = 64 << 20;
 
 /// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
 /// links lead where somebody else wants.
-pub(super) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
+pub(crate) fn check_owner(place: &Place, folder: &Dir) -> Result<()> {
     refused_owner(place, folder)?.map_or(Ok(()), |finding| Err(finding.into()))
 }
 
@@ -55,13 +55,13 @@ pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Findin
 
 /// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of
 /// the round that may write to it.
-pub(super) fn is_data(name: &str) -> bool {
+pub(crate) fn is_data(name: &str) -> bool {
     name == DATA
         || name.strip_prefix("data.").is_some_and(|nonce| nonce.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
 /// Names of the folder's entries, as far as they can be this program's.
-pub(super) fn entries(folder: &Dir) -> Result<Vec<String>> {
+pub(crate) fn entries(folder: &Dir) -> Result<Vec<String>> {
     let names = folder.entries().at(folder.path(), "cannot list")?;
     Ok(names.into_iter().filter_map(|name| name.into_string().ok()).collect())
 }
@@ -80,7 +80,7 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, data: &[String], lock: 
 /// cut short.
 pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in entries(folder)?.iter().filter(|name| shared::is_bookkeeping(name)) {
+    for name in entries(folder)?.iter().filter(|name| rounds::is_bookkeeping(name)) {
         gone(name)?;
     }
     for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "kept.new", "lock"] {

@@ -6,12 +6,12 @@ use super::clock::Patience;
 use super::disk::At;
 use super::folder::{entries, is_data, refused_owner, remove_folder};
 use super::lock;
-use super::meeting;
 use super::others;
 use super::place::Place;
 use super::seal::Seal;
-use super::shared::Shared;
 use crate::codes;
+use crate::distributed::meeting;
+use crate::distributed::rounds::Shared;
 use crate::error::{Error, Finding, Result};
 
 /// What became of something that was left.

@@ -44,7 +44,7 @@ pub struct Journal {
 
 impl Journal {
     /// Opens or creates the journal `name` of a staging folder and cuts off a torn tail.
-    pub(super) fn open(folder: &Dir, name: &str, durable: bool) -> Result<Self> {
+    pub(crate) fn open(folder: &Dir, name: &str, durable: bool) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.open_or_create(OsStr::new(name)).at(&path, "cannot create")?;
         let len = file.metadata().at(&path, "cannot stat")?.len();
@@ -61,7 +61,7 @@ impl Journal {
     }
 
     /// The journal `name` of another process, as far as it goes now. Nothing is appended to it.
-    pub(super) fn read_only(folder: &Dir, name: &str) -> Result<Self> {
+    pub(crate) fn read_only(folder: &Dir, name: &str) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.read_only(name).at(&path, "cannot open")?;
         let earlier = file.metadata().at(&path, "cannot stat")?.len();
@@ -71,7 +71,7 @@ impl Journal {
 
     /// Calls `each` with the first records of the journal `name`; gives the last one if it is as long as those that end
     /// journals.
-    pub(super) fn glance(folder: &Dir, name: &str, each: &mut dyn FnMut(&[u8])) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn glance(folder: &Dir, name: &str, each: &mut dyn FnMut(&[u8])) -> Result<Option<Vec<u8>>> {
         let path = folder.join(name);
         let file = folder.read_only(name).at(&path, "cannot open")?;
         let len = file.metadata().at(&path, "cannot stat")?.len();
@@ -86,7 +86,7 @@ impl Journal {
     /// Calls `each` with the records of the journal `name` from byte `from` on, as far as they are whole now; where they
     /// end. For one that its process is still writing: whoever follows it opens it anew each time, since a file server's
     /// client looks for what is new then.
-    pub(super) fn follow(
+    pub(crate) fn follow(
         folder: &Dir,
         name: &str,
         from: u64,
@@ -242,12 +242,12 @@ fn filled(reader: &mut impl Read, bytes: &mut [u8]) -> io::Result<bool> {
 }
 
 /// True if what was written under the given terms is still there for certain.
-pub(super) fn same_boot(durable: bool, then: &[u8], now: &str) -> bool {
+pub(crate) fn same_boot(durable: bool, then: &[u8], now: &str) -> bool {
     durable || (!now.is_empty() && then == now.as_bytes())
 }
 
 /// Identity of this run of the machine; empty if unknown.
-pub(super) fn boot_id() -> String {
+pub(crate) fn boot_id() -> String {
     let id = std::fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id"));
     id.map(|id| id.trim().to_string()).unwrap_or_default()
 }

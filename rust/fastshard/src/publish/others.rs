@@ -36,7 +36,7 @@ pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
 }
 
 /// Names of the staging folders of a destination, those of all runs.
-pub(super) fn folders(place: &Place) -> Result<Vec<OsString>> {
+pub(crate) fn folders(place: &Place) -> Result<Vec<OsString>> {
     let own = place.folder.as_bytes();
     let (prefix, _) = own.split_at(own.len() - DIGITS);
     let is_run = |name: &OsStr| {

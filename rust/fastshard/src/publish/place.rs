@@ -23,22 +23,22 @@ const IN_THE_WAY: &str =
 
 /// A destination and its staging folder.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     /// Destination, links resolved.
-    pub(super) out: PathBuf,
+    pub(crate) out: PathBuf,
     /// Its name in `base`, unless `inside`.
-    pub(super) name: OsString,
+    pub(crate) name: OsString,
     /// Directory in which the staging folder is created: the destination's parent, or itself.
-    pub(super) base: Dir,
+    pub(crate) base: Dir,
     /// Name of the run's staging folder in `base`.
-    pub(super) folder: OsString,
+    pub(crate) folder: OsString,
     /// True if the folder lies inside the destination, which cannot be renamed.
-    pub(super) inside: bool,
+    pub(crate) inside: bool,
 }
 
 /// What is at the destination, the staging folder not counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Occupied {
+pub(crate) enum Occupied {
     /// Nothing.
     Absent,
     /// An empty directory.
@@ -49,7 +49,7 @@ pub(super) enum Occupied {
 
 impl Place {
     /// Resolves `out` and places the staging folder of the run.
-    pub(super) fn find(out: &Path, run_id: &str) -> Result<Place> {
+    pub(crate) fn find(out: &Path, run_id: &str) -> Result<Place> {
         if run_id.len() < 16 || !run_id.bytes().all(|b| b.is_ascii_hexdigit()) {
             return Err(Finding::new(codes::USAGE, "run id")
                 .expected("16 or more hex digits", run_id)
@@ -96,18 +96,18 @@ impl Place {
     }
 
     /// True if the staging folder is that of the run with this digest.
-    pub(super) fn is_of(&self, digest: &str) -> bool {
+    pub(crate) fn is_of(&self, digest: &str) -> bool {
         let run = digest.as_bytes().get(..16);
         run.is_some_and(|run| self.folder.as_bytes().ends_with(&[b".fastshard-", run].concat()))
     }
 
     /// Path of the staging folder.
-    pub(super) fn folder_path(&self) -> PathBuf {
+    pub(crate) fn folder_path(&self) -> PathBuf {
         self.base.join(&self.folder)
     }
 
     /// The destination itself, opened; `None` if it is not there.
-    pub(super) fn open_out(&self) -> Result<Option<Dir>> {
+    pub(crate) fn open_out(&self) -> Result<Option<Dir>> {
         if self.inside {
             return Dir::open(&self.out).at(&self.out, "cannot open").map(Some);
         }
@@ -119,7 +119,7 @@ impl Place {
     }
 
     /// Looks at the destination.
-    pub(super) fn occupied(&self) -> Result<Occupied> {
+    pub(crate) fn occupied(&self) -> Result<Occupied> {
         let Some(out) = self.open_out()? else { return Ok(Occupied::Absent) };
         let meta = out.meta().at(&self.out, "cannot stat")?;
         let (inode, mode) = (meta.st_ino, meta.st_mode);
@@ -132,17 +132,17 @@ impl Place {
     }
 
     /// The entry of the destination that is the staging folder.
-    pub(super) fn own(&self) -> Option<&OsStr> {
+    pub(crate) fn own(&self) -> Option<&OsStr> {
         self.inside.then_some(&*self.folder)
     }
 
     /// True for entries of the destination that are this program's: the staging folder, and that in which ranks meet.
-    pub(super) fn is_own(&self, entry: &OsStr) -> bool {
+    pub(crate) fn is_own(&self, entry: &OsStr) -> bool {
         self.inside && (entry == self.folder || entry == MEETING)
     }
 
     /// The entry of the base in which ranks of a run towards this destination meet, whatever the run.
-    pub(super) fn meeting_name(&self) -> OsString {
+    pub(crate) fn meeting_name(&self) -> OsString {
         if self.inside {
             return MEETING.into();
         }
@@ -154,7 +154,7 @@ impl Place {
     /// it is named.
     ///
     /// Errors: what the system says of files that have to be looked at.
-    pub(super) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
+    pub(crate) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
         let refused = self.not_to_be_replaced(occupied, overwrite)?;
         Ok(refused.map(|mut finding| {
             for told in self.waiting() {
@@ -184,7 +184,7 @@ impl Place {
     }
 
     /// True if the staging folder has all of the destination's name.
-    pub(super) fn is_named_whole(&self) -> bool {
+    pub(crate) fn is_named_whole(&self) -> bool {
         self.name.len() <= MAX_SHOWN
     }
 
@@ -282,6 +282,6 @@ fn may_be_written(directory: &Path) -> Result<bool> {
 }
 
 /// Checks that entries of a directory may be created and removed.
-pub(super) fn writable(directory: &Path) -> io::Result<()> {
+pub(crate) fn writable(directory: &Path) -> io::Result<()> {
     Ok(rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK)?)
 }

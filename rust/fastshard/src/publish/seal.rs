@@ -18,7 +18,7 @@ const SEALED: &str = "sealed";
 
 /// What publishing has to do, written once the result is complete and on disk.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Seal {
+pub(crate) struct Seal {
     /// The folder's entry that holds the result, or after an exchange what was there before.
     #[serde(default = "usual_data")]
     pub(super) data: String,
@@ -43,7 +43,7 @@ fn usual_data() -> String {
 
 impl Seal {
     /// True if a folder has one.
-    pub(super) fn is_on(folder: &Dir) -> Result<bool> {
+    pub(crate) fn is_on(folder: &Dir) -> Result<bool> {
         folder.has(SEALED).at(&folder.join(SEALED), "cannot stat")
     }
 

@@ -13,14 +13,14 @@ use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
 use super::folder::{check_owner, entries, is_data, remove_folder, DATA, MAX_OWN};
 use super::journal::Journal;
-use super::member::Member;
 use super::place::{Occupied, Place};
 use super::preflight::in_steps;
 use super::rename::{self, Run};
 use super::seal::Seal;
-use super::shared::{Claimed, Shared};
 use super::{content, lock, others, Options};
 use crate::codes;
+use crate::distributed::member::Member;
+use crate::distributed::rounds::{Claimed, Shared};
 use crate::error::{Finding, Result};
 use crate::manifest::{is_plain, ManifestFile};
 

@@ -13,7 +13,7 @@ const LONGEST: usize = 65;
 
 /// The record of a tile: kind, output (u32), index and size (u64), chaining value, elements that are not
 /// finite (u64), and its CRC32 (u32) where there is one.
-pub(super) fn tile(output: usize, tile: &TileDone) -> Vec<u8> {
+pub(crate) fn tile(output: usize, tile: &TileDone) -> Vec<u8> {
     let mut bytes = vec![TILE];
     bytes.extend((output as u32).to_le_bytes());
     bytes.extend(tile.index.to_le_bytes());
@@ -25,12 +25,12 @@ pub(super) fn tile(output: usize, tile: &TileDone) -> Vec<u8> {
 }
 
 /// The record of a data file (by its place in the plan) that is about to be made anew.
-pub(super) fn anew(file: usize) -> Vec<u8> {
+pub(crate) fn anew(file: usize) -> Vec<u8> {
     [&[ANEW][..], &(file as u32).to_le_bytes()].concat()
 }
 
 /// The output and the tile of a record, if it is one of a tile.
-pub(super) fn tile_of(record: &[u8]) -> Option<(u32, TileDone)> {
+pub(crate) fn tile_of(record: &[u8]) -> Option<(u32, TileDone)> {
     match parse(record) {
         Some(Record::Tile(output, tile)) => Some((output, tile)),
         _ => None,
@@ -64,11 +64,11 @@ fn parse(bytes: &[u8]) -> Option<Record> {
 
 /// A journal that tells of tiles.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Told<'j> {
+pub(crate) struct Told<'j> {
     /// The journal.
-    pub(super) journal: &'j Journal,
+    pub(crate) journal: &'j Journal,
     /// True if what it says is taken as it is: its process has done all of its part, and nobody else wrote there.
-    pub(super) adopted: bool,
+    pub(crate) adopted: bool,
 }
 
 /// Where a tile is told of.
@@ -82,7 +82,7 @@ struct Claim {
 
 /// The tiles that others have written, and where their journals tell of each: 24 bytes a tile.
 #[derive(Debug, Default)]
-pub(super) struct Claims<'j> {
+pub(crate) struct Claims<'j> {
     told: Vec<Told<'j>>,
     /// By output, the tiles in order.
     claims: Vec<Vec<Claim>>,
@@ -93,7 +93,7 @@ impl<'j> Claims<'j> {
     /// the adopted one counts, else the later one.
     ///
     /// Errors: what the system says.
-    pub(super) fn of(
+    pub(crate) fn of(
         told: Vec<Told<'j>>,
         outputs: usize,
         file_of: &dyn Fn(usize) -> u32,
@@ -125,14 +125,14 @@ impl<'j> Claims<'j> {
     }
 
     /// True if any of the journals is adopted.
-    pub(super) fn adopts(&self) -> bool {
+    pub(crate) fn adopts(&self) -> bool {
         self.told.iter().any(|told| told.adopted)
     }
 
     /// The record of a tile of `size` bytes, and whether it is adopted.
     ///
     /// Errors: what the system says.
-    pub(super) fn get(&self, output: usize, index: u64, size: u64) -> Result<Option<(TileDone, bool)>> {
+    pub(crate) fn get(&self, output: usize, index: u64, size: u64) -> Result<Option<(TileDone, bool)>> {
         let Some(claims) = self.claims.get(output) else { return Ok(None) };
         let Ok(at) = claims.binary_search_by_key(&index, |claim| claim.index) else { return Ok(None) };
         let told = &self.told[claims[at].journal as usize];

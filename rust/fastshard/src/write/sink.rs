@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::arrays::Arrays;
 use super::records::{self, Claims, Told};
-use super::shared::Prior;
 use super::Options;
+use crate::distributed::parts::Prior;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::format::Frame;
@@ -15,11 +15,11 @@ use crate::plan::{Output, Plan};
 use crate::publish::{OutFile, Staging};
 
 /// Bytes written between two records of what is done.
-pub(super) const JOURNAL_EVERY: u64 = 256 << 20;
+pub(crate) const JOURNAL_EVERY: u64 = 256 << 20;
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
 const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
-pub(super) const WRITEBACK_EVERY: u64 = 32 << 20;
+pub(crate) const WRITEBACK_EVERY: u64 = 32 << 20;
 
 /// Tiles that are written and not yet journalled.
 #[derive(Default)]
@@ -227,7 +227,7 @@ impl Sink for StagedSink<'_> {
 }
 
 /// The member of its file that each output lies in.
-pub(super) fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
+pub(crate) fn members_of(plan: &Plan, frames: &[Frame]) -> Vec<Option<usize>> {
     let member = |output: &Output| {
         let members = &frames[output.file as usize].members;
         let (lo, hi) = (output.offset, output.offset + output.nbytes());

@@ -13,15 +13,15 @@ use crate::common::{
     cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE,
 };
 use fastshard::codes::{self, Code};
+use fastshard::distributed::meeting::{About, Meeting};
+use fastshard::distributed::parts::{self, Begun, Made};
+use fastshard::distributed::rounds::Shared;
 use fastshard::engine::Control;
 use fastshard::error::Error;
 use fastshard::plan::Plan;
 use fastshard::publish::clock::{Clock, Patience};
-use fastshard::publish::meeting::{About, Meeting};
-use fastshard::publish::shared::Shared;
 use fastshard::steps::{At, Step};
 use fastshard::storage::SourceFile;
-use fastshard::write::shared::{self, Begun, Made};
 use fastshard::{publish, write};
 use rustix::process::{Pid, Signal};
 use serde_json::json;
@@ -104,7 +104,7 @@ impl Case {
     }
 
     fn begin(&self, out: &str, parts: usize, resume: bool) -> Result<Begun, Error> {
-        shared::begin(
+        parts::begin(
             &self.plan,
             &self.files,
             &self.roots(),
@@ -122,7 +122,7 @@ impl Case {
         let shared = self.enter(&out)?;
         let round = shared.round()?.expect("a round is open");
         let (options, roots) = (self.options(false), self.roots());
-        shared::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, control)
+        parts::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, control)
     }
 
     fn enter(&self, out: &Path) -> Result<Shared, Error> {
@@ -132,7 +132,7 @@ impl Case {
     fn conclude(&self, begun: Begun) -> Result<(), Error> {
         let Begun { staging, shared, findings, .. } = begun;
         let options = self.options(true);
-        shared::conclude(&self.plan, &self.files, staging, &shared, &options, findings, &Control::default())
+        parts::conclude(&self.plan, &self.files, staging, &shared, &options, findings, &Control::default())
             .map(|_| ())
     }
 }

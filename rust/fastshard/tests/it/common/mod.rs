@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use fastshard::catalog::Catalog;
 use fastshard::codes::Code;
+use fastshard::distributed::share;
 use fastshard::draft::{Placement, Planned};
 use fastshard::engine::{self, Control, Evidence, Options, Report, Sink, TileDone};
 use fastshard::error::{Error, Finding, Result, Severity};
@@ -297,7 +298,7 @@ pub fn divided(
     outputs: &[Vec<u8>],
     report: &Report,
 ) {
-    let mut sizes = engine::tiling(plan, options).unwrap();
+    let mut sizes = share::tiling(plan, options).unwrap();
     if let Some(tile) = tile {
         sizes.fill(tile.next_power_of_two().max(1024));
     }
@@ -306,8 +307,7 @@ pub fn divided(
     for comes in [parts, parts / 2] {
         let sink =
             Shared { memory: Memory::new(plan), records: Mutex::default(), adopts: AtomicBool::new(false) };
-        let shares =
-            engine::divide(plan, &sizes, &engine::all_tiles(plan, &sizes, &|_| false), parts as usize);
+        let shares = share::divide(plan, &sizes, &share::all_tiles(plan, &sizes, &|_| false), parts as usize);
         let mut evidence: Vec<Evidence> = Vec::new();
         for share in shares.iter().take(comes as usize) {
             let one = engine::work(plan, files, &sink, options, &sizes, share, &control).unwrap();

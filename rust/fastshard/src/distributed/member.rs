@@ -9,20 +9,20 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::clock::Clock;
-use super::disk::{self, At, Dir};
-use super::file::OutFile;
-use super::folder::MAX_OWN;
-use super::journal::Journal;
-use super::process::Process;
-use super::shared::{Shared, STATE};
+use super::rounds::{Shared, STATE};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::publish::clock::Clock;
+use crate::publish::disk::{self, At, Dir};
+use crate::publish::file::OutFile;
+use crate::publish::folder::MAX_OWN;
+use crate::publish::journal::Journal;
+use crate::publish::process::Process;
 
 /// Journals of members.
-pub(super) const MEMBER: &str = "member-";
+pub(crate) const MEMBER: &str = "member-";
 /// What members have learnt.
-pub(super) const EVIDENCE: &str = "evidence-";
+pub(crate) const EVIDENCE: &str = "evidence-";
 /// Largest of these, in bytes.
 const MAX_EVIDENCE: u64 = 1 << 30;
 
@@ -38,7 +38,7 @@ const BEAT: u8 = 70;
 /// Bytes of an edge in one record.
 const EDGE_BYTES: usize = 32 << 10;
 /// Time between two signs of life.
-pub(super) const BEAT_EVERY: Duration = Duration::from_millis(500);
+pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(500);
 
 /// Who a member is and what it does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,8 +77,8 @@ impl Member {
     /// Takes up a part of a round, in a journal of its own.
     ///
     /// Errors: what the system says.
-    pub(super) fn begin(shared: &Shared, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
-        let nonce = super::shared::nonce();
+    pub(crate) fn begin(shared: &Shared, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
+        let nonce = super::rounds::nonce();
         let folder = shared.folder.again().at(shared.folder.path(), "cannot open")?;
         let journal = Arc::new(Journal::open(&folder, &format!("{MEMBER}{nonce}"), true)?);
         journal.append(&[&[WHO][..], &serde_json::to_vec(who).expect("plain data")].concat())?;
@@ -283,7 +283,7 @@ impl Log {
     /// The journal `name` of a staging folder as it is now.
     ///
     /// Errors: what the system says.
-    pub(super) fn read(folder: &Dir, name: &str) -> Result<Log> {
+    pub(crate) fn read(folder: &Dir, name: &str) -> Result<Log> {
         let journal = Journal::read_only(folder, name)?;
         let (mut who, mut open, mut edges) = (None, BTreeSet::new(), Vec::new());
         let (mut evidence, mut has_left) = (None, false);
@@ -317,7 +317,7 @@ impl Log {
     }
 
     /// True if nothing of it can write any more.
-    pub(super) fn is_dead(&self) -> bool {
+    pub(crate) fn is_dead(&self) -> bool {
         self.who.as_ref().is_some_and(|who| who.process.is_dead())
     }
 
@@ -333,7 +333,7 @@ impl Log {
     /// What it has learnt.
     ///
     /// Errors: `IO` if that is not what it wrote; what the system says.
-    pub(super) fn evidence(&self, folder: &Dir) -> Result<Vec<u8>> {
+    pub(crate) fn evidence(&self, folder: &Dir) -> Result<Vec<u8>> {
         let name = format!("{EVIDENCE}{}", self.nonce);
         let found = folder.read_small(&name, MAX_EVIDENCE).at(&folder.join(&name), "cannot read")?;
         let wanted = self.evidence.map(blake3::Hash::from_bytes);
@@ -349,7 +349,7 @@ impl Log {
 /// Who a member is, and whether it has done all of its part, as the two ends of its journal tell.
 ///
 /// Errors: what the system says.
-pub(super) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
+pub(crate) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
     let mut who = None;
     let end = Journal::glance(folder, name, &mut |record| {
         if let Some((&WHO, rest)) = record.split_first() {
@@ -361,13 +361,13 @@ pub(super) fn glance(folder: &Dir, name: &str) -> Result<(Option<Who>, bool)> {
 
 /// Watches journals for signs of life.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     lengths: HashMap<String, u64>,
 }
 
 impl Watch {
     /// True if the journal of a member has changed since the look before.
-    pub(super) fn moves(&mut self, folder: &Dir, nonce: &str) -> bool {
+    pub(crate) fn moves(&mut self, folder: &Dir, nonce: &str) -> bool {
         // Opened anew each time: a file server's client tells the length then.
         let name = format!("{MEMBER}{nonce}");
         let length = folder.read_only(&name).and_then(|file| Ok(file.metadata()?.len())).unwrap_or(0);
@@ -379,7 +379,7 @@ impl Watch {
 /// Copies a data file to a file of its own, so that descriptors of the old one reach nothing that is published.
 ///
 /// Errors: what the system says.
-pub(super) fn renew(folder: &Dir, name: &OsStr) -> Result<()> {
+pub(crate) fn renew(folder: &Dir, name: &OsStr) -> Result<()> {
     let path = folder.join(name);
     let mut fresh = name.to_os_string();
     fresh.push(".fastshard-new");

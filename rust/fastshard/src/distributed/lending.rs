@@ -31,14 +31,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::clock::{Clock, Watched};
-use super::disk::{At, Dir};
-use super::journal::Journal;
+use super::elsewhere::{time_of, Elsewhere, Lender, Standing};
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
 use crate::error::{without_panic, Error, Finding, Result};
+use crate::publish::clock::{Clock, Watched};
+use crate::publish::disk::{At, Dir};
+use crate::publish::journal::Journal;
 use crate::steps::{self, Step};
-use crate::storage::elsewhere::{time_of, Elsewhere, Lender, Standing};
 use own::Owner;
 use ranges::Ranges;
 
@@ -50,7 +50,7 @@ const GIVEN: u8 = 4;
 const ROOT: u8 = 5;
 
 /// Files of this lending, for whoever takes away what ranks have left.
-pub(super) const PREFIX: &str = "lent-";
+pub(crate) const PREFIX: &str = "lent-";
 
 /// Half of what is asked for of a file's beginning, where its header lies.
 const HEAD: u64 = 8 << 10;
@@ -224,7 +224,7 @@ fn bytes_of(nonce: &str) -> String {
 }
 
 /// True for the name of a file that a rank lends by.
-pub(super) fn is_ours(name: &str) -> bool {
+pub(crate) fn is_ours(name: &str) -> bool {
     name.starts_with(PREFIX) && (name.ends_with(".journal") || name.ends_with(".bytes"))
 }
 
@@ -292,7 +292,7 @@ impl Lending {
             own: Vec::new(),
             standing: None,
         };
-        let host = super::process::Process::own().host;
+        let host = crate::publish::process::Process::own().host;
         roots.iter_mut().for_each(Root::name);
         let told = Told { host, roots };
         let (owner, listed) = Owner::begin(&shared, &told, files)?;

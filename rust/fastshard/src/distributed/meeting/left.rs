@@ -7,12 +7,12 @@ use std::path::Path;
 
 use super::table::{Card, MAX_CARD};
 use super::LOOK;
+use crate::distributed::lending;
 use crate::error::Result;
 use crate::publish::clock::{Patience, Watched};
 use crate::publish::disk::{At, Dir};
 use crate::publish::folder::{check_owner, entries};
 use crate::publish::gc::{Fate, Leaving};
-use crate::publish::lending;
 use crate::publish::place::Place;
 
 /// True for the name of a card, or of what belongs to one.
@@ -47,7 +47,7 @@ pub(super) fn remove_if_dead(base: &Dir, name: &OsStr, folder: &Dir) {
 }
 
 /// Takes away the cards of ranks that are gone, and the folder if none is left.
-pub(in crate::publish) fn collect(
+pub(crate) fn collect(
     place: &Place,
     patience: &Patience,
     dry: bool,

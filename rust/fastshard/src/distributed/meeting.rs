@@ -26,18 +26,18 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::clock::{Clock, Watched};
-use super::disk::{self, At};
-use super::folder::{check_owner, entries};
-use super::mounts;
-use super::place::Place;
-use super::process::Process;
-use super::shared::nonce;
+use super::rounds::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::publish::clock::{Clock, Watched};
+use crate::publish::disk::{self, At};
+use crate::publish::folder::{check_owner, entries};
+use crate::publish::mounts;
+use crate::publish::place::Place;
+use crate::publish::process::Process;
 use crate::steps::{self, Step};
 
-pub(super) use left::collect;
+pub(crate) use left::collect;
 pub use left::forget_dead;
 use left::{is_ours, remove_if_dead};
 use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};

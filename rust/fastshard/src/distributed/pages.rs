@@ -1,6 +1,6 @@
 //! Pages of data files that several parts write to.
 
-use crate::engine::Share;
+use super::share::Share;
 use crate::plan::Plan;
 
 /// The largest page that a client of a network filesystem may write as a whole, in bytes.
@@ -71,8 +71,8 @@ impl Pages {
 
 #[cfg(test)]
 mod tests {
+    use super::super::share::{all_tiles, divide};
     use super::*;
-    use crate::engine::{all_tiles, divide};
     use crate::plan::{Fill, Form, OutFile, Output};
     use crate::tensor::Dtype;
     use proptest::prelude::*;

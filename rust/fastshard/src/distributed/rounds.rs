@@ -47,21 +47,21 @@ use std::time::Duration;
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
-use super::clock::{Clock, Patience, Watched};
-use super::disk::{self, At, Dir};
-use super::file::OutFile;
-use super::folder::{check_owner, entries, is_data, MAX_OWN};
 use super::member::{self, Log, Member, Watch, Who, EVIDENCE, MEMBER};
-use super::mounts;
-use super::others;
-use super::place::Place;
-use super::process::Process;
-use super::seal::Seal;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::publish::clock::{Clock, Patience, Watched};
+use crate::publish::disk::{self, At, Dir};
+use crate::publish::file::OutFile;
+use crate::publish::folder::{check_owner, entries, is_data, MAX_OWN};
+use crate::publish::mounts;
+use crate::publish::others;
+use crate::publish::place::Place;
+use crate::publish::process::Process;
+use crate::publish::seal::Seal;
 
 const RUN: &str = "run.json";
-pub(super) const STATE: &str = "state";
+pub(crate) const STATE: &str = "state";
 const CLAIM: &str = "claim-";
 const ROUND: &str = "round-";
 /// Bytes of `state`: written in place, so that who has it open sees it too.
@@ -76,13 +76,13 @@ const LOOK: Duration = Duration::from_millis(50);
 const TIMES: usize = 100;
 
 /// True for the name of a file that only a shared run has.
-pub(super) fn is_bookkeeping(name: &str) -> bool {
+pub(crate) fn is_bookkeeping(name: &str) -> bool {
     [RUN, "run.json.new", STATE].contains(&name)
         || [CLAIM, ROUND, MEMBER, EVIDENCE].iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Something that nobody else will think of: 32 hex digits.
-pub(super) fn nonce() -> String {
+pub(crate) fn nonce() -> String {
     let random = || std::collections::hash_map::RandomState::new().build_hasher().finish();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let text = format!("{}:{}:{:?}:{}", random(), random(), now, Process::own().told());
@@ -127,7 +127,7 @@ pub struct Claimed {
     /// Its nonce.
     pub nonce: String,
     /// The folder's entry that holds the files.
-    pub(super) data: String,
+    pub(crate) data: String,
     /// All journals, as they were after it began.
     pub logs: Vec<Log>,
     /// Files that somebody may still have open, which have been copied: what is said of them has to be looked at.
@@ -137,7 +137,7 @@ pub struct Claimed {
 /// The staging folder of a shared run.
 #[derive(Debug)]
 pub struct Shared {
-    pub(super) folder: Dir,
+    pub(crate) folder: Dir,
     /// What is made.
     pub run: RunDocument,
 }
@@ -153,14 +153,14 @@ pub enum Joined {
 
 impl Shared {
     /// Writes down what is made, in a staging folder that this process holds.
-    pub(super) fn begin(folder: &Dir, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
+    pub(crate) fn begin(folder: &Dir, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
         let run = RunDocument { nonce: nonce(), files, work };
         folder.write_whole(RUN, &serde_json::to_vec(&run).expect("plain data"), true)?;
         Ok(Shared { folder: folder.again().at(folder.path(), "cannot open")?, run })
     }
 
     /// The shared run in a staging folder, if it is one.
-    pub(super) fn find(folder: &Dir) -> Result<Option<Shared>> {
+    pub(crate) fn find(folder: &Dir) -> Result<Option<Shared>> {
         let path = folder.join(RUN);
         let Some(bytes) = folder.read_small(RUN, MAX_OWN).at(&path, "cannot read")? else { return Ok(None) };
         let run = serde_json::from_slice(&bytes).map_err(|e| unreadable(&path, &e))?;
@@ -399,7 +399,7 @@ impl Shared {
     }
 
     /// True unless another process has begun the last round: then the folder is not this process's to remove.
-    pub(super) fn is_own(&self) -> Result<bool> {
+    pub(crate) fn is_own(&self) -> Result<bool> {
         let number = self.claims()?;
         let name = format!("{CLAIM}{number}");
         let bytes = self.folder.read_small(&name, MAX_OWN).at(&self.folder.join(&name), "cannot read")?;
@@ -422,7 +422,7 @@ impl Shared {
     /// True if the last round has another directory than `data`: what was sealed there was overtaken.
     ///
     /// Errors: what the system says.
-    pub(super) fn is_overtaken(&self, data: &str) -> Result<bool> {
+    pub(crate) fn is_overtaken(&self, data: &str) -> Result<bool> {
         let name = format!("{CLAIM}{}", self.claims()?);
         let bytes = self.folder.read_small(&name, MAX_OWN).at(&self.folder.join(&name), "cannot read")?;
         let claim = bytes.and_then(|bytes| serde_json::from_slice::<Claim>(&bytes).ok());

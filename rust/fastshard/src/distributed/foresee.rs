@@ -8,14 +8,15 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use super::checksums::Checksums;
-use super::gather::Sources;
+use super::elsewhere::Rehearsal;
+use super::share::Share;
 use super::share::{reaches, Reach};
-use super::tile::{self, Twins, Workspace};
-use super::{blobs_of, Control, Share};
+use crate::engine::checksums::Checksums;
+use crate::engine::gather::Sources;
+use crate::engine::tile::{self, Twins, Workspace};
+use crate::engine::{blobs_of, Control};
 use crate::error::Result;
 use crate::plan::Plan;
-use crate::storage::elsewhere::Rehearsal;
 use crate::storage::SourceFile;
 
 /// Bytes of a tile that are rehearsed at a time.

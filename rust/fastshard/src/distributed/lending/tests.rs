@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use super::*;
-use crate::publish::meeting::About;
+use crate::distributed::meeting::About;
 use crate::storage::SourceFile;
 
 /// Two ranks, each with one file; what each reads of the other.
@@ -154,17 +154,17 @@ fn any_range_is_what_the_owner_has() {
 fn files_alone_can_be_filled() {
     let bytes = 200 << 10;
     let two = Two::new(bytes);
-    crate::storage::elsewhere::bring(&two.stub(), 0, 100).unwrap();
+    crate::distributed::elsewhere::bring(&two.stub(), 0, 100).unwrap();
     let held = std::fs::read(two.stub()).unwrap();
     assert_eq!((held.len(), &held[..100]), (bytes, &content(1, bytes)[..100]));
     assert!(held[100..].iter().all(|byte| *byte == 0));
-    crate::storage::elsewhere::bring(&two.stub(), 5000, 6000).unwrap();
-    crate::storage::elsewhere::let_go(&two.stub(), 5100, 5900).unwrap();
+    crate::distributed::elsewhere::bring(&two.stub(), 5000, 6000).unwrap();
+    crate::distributed::elsewhere::let_go(&two.stub(), 5100, 5900).unwrap();
     let held = std::fs::read(two.stub()).unwrap();
     assert_eq!((held.len(), &held[5000..5100]), (bytes, &content(1, bytes)[5000..5100]));
     assert_eq!(held[5900..6000], content(1, bytes)[5900..6000]);
     assert!(held[5100..5900].iter().chain(&held[6000..]).all(|byte| *byte == 0));
-    crate::storage::elsewhere::bring(&two.stub(), 0, u64::MAX).unwrap();
+    crate::distributed::elsewhere::bring(&two.stub(), 0, u64::MAX).unwrap();
     assert_eq!(std::fs::read(two.stub()).unwrap(), content(1, bytes));
     let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
     assert_eq!(std::fs::metadata(two.stub()).unwrap().modified().unwrap(), mtime);
@@ -266,14 +266,14 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
     // For longer than anybody may be silent: its owner lives.
     (0..50).for_each(|_| two.step(&clock));
     waits("its owner lives");
-    crate::storage::elsewhere::interrupt(two.by[1]);
+    crate::distributed::elsewhere::interrupt(two.by[1]);
     waits("another run was stopped");
-    crate::storage::elsewhere::interrupt(two.by[0]);
+    crate::distributed::elsewhere::interrupt(two.by[0]);
     assert_eq!(heard.recv_timeout(HANG).unwrap(), codes::INTERRUPTED);
     let file = reading.join().unwrap();
     two.ranks[0].1.take().unwrap();
     assert!(file.read_at(300_000, &mut [0; 10]).is_err());
-    assert!(!crate::storage::elsewhere::is_elsewhere(&stub));
+    assert!(!crate::distributed::elsewhere::is_elsewhere(&stub));
 }
 
 #[test]

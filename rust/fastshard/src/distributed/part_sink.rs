@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::member::Member;
 use super::pages::Pages;
-use super::records::{self, Claims};
-use super::sink::{JOURNAL_EVERY, WRITEBACK_EVERY};
-use crate::engine::{Share, Sink, TileDone};
+use super::share::Share;
+use crate::engine::{Sink, TileDone};
 use crate::error::Result;
 use crate::plan::Plan;
-use crate::publish::{Member, OutFile};
+use crate::publish::OutFile;
+use crate::write::records::{self, Claims};
+use crate::write::sink::{JOURNAL_EVERY, WRITEBACK_EVERY};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

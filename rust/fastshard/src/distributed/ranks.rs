@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::shared::{self, Begun};
-use super::{document, go_on, is_running, resumable, roll_forward, Options, Roots};
+use super::meeting::{Meeting, Opened, Pauses, Seen};
+use super::parts::{self, Begun};
+use super::rounds::{Round, Shared};
 use crate::codes;
 use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
-use crate::publish::meeting::{Meeting, Opened, Pauses, Seen};
-use crate::publish::shared::Shared;
 use crate::publish::{self, Staging};
 use crate::storage::SourceFile;
+use crate::write::{document, go_on, is_running, resumable, roll_forward, Options, Roots};
 
 /// Time between two looks at what the others do.
 const LOOK: Duration = Duration::from_millis(100);
@@ -23,7 +23,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Writes and publishes a plan's result together with the other ranks of `meeting`, which hold the same plan.
 ///
 /// # Errors
-/// As [`super::write`], here and for what another rank stopped for; `FS523` if one is gone; `FS524` if ranks hold
+/// As [`crate::write::write`], here and for what another rank stopped for; `FS523` if one is gone; `FS524` if ranks hold
 /// different plans.
 #[allow(clippy::too_many_arguments)]
 pub fn write_together(
@@ -42,7 +42,7 @@ pub fn write_together(
         _ => run.follow(),
     });
     let done = done.or_else(|error| match run.nonce.get() {
-        Some(nonce) => shared::unless_published(out, nonce, error),
+        Some(nonce) => parts::unless_published(out, nonce, error),
         None => Err(error),
     });
     match &done {
@@ -83,7 +83,7 @@ impl Together<'_> {
             return Ok(done);
         }
         let Begun { staging, shared, round, findings, .. } =
-            shared::begin(plan, files, roots, out, options, parts, about, control)?;
+            parts::begin(plan, files, roots, out, options, parts, about, control)?;
         let _ = self.nonce.set(shared.run.nonce.clone());
         let Some(round) = round else {
             // It was sealed since that was asked.
@@ -103,7 +103,7 @@ impl Together<'_> {
             let mut pauses = Pauses::new(meeting.clock(), LOOK);
             loop {
                 go_on(control)?;
-                let missing = shared::missing_parts(&shared, &round)?;
+                let missing = parts::missing_parts(&shared, &round)?;
                 if missing.is_empty() {
                     return Ok(());
                 }
@@ -112,7 +112,7 @@ impl Together<'_> {
             }
         };
         made().map_err(|error| resumable(error, &folder))?;
-        shared::conclude(plan, files, staging, &shared, options, findings, control)
+        parts::conclude(plan, files, staging, &shared, options, findings, control)
     }
 
     /// Publishes what an earlier run has completed, or ends its clean-up, which may have lost all that told of parts.
@@ -162,7 +162,7 @@ impl Together<'_> {
     }
 
     /// Makes a part, and stops if another rank does.
-    fn part(&self, shared: &Shared, round: &crate::publish::shared::Round, part: u32) -> Result<()> {
+    fn part(&self, shared: &Shared, round: &Round, part: u32) -> Result<()> {
         let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
         let ended = AtomicBool::new(false);
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
@@ -178,7 +178,7 @@ impl Together<'_> {
                     pauses.sleep();
                 }
             });
-            let made = shared::make_part(plan, files, roots, out, shared, round, part, options, control);
+            let made = parts::make_part(plan, files, roots, out, shared, round, part, options, control);
             ended.store(true, Ordering::Relaxed);
             made
         });

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::shared::{self, Begun};
-use super::{document, write, Options};
+use super::parts::{self, Begun};
+use super::rounds::Shared;
 use crate::catalog::Catalog;
 use crate::draft::Placement;
 use crate::engine::Control;
@@ -16,9 +16,9 @@ use crate::error::Result;
 use crate::plan::Plan;
 use crate::publish;
 use crate::publish::fault::{arm, disarm, Fault};
-use crate::publish::shared::Shared;
 use crate::request;
 use crate::storage::SourceFile;
+use crate::write::{document, write, Options};
 
 const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n";
 
@@ -90,7 +90,7 @@ impl Case {
 
     fn begin(&self, overwrite: bool) -> Result<Begun> {
         let (options, roots) = (self.options(overwrite, false), [self.dir.path().join("in")]);
-        shared::begin(
+        parts::begin(
             &self.plan,
             &self.files,
             &roots,
@@ -107,14 +107,14 @@ impl Case {
         let round = shared.round()?.expect("a round");
         let (options, roots) = (self.options(false, false), [self.dir.path().join("in")]);
         let (out, control) = (self.out(), Control::default());
-        shared::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, &control)
+        parts::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, &control)
             .map(drop)
     }
 
     fn conclude(&self, begun: Begun, overwrite: bool) -> Result<()> {
         let options = self.options(overwrite, true);
         let Begun { staging, shared, .. } = begun;
-        shared::conclude(&self.plan, &self.files, staging, &shared, &options, Vec::new(), &Control::default())
+        parts::conclude(&self.plan, &self.files, staging, &shared, &options, Vec::new(), &Control::default())
             .map(drop)
     }
 

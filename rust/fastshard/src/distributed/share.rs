@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{budget, release, Options};
+use crate::engine::{self, budget, release, Options};
 use crate::error::Result;
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 use crate::storage::SourceFile;
@@ -36,7 +36,7 @@ impl From<TileRun> for (u32, u64, u64) {
 
 impl TileRun {
     /// How many bytes it makes.
-    pub(super) fn bytes(&self, plan: &Plan, sizes: &[u64]) -> u64 {
+    pub(crate) fn bytes(&self, plan: &Plan, sizes: &[u64]) -> u64 {
         let output = self.output as usize;
         let (lo, hi) = self.span(sizes[output], plan.outputs[output].nbytes());
         hi - lo
@@ -74,7 +74,7 @@ pub fn tiling(plan: &Plan, options: &Options) -> Result<Vec<u64>> {
 
 /// All tiles of a plan in the order in which they are made, without the outputs that `left_out` names.
 pub fn all_tiles(plan: &Plan, sizes: &[u64], left_out: &dyn Fn(usize) -> bool) -> Vec<TileRun> {
-    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| super::blobs_of(plan, o)).collect();
+    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| engine::blobs_of(plan, o)).collect();
     let whole = |output: usize| TileRun {
         output: output as u32,
         first: 0,
@@ -177,7 +177,7 @@ pub fn divide_near(
         }
     }
     for (pad, region) in (0u32..).zip(&plan.pads) {
-        let blob = super::shards::first_blob(&plan.stored[region.stored as usize]);
+        let blob = engine::shards::first_blob(&plan.stored[region.stored as usize]);
         let pads = &mut shares[blob.map_or(0, rank_of)].pads;
         match pads.last_mut() {
             Some(last) if last.1 == pad => last.1 += 1,
@@ -188,21 +188,21 @@ pub fn divide_near(
 }
 
 /// Bytes of an output that are made of a blob, and the range in which they lie.
-pub(super) struct Reach {
-    pub(super) blob: u32,
+pub(crate) struct Reach {
+    pub(crate) blob: u32,
     lo: u64,
     hi: u64,
     bytes: u64,
 }
 
 impl Reach {
-    pub(super) fn meets(&self, lo: u64, hi: u64) -> bool {
+    pub(crate) fn meets(&self, lo: u64, hi: u64) -> bool {
         self.lo < hi && self.hi > lo
     }
 }
 
 /// Which bytes of an output are made of which blobs, as far as can be told without reading.
-pub(super) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
+pub(crate) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
     let mut found = Vec::new();
     for part in output.parts.iter().filter(|part| part.volume() > 0) {
         for &source in &part.sources {

@@ -112,7 +112,7 @@ pub fn name(folder: &Path) -> Option<String> {
 ///
 /// # Errors
 /// If it stands for something that nobody gives any more.
-pub(super) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
+pub(crate) fn find(path: &Path) -> Result<Option<Arc<dyn Elsewhere>>> {
     let Some((real, lender)) = lender(path) else { return Ok(None) };
     let file = lender.upgrade().and_then(|lender| lender.file(&real));
     file.map(Some)

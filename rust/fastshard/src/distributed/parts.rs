@@ -1,5 +1,5 @@
 //! One run by several processes: begun by one, its parts made by any, concluded by one. The protocol between them is
-//! that of [`crate::publish::shared`]; what the parts hold is put together as if one process had made all.
+//! that of [`super::rounds`]; what the parts hold is put together as if one process had made all.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,22 +7,26 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::foresee::foresee;
+use super::member::{Edge, Log, Member, Who};
 use super::pages::Pages;
-use super::part::PartSink;
-use super::records::{self, Claims, Told};
-use super::{
-    document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options, Roots,
-};
+use super::part_sink::PartSink;
+use super::rounds::{Claimed, Joined, Round, Shared};
+use super::share::{self, Share, TileRun};
 use crate::codes;
-use crate::engine::{self, Control, Evidence, Share, TileRun};
+use crate::engine::{self, Control, Evidence};
 use crate::error::{Error, Finding, Result};
 use crate::hash::TileHasher;
 use crate::manifest::{Maker, Manifest, Provenance, MANIFEST_NAME};
 use crate::plan::{Form, Plan};
 use crate::publish::clock::{Clock, Patience};
-use crate::publish::shared::{Claimed, Joined, Round, Shared};
-use crate::publish::{self, Log, Member, Space, Staging};
+use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
+use crate::write::records::{self, Claims, Told};
+use crate::write::{
+    self, document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options,
+    Roots,
+};
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
@@ -100,7 +104,7 @@ pub struct Begun {
 /// the options to show a sign of life.
 ///
 /// # Errors
-/// As [`super::write`]; `FS509` if processes are at work on the run; `FS515` if it would not be brought to disk.
+/// As [`crate::write::write`]; `FS509` if processes are at work on the run; `FS515` if it would not be brought to disk.
 #[allow(clippy::too_many_arguments)]
 pub fn begin(
     plan: &Plan,
@@ -179,7 +183,7 @@ fn prepare(
             shared
         }
         None => {
-            let mut sizes = engine::tiling(plan, &engine_options(plan, options, staging.folder()))?;
+            let mut sizes = share::tiling(plan, &engine_options(plan, options, staging.folder()))?;
             if options.near.is_some() {
                 sizes.iter_mut().for_each(|size| *size = (*size).min(NEAR_TILE));
             }
@@ -200,11 +204,11 @@ fn prepare(
     let mut adopted = earlier.adopted.clone();
     adopted.retain(|(nonce, _)| earlier.log(nonce).is_some_and(sound));
     let done: Vec<TileRun> = adopted.iter().flat_map(|(_, share)| share.tiles.iter().copied()).collect();
-    let all = engine::all_tiles(plan, &sizes, &|output| is_array(plan, output));
-    let left = engine::without(&all, &done);
+    let all = share::all_tiles(plan, &sizes, &|output| is_array(plan, output));
+    let left = share::without(&all, &done);
     let mut shares = match &options.near {
-        Some(ranks) => engine::divide_near(plan, files, &sizes, &left, ranks, parts),
-        None => engine::divide(plan, &sizes, &left, parts),
+        Some(ranks) => share::divide_near(plan, files, &sizes, &left, ranks, parts),
+        None => share::divide(plan, &sizes, &left, parts),
     };
     if !adopted.is_empty() {
         // Those who are adopted have looked at theirs; whoever concludes looks at the rest, which is little.
@@ -227,7 +231,7 @@ fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Res
     if alive.is_empty() {
         return Ok(());
     }
-    let who: Vec<String> = alive.iter().map(publish::Who::told).collect();
+    let who: Vec<String> = alive.iter().map(Who::told).collect();
     Err(Finding::new(codes::LOCKED, "processes are at work on this run")
         .file(shared.path())
         .expected("none", who.join(", "))
@@ -347,7 +351,7 @@ fn spot_check(plan: &Plan, shared: &Shared, claimed: &Claimed, log: &Log, sizes:
         let about = &plan.outputs[output];
         let (start, end) = (tile.index * tile.size, ((tile.index + 1) * tile.size).min(about.nbytes()));
         let (lo, hi) = (about.offset + start, about.offset + end);
-        let is_edge = |e: &publish::Edge| e.file == about.file && e.offset < hi && e.end() > lo;
+        let is_edge = |e: &Edge| e.file == about.file && e.offset < hi && e.end() > lo;
         if start >= end || log.edges.iter().any(is_edge) {
             continue;
         }
@@ -387,7 +391,7 @@ pub enum Made {
 /// Makes a part of a round. A process that had begun it is replaced if nothing was heard of it for the options' `patience`.
 ///
 /// # Errors
-/// As [`super::write`]; `FS509` if another process makes this part, or if the round is over.
+/// As [`crate::write::write`]; `FS509` if another process makes this part, or if the round is over.
 #[allow(clippy::too_many_arguments)]
 pub fn make_part(
     plan: &Plan,
@@ -430,7 +434,7 @@ pub fn make_part(
     let sparse = options.sparse && is_fresh;
     let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse);
     let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
-    let made = engine::foresee(plan, files, &sizes, share, control)
+    let made = foresee(plan, files, &sizes, share, control)
         .and_then(|()| engine::work(plan, files, &sink, &engine_options, &sizes, share, control))
         .and_then(|evidence| {
             files.iter().try_for_each(|f| f.unchanged())?;
@@ -462,18 +466,18 @@ pub fn missing_parts(shared: &Shared, round: &Round) -> Result<Vec<u32>> {
 }
 
 /// What others have made, for the one that concludes the run.
-pub(super) struct Prior {
+pub(crate) struct Prior {
     logs: Vec<Log>,
     adopted: BTreeSet<String>,
-    pub(super) evidence: Vec<Evidence>,
-    pub(super) sizes: Vec<u64>,
+    pub(crate) evidence: Vec<Evidence>,
+    pub(crate) sizes: Vec<u64>,
     /// Files to which nothing is to be written any more.
-    pub(super) complete: Vec<bool>,
-    pub(super) provenance: Provenance,
+    pub(crate) complete: Vec<bool>,
+    pub(crate) provenance: Provenance,
 }
 
 impl Prior {
-    pub(super) fn told(&self) -> Vec<Told<'_>> {
+    pub(crate) fn told(&self) -> Vec<Told<'_>> {
         let told = |log| -> Told<'_> {
             let log: &Log = log;
             Told { journal: &log.journal, adopted: self.adopted.contains(&log.nonce) }
@@ -485,7 +489,7 @@ impl Prior {
 /// Concludes a run whose parts are all made: judges what they have learnt, makes what is left, and publishes.
 ///
 /// # Errors
-/// As [`super::write`]; `FS523` if a part is missing.
+/// As [`crate::write::write`]; `FS523` if a part is missing.
 pub fn conclude(
     plan: &Plan,
     files: &[Arc<SourceFile>],
@@ -498,23 +502,23 @@ pub fn conclude(
     let mut staging = staging;
     let gathered = gather(plan, &mut staging, shared, &options.patience.clock).and_then(|prior| {
         // What nobody had a part of: stores of arrays.
-        let tiles = engine::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
-        engine::foresee(plan, files, &prior.sizes, &Share { tiles, pads: Vec::new() }, control)?;
+        let tiles = share::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
+        foresee(plan, files, &prior.sizes, &Share { tiles, pads: Vec::new() }, control)?;
         Ok(prior)
     });
     let prior = match gathered {
         Ok(prior) => prior,
         Err(error) => return Err(resumable(error, staging.folder())),
     };
-    super::complete(plan, files, staging, options, Some(&prior), findings, control)
+    write::complete(plan, files, staging, options, Some(&prior), findings, control)
 }
 
 /// Goes on with a run of several processes as its only one: makes what is left of it, and publishes.
 ///
 /// # Errors
-/// As [`super::write`].
+/// As [`crate::write::write`].
 #[allow(clippy::too_many_arguments)]
-pub(super) fn go_on_alone(
+pub(crate) fn go_on_alone(
     plan: &Plan,
     files: &[Arc<SourceFile>],
     roots: &Roots,
@@ -557,7 +561,7 @@ pub fn commit(
 
 /// An error of this process, unless others have published the run called `nonce` without it: it was away, and was
 /// given up, or they were faster.
-pub(super) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
+pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
     let ours = |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|made| made.run == nonce);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) if !error.is_interrupt() && !error.is_after_publishing() && ours(&manifest) => {
@@ -582,7 +586,7 @@ fn commit_found(
     let staging = Staging::begin(out, &run, &document(plan), &publish)?;
     let findings = staging.left_beside(plan.version);
     if staging.sealed() {
-        return super::roll_forward(staging, plan, out, findings, control);
+        return write::roll_forward(staging, plan, out, findings, control);
     }
     if staging.shared()?.is_none_or(|now| now.run.nonce != shared.run.nonce) {
         // Another process has published it since it was looked at, and what is here now was made just now.
