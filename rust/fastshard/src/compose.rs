@@ -18,7 +18,7 @@ use crate::layout::cuts::{self, Cuts};
 use crate::layout::expr::{extent_in, in_set, Extents};
 use crate::layout::resolve::{AtomBox, Lowering, Outside, Registry, Resolved, Stored, Unit};
 use crate::layout::sets::{Positions, Sets};
-use crate::layout::table::Table;
+use crate::layout::table::{stored_name, Entry, Table};
 use crate::plan::{Output, PadRegion};
 use crate::tensor::Dtype;
 
@@ -69,6 +69,7 @@ pub struct Drafted {
 }
 
 /// Outputs and what was found on the way.
+#[derive(Default)]
 pub struct Composed {
     /// Outputs of every rank of the target.
     pub outputs: Vec<Drafted>,
@@ -119,162 +120,203 @@ fn target_sets(source: &Source, target: &Target, table: &Table, extents: &mut Ex
     sets
 }
 
+/// The extents of the target: the source's, those that the target states, and the padding of its vocabulary.
+fn target_extents(source: &Source, target: &Target, table: &Table) -> Extents {
+    let mut extents = source.resolved.extents.clone();
+    extents.extend(target.outside.known.extents.iter().map(|(k, v)| (k.clone(), *v)));
+    let vocab = table.vocab.as_ref();
+    let Some((vocab, real)) = vocab.and_then(|vocab| Some((vocab, *extents.get(vocab)?))) else {
+        return extents;
+    };
+    let padded = target.pad_multiple.map_or(real, |multiple| real.next_multiple_of(multiple.max(1)));
+    let stored = table.entries.iter().filter_map(|entry| Some(stored_name(entry.shape.as_ref()?, vocab)));
+    extents.extend(stored.filter(|stored| stored != vocab).map(|stored| (stored, padded)));
+    extents
+}
+
 /// Composes source and target.
 pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Composed {
     let kept = target.table.and_then(|table| table.keeping(source.table.entries.iter()));
     let table = kept.as_ref().or(target.table).unwrap_or(source.table);
-    let refused = |findings| Composed {
-        outputs: Vec::new(),
-        pads: Vec::new(),
-        copies: Vec::new(),
-        lost: BTreeSet::new(),
-        findings,
-    };
-    let findings = too_many_positions(source.table, &source.resolved.extents);
-    if !findings.is_empty() {
-        return refused(findings);
+    let absurd = too_many_positions(source.table, &source.resolved.extents);
+    if !absurd.is_empty() {
+        return Composed { findings: absurd, ..Composed::default() };
     }
-    let (mut findings, mut lost) = completeness(source);
-
-    // Target extents: the source's, the real vocabulary, and what the target pads it to.
-    let mut extents = source.resolved.extents.clone();
-    extents.extend(target.outside.known.extents.iter().map(|(k, v)| (k.clone(), *v)));
-    if let Some(vocab) = &table.vocab {
-        if let Some(&real) = extents.get(vocab) {
-            let padded = match target.pad_multiple {
-                Some(multiple) => real.next_multiple_of(multiple.max(1)),
-                None => real,
-            };
-            for entry in &table.entries {
-                if let Some(shape) = &entry.shape {
-                    let stored = crate::layout::table::stored_name(shape, vocab);
-                    if stored != *vocab {
-                        extents.insert(stored, padded);
-                    }
-                }
-            }
-        }
-    }
+    let (mut findings, lost) = completeness(source);
+    let mut extents = target_extents(source, target, table);
     let sets = target_sets(source, target, table, &mut extents);
-    let merging = target.table.is_none();
     let absurd = too_many_positions(table, &extents);
     if !absurd.is_empty() {
         findings.extend(absurd);
-        return refused(findings);
+        return Composed { findings, ..Composed::default() };
     }
     let known = Known { extents: Extents::new(), degrees: target.outside.known.degrees.clone() };
     let boxed = if target.chunks { cuts::in_boxes(table, &extents, &known) } else { None };
     let table = boxed.as_ref().unwrap_or(table);
-    let (local, whole) =
-        (Local::new(table, &extents, &known), Local::new(table, &extents, &Known::default()));
+    let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
-
-    let wanted = if merging {
-        own_names(source)
-    } else {
-        table_names(target, table, (&extents, &sets), &known, &mut findings)
+    let wanted = match target.table {
+        None => own_names(source),
+        Some(_) => table_names(target, table, (&extents, &sets), &known, &mut findings),
     };
-
-    // Where something is wrong or missing already, what is left over or lacking is only its echo.
-    let judge = findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
-
-    let mut lowering = Lowering::new(table, &local, &sets);
+    let whole = Local::new(table, &extents, &Known::default());
+    let ranks = TargetRanks { target, table, extents: &extents, sets: &sets, local, whole };
+    let mut composed = Composed { findings, lost, ..Composed::default() };
+    let judge = composed.is_sound(source);
     // Registers the target's keys before ties are looked up.
-    let mut lowered: Vec<(Wanted, Vec<AtomBox>)> = Vec::with_capacity(wanted.len());
-    for want in wanted {
-        let unit = Unit { coords: want.coords.clone(), ..Unit::default() };
-        match lowering.boxes(registry, want.entry, &want.index, &unit, &extents) {
-            Ok(boxes) => lowered.push((want, boxes)),
-            // An axis that only it has is bound by no tensor: the source has none of its kind.
-            Err(_) if table.entries[want.entry].optional => {}
-            Err(message) => {
-                let entry = &table.entries[want.entry];
-                findings.push(
-                    Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", table.name))
+    let lowered = ranks.lower(wanted, registry, &mut composed.findings);
+    let index = Index::new(source, registry);
+    let builder = Builder { index, target, table, extents: &extents, registry, ledger: Ledger::default() };
+    let ledger = ranks.outputs(&lowered, builder, judge, &mut composed);
+    composed.account(source, &ranks, ledger);
+    composed
+}
+
+/// The target's ranks, whose outputs are made.
+struct TargetRanks<'a> {
+    target: &'a Target<'a>,
+    /// The source's own when merging.
+    table: &'a Table,
+    extents: &'a Extents,
+    sets: &'a Sets,
+    /// What one of them holds.
+    local: Local,
+    /// What all of them hold together.
+    whole: Local,
+}
+
+impl TargetRanks<'_> {
+    /// The boxes that each wanted tensor consists of.
+    fn lower(
+        &self,
+        wanted: Vec<Wanted>,
+        registry: &mut Registry,
+        findings: &mut Vec<Finding>,
+    ) -> Vec<(Wanted, Vec<AtomBox>)> {
+        let mut lowering = Lowering::new(self.table, &self.local, self.sets);
+        let mut lowered = Vec::with_capacity(wanted.len());
+        for want in wanted {
+            let unit = Unit { coords: want.coords.clone(), ..Unit::default() };
+            let entry = &self.table.entries[want.entry];
+            match lowering.boxes(registry, want.entry, &want.index, &unit, self.extents) {
+                Ok(boxes) => lowered.push((want, boxes)),
+                // An axis that only it has is bound by no tensor: the source has none of its kind.
+                Err(_) if entry.optional => {}
+                Err(message) => findings.push(
+                    Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", self.table.name))
                         .tensor(entry.name.text())
                         .help("give the model's config with --config"),
-                );
+                ),
             }
         }
+        lowered
     }
 
-    let registry: &Registry = registry;
-    let index = Index::new(source, registry);
-    let mut builder =
-        Builder { index, target, table, extents: &extents, registry, ledger: Ledger::default() };
-    let mut unmade = 0;
-    let mut outputs = Vec::with_capacity(lowered.len());
-    let mut cut: BTreeMap<usize, Option<Cuts>> = BTreeMap::new();
-    for (want, boxes) in &lowered {
-        let entry = &table.entries[want.entry];
-        let Some(shape) = &entry.shape else { continue };
-        let Some(name) = entry.name.format(&want.index, &extents, &sets, &want.choices) else { continue };
-        let present = boxes.iter().any(|b| !builder.index.candidates(b).is_empty());
-        // Of a parameter that the optimizer keeps nothing of there is no part: that others are lacking was found above.
-        if !present && (entry.optional || merging || !source.absent.is_empty()) {
-            continue;
-        }
-        let keep = (target.wanted)(&name);
-        let extents_of = |of: &Local| -> Vec<u64> {
-            let shape = shape.extents(&table.derived, of.of(&entry.class));
-            shape.into_iter().map(|n| n.unwrap_or(0)).collect()
-        };
-        match builder.output(want, name.clone(), extents_of(&local), boxes).map_err(|found| (name, found)) {
-            Ok(output) if keep => {
-                let cuts = cut.entry(want.entry).or_insert_with(|| {
-                    cuts::of(table, entry, whole.of(&entry.class), local.of(&entry.class))
-                });
-                let uncut = cuts.as_ref().is_some_and(|cuts| cuts.is_empty());
-                let whole = (!uncut).then(|| extents_of(&whole)).filter(|whole| *whole != output.shape);
-                outputs.push(Drafted { coords: want.coords.clone(), output, whole, cuts: cuts.clone() });
+    /// Makes the outputs, and says what they took of the source. Missing tensors are told of if `judge`: where something is
+    /// wrong already, they are only its echo.
+    fn outputs(
+        &self,
+        lowered: &[(Wanted, Vec<AtomBox>)],
+        mut builder: Builder,
+        judge: bool,
+        composed: &mut Composed,
+    ) -> Ledger {
+        let source = builder.index.source;
+        let may_lack = self.target.table.is_none() || !source.absent.is_empty();
+        let mut unmade = 0;
+        let mut cut: BTreeMap<usize, Option<Cuts>> = BTreeMap::new();
+        for (want, boxes) in lowered {
+            let entry = &self.table.entries[want.entry];
+            let Some(shape) = self.shape(entry, &self.local) else { continue };
+            let named = entry.name.format(&want.index, self.extents, self.sets, &want.choices);
+            let Some(name) = named else { continue };
+            let present = boxes.iter().any(|b| !builder.index.candidates(b).is_empty());
+            // Of a parameter that the optimizer keeps nothing of there is no part: that others are lacking was found above.
+            if !present && (entry.optional || may_lack) {
+                continue;
             }
-            Ok(_) => {}
-            Err((name, found)) if keep => {
-                lost.insert(name);
-                unmade += 1;
-                if unmade <= MAX_MISSING {
-                    findings.extend(found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR));
+            let keep = (self.target.wanted)(&name);
+            match builder.output(want, name.clone(), shape, boxes) {
+                Ok(output) if keep => {
+                    let cuts = cut.entry(want.entry).or_insert_with(|| {
+                        cuts::of(self.table, entry, self.whole.of(&entry.class), self.local.of(&entry.class))
+                    });
+                    composed.outputs.push(self.drafted(want, output, cuts.clone()));
+                }
+                Err(found) if keep => {
+                    composed.lost.insert(name);
+                    unmade += 1;
+                    if unmade <= MAX_MISSING {
+                        let told = found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR);
+                        composed.findings.extend(told);
+                    }
+                }
+                Ok(_) | Err(_) => {}
+            }
+        }
+        if unmade > MAX_MISSING && judge {
+            let more = unmade - MAX_MISSING;
+            let told = format!("and {more} more tensors like these");
+            composed.findings.push(Finding::new(codes::MISSING_TENSOR, told).count(more as u64));
+        }
+        builder.ledger
+    }
+
+    /// The shape of a rule's tensors, if the rule has one.
+    fn shape(&self, entry: &Entry, of: &Local) -> Option<Vec<u64>> {
+        let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
+        Some(extents.into_iter().map(|n| n.unwrap_or(0)).collect())
+    }
+
+    fn drafted(&self, want: &Wanted, output: Output, cuts: Option<Cuts>) -> Drafted {
+        let is_uncut = cuts.as_ref().is_some_and(|cuts| cuts.is_empty());
+        let whole = match is_uncut {
+            true => None,
+            false => self.shape(&self.table.entries[want.entry], &self.whole),
+        };
+        let whole = whole.filter(|whole| *whole != output.shape);
+        Drafted { coords: want.coords.clone(), output, whole, cuts }
+    }
+}
+
+impl Composed {
+    /// True if nothing is wrong so far.
+    fn is_sound(&self, source: &Source) -> bool {
+        self.findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error)
+    }
+
+    /// Accounts for all that the source holds: what no output took, and what should be zero.
+    fn account(&mut self, source: &Source, ranks: &TargetRanks, mut ledger: Ledger) {
+        // Where something is missing already, what is left over is only its echo.
+        let judge = self.is_sound(source);
+        for (i, instance) in source.resolved.instances.iter().enumerate() {
+            let stored = &source.stored[instance.tensor as usize];
+            for (b, held) in instance.boxes.iter().enumerate() {
+                let whole = volume(&held.lo, &held.hi);
+                let parts = ledger.used.get(&(i as u32, b as u32));
+                let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
+                // What is left out by name has no place, as was asked.
+                if taken < whole && judge && (ranks.target.wanted)(&stored.name) {
+                    let unit = &source.units[instance.unit as usize];
+                    self.findings.push(no_place(&ranks.table.name, whole - taken, &stored.name, unit));
+                }
+                if let Some((axis, lo, hi)) = held.pad {
+                    self.pads.push(pad_region(instance.tensor, held, axis, lo, hi));
                 }
             }
-            Err(_) => {}
         }
+        ledger.copies.sort_unstable();
+        ledger.copies.dedup();
+        self.copies = ledger.copies;
     }
-    if unmade > MAX_MISSING && judge {
-        let more = unmade - MAX_MISSING;
-        let told = format!("and {more} more tensors like these");
-        findings.push(Finding::new(codes::MISSING_TENSOR, told).count(more as u64));
-    }
-    let mut ledger = builder.ledger;
+}
 
-    let mut pads = Vec::new();
-    // Where something is missing already, what is left over is only its echo.
-    let judge_leftovers =
-        findings.iter().chain(&source.resolved.findings).all(|f| f.severity != Severity::Error);
-    for (i, instance) in source.resolved.instances.iter().enumerate() {
-        let stored = &source.stored[instance.tensor as usize];
-        for (b, held) in instance.boxes.iter().enumerate() {
-            let whole = volume(&held.lo, &held.hi);
-            let parts = ledger.used.get(&(i as u32, b as u32));
-            let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
-            // What is left out by name has no place, as was asked.
-            if taken < whole && judge_leftovers && (target.wanted)(&stored.name) {
-                let unit = &source.units[instance.unit as usize];
-                let mut finding = Finding::new(
-                    codes::UNKNOWN_TENSOR,
-                    format!("the target layout {} has no place for {} of its elements", table.name, whole - taken),
-                )
-                .file(&unit.file)
-                .tensor(&stored.name)
-                .help("choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)");
-                finding.rank = unit.rank.clone();
-                findings.push(finding);
-            }
-            if let Some((axis, lo, hi)) = held.pad {
-                pads.push(pad_region(instance.tensor, held, axis, lo, hi));
-            }
-        }
-    }
-    ledger.copies.sort_unstable();
-    ledger.copies.dedup();
-    Composed { outputs, pads, copies: ledger.copies, lost, findings }
+/// The finding for elements of a stored tensor that the target has no place for.
+fn no_place(layout: &str, elements: u64, tensor: &str, unit: &Unit) -> Finding {
+    let told = format!("the target layout {layout} has no place for {elements} of its elements");
+    let mut finding = Finding::new(codes::UNKNOWN_TENSOR, told).file(&unit.file).tensor(tensor).help(
+        "choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)",
+    );
+    finding.rank = unit.rank.clone();
+    finding
 }

@@ -9,156 +9,36 @@ use crate::codes;
 use crate::error::Finding;
 use crate::layout::names::{Membership, Pattern};
 use crate::layout::resolve::{partitions, Resolved};
-use crate::layout::table::Truth;
+use crate::layout::table::{Entry, Truth};
 
 /// Rank per parallel dimension.
 type Coords = BTreeMap<String, u64>;
 /// Position on each axis bound by the name.
 type Position = BTreeMap<String, u64>;
 
+/// A tensor that the layout calls for and no file has.
+struct Missing {
+    name: String,
+    position: Position,
+    /// Ranks that should hold it; empty where it is not divided.
+    coords: Coords,
+}
+
+/// Layers of which nothing is there, by axis and position, and how many tensors each should have.
+type LostLayers<'a> = BTreeMap<(&'a str, u64), u64>;
+
 /// What the source's own layout calls for and no file has: tensors absent in some layers or ranks, and their names.
 pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) {
-    let table = source.table;
-    let known = &source.outside.known;
-    let mut findings = Vec::new();
-    // (entry, position) -> ranks present
-    let mut present: HashMap<(usize, Vec<u64>), Vec<&Coords>> = HashMap::new();
-    for instance in &source.resolved.instances {
-        let at: Vec<u64> = instance.index.values().copied().collect();
-        present
-            .entry((instance.entry as usize, at))
-            .or_default()
-            .push(&source.units[instance.unit as usize].coords);
-    }
-    // A shape finding already says what is wrong with a tensor; it is not missing besides.
-    let mut excused: HashSet<&String> =
-        source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
-    // Nor is what could not be placed for want of an axis.
-    if source.resolved.findings.iter().any(|f| f.code == codes::UNBOUND_AXIS) {
-        excused.extend(source.stored.iter().map(|s| &s.name));
-    }
-
-    let mut missing: Vec<(String, Position, Coords)> = Vec::new();
-    for (e, entry) in table.entries.iter().enumerate() {
-        if entry.ignore.is_some() || entry.shape.is_none() || entry.generic && known.degrees.is_empty() {
-            continue;
-        }
-        let truth = entry.when.holds(&source.outside.facts);
-        if truth == Truth::Fails {
-            continue;
-        }
-        let resolved = source.resolved;
-        let Some(positions) = positions(entry, &resolved.extents, &resolved.sets) else { continue };
-        let anywhere = positions.iter().any(|p| present.contains_key(&(e, p.values().copied().collect())));
-        let alternative = !anywhere && covered_by_other(source, e);
-        if !anywhere && (entry.optional || alternative || truth != Truth::Holds) {
-            continue;
-        }
-        let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
-        let dimensions: Vec<&String> = table.shards[&entry.class]
-            .iter()
-            .filter(|(_, axes)| bound.is_empty() || !axes.iter().any(|a| bound.contains(&a)))
-            .map(|(d, _)| d)
-            .filter(|d| known.degree(d) > 1)
-            .collect();
-        let mut wanted: Vec<BTreeMap<String, u64>> = vec![BTreeMap::new()];
-        for d in dimensions {
-            wanted = wanted
-                .into_iter()
-                .flat_map(|c| {
-                    (0..known.degree(d)).map(move |r| {
-                        let mut c = c.clone();
-                        c.insert(d.clone(), r);
-                        c
-                    })
-                })
-                .collect();
-        }
-        let spared = LazyCell::new(|| {
-            let names = excused.iter().copied().chain(source.absent);
-            named_by(&entry.name, names, resolved)
-        });
-        for position in positions {
-            let key = (e, position.values().copied().collect::<Vec<u64>>());
-            let here = present.get(&key);
-            for coords in &wanted {
-                let found = here.is_some_and(|all| {
-                    all.iter().any(|c| coords.iter().all(|(d, r)| c.get(d).copied().unwrap_or(0) == *r))
-                });
-                if !found && !spared.contains(&key.1) {
-                    if let Some(name) = entry.name.format(&position, &resolved.extents, &resolved.sets, &[]) {
-                        missing.push((name, position.clone(), coords.clone()));
-                    }
-                }
-            }
-        }
-    }
-
+    let missing = missing(source);
     // Whole tensors are of no rank and of no node.
     let ranked = source.units.iter().any(|unit| !unit.coords.is_empty());
-    // A layer of which nothing is there is one finding.
-    let mut layers: BTreeMap<(&str, u64), u64> = BTreeMap::new();
-    for (axis, at) in missing.iter().flat_map(|(_, position, _)| position) {
-        *layers.entry((axis, *at)).or_default() += 1;
-    }
-    let held: HashSet<(&str, u64)> =
-        source.resolved.instances.iter().flat_map(|i| &i.index).map(|(a, n)| (a.as_str(), *n)).collect();
-    layers.retain(|layer, _| !held.contains(layer));
-    for (&(axis, at), count) in layers.iter().take(MAX_MISSING) {
-        let n = source.resolved.extents.get(axis).copied().unwrap_or(0);
-        let there = if n <= 128 {
-            let each = (0..n).map(|i| if held.contains(&(axis, i)) { i.to_string() } else { "_".into() });
-            each.collect::<Vec<_>>().join(",")
-        } else {
-            format!("{n} positions")
-        };
-        findings.push(
-            Finding::new(
-                codes::MISSING_LAYER,
-                format!("position {at} on axis {axis}: none of its {count} tensors is there"),
-            )
-            .axis(axis)
-            .layers(at, at)
-            .count(*count)
-            .expected(format!("{axis} 0..{n}"), there)
-            .help(if ranked {
-                "copy the files of this layer from the pipeline stage that owned it"
-            } else {
-                "copy the files of this layer from where the checkpoint was saved"
-            }),
-        );
-    }
-    let gone = |position: &BTreeMap<String, u64>| {
-        position.iter().any(|(a, n)| layers.contains_key(&(a.as_str(), *n)))
-    };
-    let mut single: Vec<_> = missing.iter().filter(|(_, position, _)| !gone(position)).collect();
+    let (layers, mut findings) = lost_layers(source, &missing, ranked);
+    let gone = |position: &Position| position.iter().any(|(a, n)| layers.contains_key(&(a.as_str(), *n)));
+    let mut single: Vec<&Missing> = missing.iter().filter(|one| !gone(&one.position)).collect();
     if single.len() > MAX_MISSING {
-        // What a file that is lost accounts for must not crowd out what another should hold: first what lies in a layer of
-        // which its rank holds other tensors.
-        let beside = |position: &Position, coords: &Coords| {
-            source.resolved.instances.iter().any(|i| {
-                let at = &source.units[i.unit as usize].coords;
-                position.iter().all(|(axis, n)| i.index.get(axis) == Some(n))
-                    && coords.iter().all(|(d, r)| at.get(d).copied().unwrap_or(0) == *r)
-            })
-        };
-        let mut known: BTreeMap<(&Position, &Coords), bool> = BTreeMap::new();
-        single.sort_by_cached_key(|(_, position, coords)| {
-            !*known.entry((position, coords)).or_insert_with(|| beside(position, coords))
-        });
+        put_partial_layers_first(source, &mut single);
     }
-    for (name, _, coords) in single.iter().take(MAX_MISSING) {
-        let rank: Vec<String> = coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
-        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
-            .tensor(name)
-            .help(match (coords.is_empty(), ranked) {
-                (false, _) => "copy the file of this rank from the node that wrote it",
-                (true, true) => "copy the file that holds it from the node that wrote it",
-                (true, false) => "copy the file that holds it from where the checkpoint was saved, or save it again with this tensor",
-            });
-        finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
-        findings.push(finding);
-    }
+    findings.extend(single.iter().take(MAX_MISSING).map(|one| one.finding(ranked)));
     findings.extend(in_no_half(source, gone));
     let more = layers.len().saturating_sub(MAX_MISSING) + single.len().saturating_sub(MAX_MISSING);
     if more > 0 {
@@ -167,7 +47,166 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
                 .count(more as u64),
         );
     }
-    (findings, missing.into_iter().map(|(name, ..)| name).collect())
+    (findings, missing.into_iter().map(|one| one.name).collect())
+}
+
+/// Ranks that hold a tensor, by its rule and position.
+type Present<'a> = HashMap<(usize, Vec<u64>), Vec<&'a Coords>>;
+
+fn present<'a>(source: &Source<'a>) -> Present<'a> {
+    let mut present = Present::new();
+    for instance in &source.resolved.instances {
+        let at = instance.index.values().copied().collect();
+        let coords = &source.units[instance.unit as usize].coords;
+        present.entry((instance.entry as usize, at)).or_default().push(coords);
+    }
+    present
+}
+
+/// All that the layout calls for and no file has.
+fn missing(source: &Source) -> Vec<Missing> {
+    let (table, resolved) = (source.table, source.resolved);
+    let present = present(source);
+    let excused = excused(source);
+    let mut missing = Vec::new();
+    for (e, entry) in table.entries.iter().enumerate() {
+        if entry.ignore.is_some()
+            || entry.shape.is_none()
+            || entry.generic && source.outside.known.degrees.is_empty()
+        {
+            continue;
+        }
+        let truth = entry.when.holds(&source.outside.facts);
+        if truth == Truth::Fails {
+            continue;
+        }
+        let Some(positions) = positions(entry, &resolved.extents, &resolved.sets) else { continue };
+        let anywhere = positions.iter().any(|p| present.contains_key(&(e, p.values().copied().collect())));
+        if !anywhere && (entry.optional || covered_by_other(source, e) || truth != Truth::Holds) {
+            continue;
+        }
+        let wanted = holders(source, entry);
+        let spared = LazyCell::new(|| {
+            let names = excused.iter().copied().chain(source.absent);
+            named_by(&entry.name, names, resolved)
+        });
+        for position in positions {
+            let key = (e, position.values().copied().collect::<Vec<u64>>());
+            let here = present.get(&key);
+            for coords in &wanted {
+                let found = here.is_some_and(|all| all.iter().any(|at| lies_within(at, coords)));
+                if !found && !spared.contains(&key.1) {
+                    if let Some(name) = entry.name.format(&position, &resolved.extents, &resolved.sets, &[]) {
+                        missing.push(Missing { name, position: position.clone(), coords: coords.clone() });
+                    }
+                }
+            }
+        }
+    }
+    missing
+}
+
+/// Names of tensors of which a finding already says what is wrong: they are not missing besides.
+fn excused<'a>(source: &Source<'a>) -> HashSet<&'a String> {
+    let findings = &source.resolved.findings;
+    let mut excused: HashSet<&String> = findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
+    // Nor is what could not be placed for want of an axis.
+    if findings.iter().any(|f| f.code == codes::UNBOUND_AXIS) {
+        excused.extend(source.stored.iter().map(|s| &s.name));
+    }
+    excused
+}
+
+/// Which ranks should hold a rule's tensors: all combinations of ranks on the dimensions that divide them.
+fn holders(source: &Source, entry: &Entry) -> Vec<Coords> {
+    let known = &source.outside.known;
+    let bound: Vec<&String> = entry.name.variables().filter(|v| !v.extent).map(|v| &v.axis).collect();
+    let dimensions = source.table.shards[&entry.class]
+        .iter()
+        .filter(|(_, axes)| bound.is_empty() || !axes.iter().any(|a| bound.contains(&a)))
+        .map(|(d, _)| d)
+        .filter(|d| known.degree(d) > 1);
+    let mut holders = vec![Coords::new()];
+    for d in dimensions {
+        let ranks = |at: Coords| {
+            (0..known.degree(d)).map(move |rank| {
+                let mut at = at.clone();
+                at.insert(d.clone(), rank);
+                at
+            })
+        };
+        holders = holders.into_iter().flat_map(ranks).collect();
+    }
+    holders
+}
+
+/// True if a unit at `at` is one of the ranks `coords`; a dimension that it does not name has one rank.
+fn lies_within(at: &Coords, coords: &Coords) -> bool {
+    coords.iter().all(|(d, r)| at.get(d).copied().unwrap_or(0) == *r)
+}
+
+/// Layers of which nothing is there: each is one finding.
+fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (LostLayers<'m>, Vec<Finding>) {
+    let mut layers = LostLayers::new();
+    for (axis, at) in missing.iter().flat_map(|one| &one.position) {
+        *layers.entry((axis, *at)).or_default() += 1;
+    }
+    let held: HashSet<(&str, u64)> =
+        source.resolved.instances.iter().flat_map(|i| &i.index).map(|(a, n)| (a.as_str(), *n)).collect();
+    layers.retain(|layer, _| !held.contains(layer));
+    let finding = |(&(axis, at), count): (&(&str, u64), &u64)| {
+        let n = source.resolved.extents.get(axis).copied().unwrap_or(0);
+        let there = if n <= 128 {
+            let each = (0..n).map(|i| if held.contains(&(axis, i)) { i.to_string() } else { "_".into() });
+            each.collect::<Vec<_>>().join(",")
+        } else {
+            format!("{n} positions")
+        };
+        Finding::new(
+            codes::MISSING_LAYER,
+            format!("position {at} on axis {axis}: none of its {count} tensors is there"),
+        )
+        .axis(axis)
+        .layers(at, at)
+        .count(*count)
+        .expected(format!("{axis} 0..{n}"), there)
+        .help(if ranked {
+            "copy the files of this layer from the pipeline stage that owned it"
+        } else {
+            "copy the files of this layer from where the checkpoint was saved"
+        })
+    };
+    let findings = layers.iter().take(MAX_MISSING).map(finding).collect();
+    (layers, findings)
+}
+
+/// What a file that is lost accounts for must not crowd out what another should hold: first what lies in a layer of which
+/// its rank holds other tensors.
+fn put_partial_layers_first(source: &Source, missing: &mut [&Missing]) {
+    let beside = |one: &Missing| {
+        source.resolved.instances.iter().any(|i| {
+            one.position.iter().all(|(axis, n)| i.index.get(axis) == Some(n))
+                && lies_within(&source.units[i.unit as usize].coords, &one.coords)
+        })
+    };
+    let mut known: BTreeMap<(&Position, &Coords), bool> = BTreeMap::new();
+    missing
+        .sort_by_cached_key(|one| !*known.entry((&one.position, &one.coords)).or_insert_with(|| beside(one)));
+}
+
+impl Missing {
+    fn finding(&self, ranked: bool) -> Finding {
+        let rank: Vec<String> = self.coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
+        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
+            .tensor(&self.name)
+            .help(match (self.coords.is_empty(), ranked) {
+                (false, _) => "copy the file of this rank from the node that wrote it",
+                (true, true) => "copy the file that holds it from the node that wrote it",
+                (true, false) => "copy the file that holds it from where the checkpoint was saved, or save it again with this tensor",
+            });
+        finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
+        finding
+    }
 }
 
 /// Positions that are in no half of what a set and its rest are all of: nothing tells which tensors they lack.

@@ -4,20 +4,22 @@
 //! box of the canonical tensor that it holds and the affine map into its own dimensions.
 
 mod lower;
+mod named;
 mod present;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::bind::{self, Group, Known, Local};
 use super::expr::{Extents, Factor, Shape};
-use super::names::{Match, Membership, Pattern};
+use super::names::{Match, Pattern};
 use super::sets::{self, Sets};
-use super::table::{stored_name, Entry, Facts, Table, Truth};
+use super::table::{stored_name, Entry, Facts, Table};
 use crate::codes;
 use crate::error::Finding;
 use crate::tensor::Dtype;
 pub(crate) use lower::Lowering;
 pub use lower::{AtomBox, Lowered};
+use named::{match_name, Matched, Names};
 pub(crate) use present::partitions;
 use present::Seen;
 
@@ -188,127 +190,24 @@ fn generic_axis(entry: usize, d: usize) -> String {
     format!("{entry}#{d}")
 }
 
-enum Matched {
-    Rule {
-        entry: usize,
-        found: Match,
-        placement: Placement,
-    },
-    Ignored(String),
-    Nothing,
-    Undecided(String),
-    /// A rule names it, but not at this position.
-    Outside {
-        entry: usize,
-        set: String,
-        axis: String,
-        at: u64,
-    },
+/// A checkpoint's tensors, and what is known of them besides.
+struct Checkpoint<'a> {
+    stored: &'a [Stored],
+    units: &'a [Unit],
+    outside: &'a Outside,
 }
 
-/// The rules of a table by what their names are.
-struct Names {
-    /// Rules for single tensors that no table's author wrote: by name.
-    generic: HashMap<String, usize>,
-    /// Rules whose names stand for themselves alone: by name, several under different facts.
-    literal: HashMap<String, Vec<usize>>,
-    /// All others.
-    patterns: Vec<usize>,
-}
+/// The rule of each stored tensor, if it has one.
+type Rules = Vec<Option<(usize, Match, Placement)>>;
 
-impl Names {
-    fn of(table: &Table) -> Names {
-        let mut names = Names { generic: HashMap::new(), literal: HashMap::new(), patterns: Vec::new() };
-        for (i, entry) in table.entries.iter().enumerate() {
-            let name = || entry.name.text().to_string();
-            if entry.generic {
-                names.generic.insert(name(), i);
-            } else if entry.name.is_literal() {
-                names.literal.entry(name()).or_default().push(i);
-            } else {
-                names.patterns.push(i);
-            }
-        }
-        names
-    }
-
-    /// Rules that may name a tensor, in the table's order.
-    fn candidates(&self, name: &str) -> Vec<usize> {
-        let mut found = self.literal.get(name).cloned().unwrap_or_default();
-        found.extend(&self.patterns);
-        found.sort_unstable();
-        found
-    }
-}
-
-fn match_name(
-    table: &Table,
-    names: &Names,
-    name: &str,
-    bases: &BTreeMap<String, u64>,
-    outside: &Outside,
-) -> Matched {
-    if let Some(&entry) = names.generic.get(name) {
-        return Matched::Rule { entry, found: Match::default(), placement: Placement::Parts };
-    }
-    let mut candidates: Vec<(usize, Match, Option<String>)> = Vec::new();
-    let (mut beyond, mut unknown_set) = (Matched::Nothing, None);
-    for (i, entry) in names.candidates(name).into_iter().map(|i| (i, &table.entries[i])) {
-        let Some(mut found) = entry.name.matches(name, bases) else { continue };
-        let truth = entry.when.holds(&outside.facts);
-        if truth == Truth::Fails {
-            continue;
-        }
-        match entry.name.place(&mut found, bases, &outside.sets) {
-            Membership::Inside => {}
-            Membership::Outside(set, axis, at) => {
-                beyond = Matched::Outside { entry: i, set: set.into(), axis: axis.into(), at };
-                continue;
-            }
-            // A place within a set that is not known is no position.
-            Membership::Unknown(set) if entry.name.variables().any(|v| v.ordinal) => {
-                return Matched::Undecided(set.into())
-            }
-            Membership::Unknown(set) => unknown_set = Some(set.to_string()),
-        }
-        match truth {
-            Truth::Unknown(fact) => candidates.push((i, found, Some(fact))),
-            _ => candidates.push((i, found, None)),
-        }
-    }
-    let Some((entry, found, _)) = candidates.first().cloned() else { return beyond };
-    if let Some(set) = unknown_set.filter(|_| candidates.len() > 1) {
-        return Matched::Undecided(set);
-    }
-    let first = &table.entries[entry];
-    if candidates.len() > 1 {
-        let fact = candidates.iter().find_map(|(_, _, fact)| fact.clone());
-        let alike = candidates.iter().all(|(i, _, _)| {
-            let other = &table.entries[*i];
-            other.shape == first.shape && other.canonical == first.canonical && other.ignore.is_none()
-        });
-        let partial = candidates.iter().find_map(|(i, _, _)| table.entries[*i].partial.clone());
-        match (fact, partial) {
-            (Some(fact), Some(dimension)) if alike => {
-                let placement = if outside.known.degree(&dimension) > 1 {
-                    Placement::SumOrCopy(dimension, fact)
-                } else {
-                    Placement::Parts
-                };
-                return Matched::Rule { entry, found, placement };
-            }
-            (Some(fact), _) => return Matched::Undecided(fact),
-            (None, _) => {}
-        }
-    }
-    if let Some(reason) = &first.ignore {
-        return Matched::Ignored(reason.clone());
-    }
-    let placement = match &first.partial {
-        Some(dimension) if outside.known.degree(dimension) > 1 => Placement::Sum(dimension.clone()),
-        _ => Placement::Parts,
-    };
-    Matched::Rule { entry, found, placement }
+/// What the names of all tensors say.
+#[derive(Default)]
+struct Named {
+    rules: Rules,
+    /// Extents that stand in names, and the first tensor whose name has one.
+    extents: HashMap<String, (u64, usize)>,
+    /// Extents of generic axes.
+    generic: Extents,
 }
 
 /// Matches, binds, checks and lowers the tensors of a checkpoint.
@@ -320,213 +219,275 @@ pub fn resolve(
     outside: &Outside,
     unknown: Unknown,
 ) -> Resolved {
-    let mut findings = Vec::new();
-    let place = |finding: Finding, tensor: &Stored| -> Finding {
-        let unit = &units[tensor.unit as usize];
+    let checkpoint = Checkpoint { stored, units, outside };
+    let mut findings = checkpoint.ranks_beyond_degrees(table);
+    let named = checkpoint.match_names(table, unknown, &mut findings);
+    let groups = checkpoint.groups(table, &named.rules);
+    let mut known = checkpoint.known_with_names(&named, &mut findings);
+    let positions = named.rules.iter().enumerate().filter_map(|(t, rule)| Some((t, rule.as_ref()?)));
+    let seen: Vec<Seen> = positions
+        .map(|(tensor, (entry, found, _))| Seen { tensor, entry: *entry, index: &found.index })
+        .collect();
+    let (sets, excluded) = present::sets_of(table, outside, &mut known, &groups, &seen);
+    findings.extend(excluded.into_iter().map(|(finding, t)| checkpoint.place(finding, t)));
+    let (mut extents, bound) = bind::bind(table, &groups, &known);
+    findings.extend(bound);
+    extents.extend(named.generic);
+    findings.extend(set_vocabulary(table, outside, &mut extents));
+    let local = Local::new(table, &extents, &known);
+    findings.extend(local.findings.iter().cloned());
+    let boxes = Boxes { table, local: &local, known: &known, extents: &extents, sets: &sets };
+    let instances = checkpoint.instances(&boxes, registry, named.rules, &mut findings);
+    Resolved { extents, sets, instances, findings }
+}
+
+impl Checkpoint<'_> {
+    /// A finding about a stored tensor.
+    fn place(&self, finding: Finding, tensor: usize) -> Finding {
+        let tensor = &self.stored[tensor];
+        let unit = &self.units[tensor.unit as usize];
         let mut finding = finding.file(&unit.file);
         finding.tensor = Some(tensor.name.clone());
         finding.rank = unit.rank.clone();
         finding
-    };
-
-    // A rank beyond the degree would lie outside every divided tensor.
-    for unit in units {
-        for (dimension, &rank) in &unit.coords {
-            let degree = outside.known.degree(dimension);
-            let counts = outside.known.degrees.contains_key(dimension)
-                || table.shards.values().any(|map| map.get(dimension).is_some_and(|axes| !axes.is_empty()));
-            if counts && rank >= degree {
-                let mut finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
-                    .file(&unit.file)
-                    .expected(format!("below the degree of {degree}"), rank)
-                    .help(
-                        "the file is a leftover of a run at a larger degree, or the degree is stated wrongly",
-                    );
-                finding.rank = unit.rank.clone();
-                findings.push(finding);
-            }
-        }
     }
 
-    // 1. names -> rules
-    let mut names = Names::of(table);
-    let mut matched: Vec<Option<(usize, Match, Placement)>> = Vec::with_capacity(stored.len());
-    let mut extents_by_name: HashMap<String, (u64, usize)> = HashMap::new();
-    let mut generic = Extents::new();
-    for (t, tensor) in stored.iter().enumerate() {
-        let unit = &units[tensor.unit as usize];
-        let result = match match_name(table, &names, &tensor.name, &unit.bases, outside) {
-            Matched::Rule { entry, found, placement } => {
-                for (axis, value) in &found.extents {
-                    extents_by_name.entry(axis.clone()).or_insert((*value, t));
-                }
-                if table.entries[entry].generic {
-                    for (d, &n) in tensor.shape.iter().enumerate() {
-                        let axis = generic_axis(entry, d);
-                        let degree = table.divided_by("", &axis).map_or(1, |dim| outside.known.degree(dim));
-                        generic.entry(axis).or_insert(n * degree);
-                    }
-                }
-                Some((entry, found, placement))
-            }
-            Matched::Ignored(reason) => {
-                findings.push(place(Finding::new(codes::IGNORED, reason), tensor));
-                None
-            }
-            Matched::Undecided(fact) => {
-                findings.push(place(unknown_fact(&fact), tensor));
-                None
-            }
-            Matched::Outside { entry, set, axis, at } => {
-                findings.push(place(outside_of_set(table, entry, &outside.sets, &set, &axis, at), tensor));
-                None
-            }
-            Matched::Nothing
-                if unknown == Unknown::Pass
-                    || outside.beside.contains(&tensor.name)
-                    || table.keeps(&tensor.name) =>
-            {
-                generic_entry(table, &tensor.name, &tensor.shape, None, &[]);
-                names.generic.insert(tensor.name.clone(), table.entries.len() - 1);
-                let entry = table.entries.len() - 1;
-                generic.extend(tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n)));
-                Some((entry, Match::default(), Placement::Parts))
-            }
-            Matched::Nothing => {
-                let finding = Finding::new(
-                    codes::UNKNOWN_TENSOR,
-                    format!("no rule of layout {} names this tensor", table.name),
-                )
-                .help("describe it in a layout of your own (--layout FILE.toml), or give it `ignore` with a reason there");
-                findings.push(place(finding, tensor));
-                None
-            }
-        };
-        matched.push(result);
-    }
-
-    // 2. shapes -> axes
-    let mut groups: HashMap<(usize, &[u64]), Group> = HashMap::new();
-    for (tensor, rule) in stored.iter().zip(&matched) {
-        let Some((entry, ..)) = rule else { continue };
-        if table.entries[*entry].generic {
-            continue;
-        }
-        let group = groups.entry((*entry, &tensor.shape)).or_insert_with(|| Group {
-            entry: *entry,
-            shape: tensor.shape.clone(),
-            count: 0,
-            witness: tensor.name.clone(),
-            file: units[tensor.unit as usize].file.clone(),
-        });
-        group.count += 1;
-    }
-    let mut groups: Vec<Group> = groups.into_values().collect();
-    groups.sort_by(|a, b| (a.entry, &a.shape).cmp(&(b.entry, &b.shape)));
-    let mut known = outside.known.clone();
-    // Positions in names bind an axis only where nothing else does: the last layer may be missing.
-    let mut counted: BTreeMap<String, u64> = BTreeMap::new();
-    for (_, found, _) in matched.iter().flatten() {
-        for (axis, &at) in &found.index {
-            let n = counted.entry(axis.clone()).or_default();
-            *n = (*n).max(at.saturating_add(1));
-        }
-    }
-    for (axis, (value, witness)) in &extents_by_name {
-        match known.extents.get(axis) {
-            Some(given) if given != value => findings.push(place(
-                Finding::new(codes::CONFIG_DISAGREES, format!("extent of axis {axis} in the tensor's name"))
-                    .expected(given, value)
-                    .help("a layer's files are missing or the config describes another model"),
-                &stored[*witness],
-            )),
-            Some(_) => {}
-            None => {
-                known.extents.insert(axis.clone(), *value);
-            }
-        }
-    }
-    for (axis, n) in counted {
-        known.extents.entry(axis).or_insert(n);
-    }
-    let positions = || matched.iter().enumerate().filter_map(|(t, rule)| Some((t, rule.as_ref()?)));
-    let seen =
-        positions().map(|(t, (entry, found, _))| Seen { tensor: t, entry: *entry, index: &found.index });
-    let (sets, excluded) = present::sets_of(table, outside, &mut known, &groups, &seen.collect::<Vec<_>>());
-    findings.extend(excluded.into_iter().map(|(finding, t)| place(finding, &stored[t])));
-    let (mut extents, bound) = bind::bind(table, &groups, &known);
-    findings.extend(bound);
-    extents.extend(generic);
-
-    // 3. the vocabulary's real extent
-    if let Some(vocab) = table.vocab.clone() {
-        let padded = table.entries.iter().filter_map(|e| e.shape.as_ref()).map(|s| stored_name(s, &vocab));
-        let padded = padded.into_iter().find(|p| *p != vocab);
-        let rows = padded.as_ref().and_then(|p| extents.get(p)).copied();
-        let real = outside.vocab_size.or_else(|| extents.get(&vocab).copied()).or(rows);
-        if let (Some(real), Some(rows)) = (real, rows) {
-            if real > rows {
-                findings.push(
-                    Finding::new(codes::BAD_VALUE, format!("{rows} of {real} rows of the vocabulary found"))
-                        .expected(format!("{real} rows"), rows)
+    /// Ranks that are not below their degree: they would lie outside every divided tensor.
+    fn ranks_beyond_degrees(&self, table: &Table) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        let known = &self.outside.known;
+        for unit in self.units {
+            for (dimension, &rank) in &unit.coords {
+                let degree = known.degree(dimension);
+                let divides = |map: &BTreeMap<String, Vec<String>>| {
+                    map.get(dimension).is_some_and(|axes| !axes.is_empty())
+                };
+                let counts = known.degrees.contains_key(dimension) || table.shards.values().any(divides);
+                if counts && rank >= degree {
+                    let mut finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
+                        .file(&unit.file)
+                        .expected(format!("below the degree of {degree}"), rank)
                         .help(
-                            "the last tensor-parallel rank's file may be missing: no gap shows it; \
-                             or the size given is another model's (--vocab-size, --config)",
-                        ),
-                );
+                            "the file is a leftover of a run at a larger degree, or the degree is stated wrongly",
+                        );
+                    finding.rank = unit.rank.clone();
+                    findings.push(finding);
+                }
             }
         }
-        if let Some(real) = real {
-            extents.insert(vocab, real);
-        }
+        findings
     }
 
-    // 4. rules + axes -> boxes
-    let local = Local::new(table, &extents, &known);
-    findings.extend(local.findings.iter().cloned());
-    let table: &Table = table;
-    let mut lowering = Lowering::new(table, &local, &sets);
-    let mut instances = Vec::with_capacity(stored.len());
-    let mut unbound: BTreeMap<String, usize> = BTreeMap::new();
-    for (t, (tensor, rule)) in stored.iter().zip(matched).enumerate() {
-        let Some((entry, found, placement)) = rule else { continue };
-        if let Some(finding) = bind::check_shape(table, entry, &tensor.shape, &local, &known) {
-            findings.push(place(finding, tensor));
-            continue;
+    /// Finds the rule of each tensor by its name. A tensor that no rule names gets one of its own, where that is allowed.
+    fn match_names(&self, table: &mut Table, unknown: Unknown, findings: &mut Vec<Finding>) -> Named {
+        let outside = self.outside;
+        let mut names = Names::of(table);
+        let mut named = Named { rules: Vec::with_capacity(self.stored.len()), ..Named::default() };
+        for (t, tensor) in self.stored.iter().enumerate() {
+            let unit = &self.units[tensor.unit as usize];
+            let refused = match match_name(table, &names, &tensor.name, &unit.bases, outside) {
+                Matched::Rule { entry, found, placement } => {
+                    named.note_extents(table, outside, t, tensor, entry, &found);
+                    named.rules.push(Some((entry, found, placement)));
+                    continue;
+                }
+                Matched::Nothing
+                    if unknown == Unknown::Pass
+                        || outside.beside.contains(&tensor.name)
+                        || table.keeps(&tensor.name) =>
+                {
+                    generic_entry(table, &tensor.name, &tensor.shape, None, &[]);
+                    let entry = table.entries.len() - 1;
+                    names.generic.insert(tensor.name.clone(), entry);
+                    let axes = tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n));
+                    named.generic.extend(axes);
+                    named.rules.push(Some((entry, Match::default(), Placement::Parts)));
+                    continue;
+                }
+                Matched::Ignored(reason) => Finding::new(codes::IGNORED, reason),
+                Matched::Undecided(fact) => unknown_fact(&fact),
+                Matched::Outside { entry, set, axis, at } => {
+                    outside_of_set(table, entry, &outside.sets, &set, &axis, at)
+                }
+                Matched::Nothing => unknown_tensor(table),
+            };
+            findings.push(self.place(refused, t));
+            named.rules.push(None);
         }
-        if let Some((axis, at)) =
-            found.index.iter().find(|(axis, at)| extents.get(*axis).is_some_and(|n| *at >= n))
-        {
-            findings.push(place(
-                Finding::new(codes::CONFIG_DISAGREES, format!("position on axis {axis}"))
-                    .expected(format!("below {}", extents[axis]), at)
-                    .help("the config describes a model with fewer layers, or the file is a leftover of another run"),
-                tensor,
-            ));
-            continue;
+        named
+    }
+
+    /// Tensors of one rule and one shape: they vote for the axes together.
+    fn groups(&self, table: &Table, rules: &Rules) -> Vec<Group> {
+        let mut groups: HashMap<(usize, &[u64]), Group> = HashMap::new();
+        for (tensor, rule) in self.stored.iter().zip(rules) {
+            let Some((entry, ..)) = rule else { continue };
+            if table.entries[*entry].generic {
+                continue;
+            }
+            let group = groups.entry((*entry, &tensor.shape)).or_insert_with(|| Group {
+                entry: *entry,
+                shape: tensor.shape.clone(),
+                count: 0,
+                witness: tensor.name.clone(),
+                file: self.units[tensor.unit as usize].file.clone(),
+            });
+            group.count += 1;
         }
-        let unit = &units[tensor.unit as usize];
-        match lowering.boxes(registry, entry, &found.index, unit, &extents) {
-            Ok(boxes) => instances.push(Instance {
-                tensor: t as u32,
-                entry: entry as u32,
-                unit: tensor.unit,
-                index: found.index,
-                choices: found.choices,
-                boxes,
-                placement,
-            }),
-            Err(message) => {
-                unbound.entry(message).or_insert(t);
+        let mut groups: Vec<Group> = groups.into_values().collect();
+        groups.sort_by(|a, b| (a.entry, &a.shape).cmp(&(b.entry, &b.shape)));
+        groups
+    }
+
+    /// What is known of axes, with the extents that names state and the positions that they count.
+    fn known_with_names(&self, named: &Named, findings: &mut Vec<Finding>) -> Known {
+        let mut known = self.outside.known.clone();
+        for (axis, (value, witness)) in &named.extents {
+            match known.extents.get(axis) {
+                Some(given) if given != value => findings.push(
+                    self.place(
+                        Finding::new(
+                            codes::CONFIG_DISAGREES,
+                            format!("extent of axis {axis} in the tensor's name"),
+                        )
+                        .expected(given, value)
+                        .help("a layer's files are missing or the config describes another model"),
+                        *witness,
+                    ),
+                ),
+                Some(_) => {}
+                None => {
+                    known.extents.insert(axis.clone(), *value);
+                }
+            }
+        }
+        // Positions in names bind an axis only where nothing else does: the last layer may be missing.
+        let mut counted: BTreeMap<&String, u64> = BTreeMap::new();
+        for (_, found, _) in named.rules.iter().flatten() {
+            for (axis, &at) in &found.index {
+                let n = counted.entry(axis).or_default();
+                *n = (*n).max(at.saturating_add(1));
+            }
+        }
+        for (axis, n) in counted {
+            known.extents.entry(axis.clone()).or_insert(n);
+        }
+        known
+    }
+
+    /// What each tensor with a rule holds, once the axes are bound.
+    fn instances(
+        &self,
+        with: &Boxes,
+        registry: &mut Registry,
+        rules: Rules,
+        findings: &mut Vec<Finding>,
+    ) -> Vec<Instance> {
+        let mut lowering = Lowering::new(with.table, with.local, with.sets);
+        let mut instances = Vec::with_capacity(self.stored.len());
+        let mut unbound: BTreeMap<String, usize> = BTreeMap::new();
+        for (t, (tensor, rule)) in self.stored.iter().zip(rules).enumerate() {
+            let Some((entry, found, placement)) = rule else { continue };
+            let misfit = bind::check_shape(with.table, entry, &tensor.shape, with.local, with.known);
+            if let Some(finding) = misfit.or_else(|| with.beyond_extent(&found.index)) {
+                findings.push(self.place(finding, t));
+                continue;
+            }
+            let unit = &self.units[tensor.unit as usize];
+            match lowering.boxes(registry, entry, &found.index, unit, with.extents) {
+                Ok(boxes) => instances.push(Instance {
+                    tensor: t as u32,
+                    entry: entry as u32,
+                    unit: tensor.unit,
+                    index: found.index,
+                    choices: found.choices,
+                    boxes,
+                    placement,
+                }),
+                Err(message) => {
+                    unbound.entry(message).or_insert(t);
+                }
+            }
+        }
+        findings.extend(unbound.into_iter().map(|(message, t)| {
+            let finding = Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", with.table.name))
+                .help("give the model's config with --config");
+            self.place(finding, t)
+        }));
+        instances
+    }
+}
+
+impl Named {
+    /// Takes the extents that a tensor's name states, and those of a generic rule.
+    fn note_extents(
+        &mut self,
+        table: &Table,
+        outside: &Outside,
+        t: usize,
+        tensor: &Stored,
+        entry: usize,
+        found: &Match,
+    ) {
+        for (axis, value) in &found.extents {
+            self.extents.entry(axis.clone()).or_insert((*value, t));
+        }
+        if table.entries[entry].generic {
+            for (d, &n) in tensor.shape.iter().enumerate() {
+                let axis = generic_axis(entry, d);
+                let degree = table.divided_by("", &axis).map_or(1, |dim| outside.known.degree(dim));
+                self.generic.entry(axis).or_insert(n * degree);
             }
         }
     }
-    for (message, t) in unbound {
-        let finding = Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", table.name))
-            .help("give the model's config with --config");
-        findings.push(place(finding, &stored[t]));
+}
+
+/// What turns a rule into boxes: the axes are bound.
+struct Boxes<'a> {
+    table: &'a Table,
+    local: &'a Local,
+    known: &'a Known,
+    extents: &'a Extents,
+    sets: &'a Sets,
+}
+
+impl Boxes<'_> {
+    /// The finding for a position that its axis does not have.
+    fn beyond_extent(&self, index: &BTreeMap<String, u64>) -> Option<Finding> {
+        let beyond = |(axis, at): &(&String, &u64)| self.extents.get(*axis).is_some_and(|n| *at >= n);
+        let (axis, at) = index.iter().find(beyond)?;
+        Some(
+            Finding::new(codes::CONFIG_DISAGREES, format!("position on axis {axis}"))
+                .expected(format!("below {}", self.extents[axis]), at)
+                .help("the config describes a model with fewer layers, or the file is a leftover of another run"),
+        )
     }
-    Resolved { extents, sets, instances, findings }
+}
+
+/// Puts the vocabulary's real extent in the place of the padded one; a finding if the stored rows are fewer.
+fn set_vocabulary(table: &Table, outside: &Outside, extents: &mut Extents) -> Option<Finding> {
+    let vocab = table.vocab.as_ref()?;
+    let names = table.entries.iter().filter_map(|e| e.shape.as_ref()).map(|s| stored_name(s, vocab));
+    let padded = names.into_iter().find(|p| p != vocab);
+    let rows = padded.as_ref().and_then(|p| extents.get(p)).copied();
+    let real = outside.vocab_size.or_else(|| extents.get(vocab).copied()).or(rows)?;
+    extents.insert(vocab.clone(), real);
+    let rows = rows.filter(|rows| real > *rows)?;
+    Some(
+        Finding::new(codes::BAD_VALUE, format!("{rows} of {real} rows of the vocabulary found"))
+            .expected(format!("{real} rows"), rows)
+            .help(
+                "the last tensor-parallel rank's file may be missing: no gap shows it; \
+                 or the size given is another model's (--vocab-size, --config)",
+            ),
+    )
+}
+
+/// The finding for a tensor that no rule names.
+fn unknown_tensor(table: &Table) -> Finding {
+    Finding::new(codes::UNKNOWN_TENSOR, format!("no rule of layout {} names this tensor", table.name)).help(
+        "describe it in a layout of your own (--layout FILE.toml), or give it `ignore` with a reason there",
+    )
 }
 
 /// The finding for a tensor whose name a rule has, but not at its position.
