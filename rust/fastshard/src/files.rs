@@ -1,21 +1,21 @@
 //! Output files: which outputs go into which, and what stands around their bytes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::Path;
+mod prescribed;
 
-use serde::Deserialize;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
-use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::{pickle, Stored, Tree};
 use crate::format::pickle::{parse_bytes, LIMITS};
 use crate::format::torch_zip::writer as torch_zip;
 use crate::format::torch_zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
 use crate::manifest::{is_listed, is_plain, MANIFEST_NAME, MAX_MANIFEST};
-use crate::plan::{ArrayStore, Fill, Form, OutFile, Output, Plan};
-use crate::tensor::{element_count, Dtype};
+use crate::plan::{Form, OutFile, Output, Plan};
+
+pub use prescribed::{place, ArraysSide, Constants, Content, FileSide, RecordSide};
 
 /// Name of the index that names each tensor's file.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
@@ -33,96 +33,6 @@ const MANIFEST_ENTRY: u64 = 250;
 /// Outputs with their ranks.
 pub type Ranked = Vec<(BTreeMap<String, u64>, Output)>;
 
-/// A file that the target prescribes.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct FileSide {
-    /// Path, relative to the result.
-    pub name: String,
-    /// Rank per parallel dimension; what is not named is rank 0.
-    #[serde(default)]
-    pub coords: BTreeMap<String, u64>,
-    /// What it holds; tensors by the names of the target's layout.
-    pub content: Content,
-}
-
-/// What a prescribed file holds.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Content {
-    /// (name in the file, tensor), in this order.
-    Safetensors(Vec<(String, String)>),
-    /// A value as `torch.save` would be given it.
-    TorchZip(Tree),
-    /// Records of torch.distributed.checkpoint.
-    Records(Vec<RecordSide>),
-    /// Its `.metadata`: names the records of files prescribed before it in the same folder.
-    DcpMetadata(Vec<dcp::Entry>),
-    /// A store of arrays.
-    Arrays(ArraysSide),
-}
-
-/// A store of arrays.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ArraysSide {
-    /// What its writer must know.
-    pub how: serde_json::Value,
-    /// (name in the store, tensor, extent of a block).
-    pub arrays: Vec<(String, String, Vec<u64>)>,
-}
-
-/// A record.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RecordSide {
-    /// What it is called in `.metadata` and in messages.
-    pub key: String,
-    /// A tensor, or a value without any.
-    pub value: Tree,
-    /// Shape of the tensor there, where axes of extent 1 come on top.
-    #[serde(default)]
-    pub shape: Option<Vec<u64>>,
-}
-
-impl Content {
-    /// (name in the file, tensor), in the file's order; a tensor may have several names.
-    fn tensors(&self) -> Vec<(String, &str)> {
-        match self {
-            Content::Safetensors(names) => names.iter().map(|(k, n)| (k.clone(), n.as_str())).collect(),
-            Content::TorchZip(tree) => {
-                tree.tensors().into_iter().map(|(path, name)| (path.join("."), name)).collect()
-            }
-            Content::Records(records) => records
-                .iter()
-                .flat_map(|r| r.value.tensors().into_iter().map(|(_, name)| (r.key.clone(), name)))
-                .collect(),
-            Content::DcpMetadata(_) => Vec::new(),
-            Content::Arrays(side) => side.arrays.iter().map(|(k, n, _)| (k.clone(), n.as_str())).collect(),
-        }
-    }
-
-    /// Shapes of tensors as the file has them, where they are others.
-    fn shapes(&self) -> HashMap<&str, &[u64]> {
-        let Content::Records(records) = self else { return HashMap::new() };
-        records.iter().filter_map(|r| Some((r.key.as_str(), r.shape.as_deref()?))).collect()
-    }
-
-    fn form(&self) -> Form {
-        match self {
-            Content::Safetensors(_) => Form::Safetensors,
-            Content::TorchZip(tree) => Form::TorchZip(tree.clone()),
-            Content::Records(records) => Form::Records(records.iter().map(|r| r.value.clone()).collect()),
-            // What it says follows from the other files.
-            Content::DcpMetadata(_) => Form::Pickle(Tree::None),
-            Content::Arrays(side) => Form::Arrays(ArrayStore {
-                how: side.how.clone(),
-                blocks: side.arrays.iter().map(|(key, _, block)| (key.clone(), block.clone())).collect(),
-            }),
-        }
-    }
-}
-
 /// Outputs in their files.
 #[derive(Debug, Default)]
 pub struct Placed {
@@ -134,139 +44,6 @@ pub struct Placed {
     pub has_index: bool,
     /// What was found.
     pub findings: Vec<Finding>,
-}
-
-/// Scalars that no tensor of the source gives: element type and value by name.
-pub type Constants = BTreeMap<String, (Dtype, u32)>;
-
-/// Puts outputs and constants into the files that the target prescribes: each into exactly one.
-pub fn place(outputs: Ranked, sides: &[FileSide], constants: &Constants) -> Placed {
-    let mut findings = Vec::new();
-    let mut by_name: HashMap<(String, BTreeMap<String, u64>), Output> = HashMap::new();
-    let mut dimensions = BTreeSet::new();
-    for (coords, _) in &outputs {
-        dimensions.extend(coords.keys().cloned());
-    }
-    let first: BTreeMap<String, u64> = dimensions.iter().map(|d| (d.clone(), 0)).collect();
-    let mut order = Vec::with_capacity(outputs.len() + constants.len());
-    for (name, (dtype, number)) in constants.iter().filter(|(_, (dtype, n))| dtype.element(*n).is_none()) {
-        findings.push(
-            Finding::new(codes::UNSUPPORTED, "a number that the element type does not have")
-                .tensor(name)
-                .expected(format!("a number of {dtype}"), number),
-        );
-    }
-    let constants = constants.iter().map(|(name, value)| (first.clone(), constant(name, *value)));
-    for (coords, output) in outputs.into_iter().chain(constants) {
-        let place = (output.name.clone(), coords);
-        order.push(place.clone());
-        if by_name.insert(place, output).is_some() {
-            findings.push(
-                Finding::new(codes::OVERLAP, "two outputs of the result have one name")
-                    .tensor(&order[order.len() - 1].0),
-            );
-        }
-    }
-    let mut placed = BTreeSet::new();
-    let mut names = BTreeSet::new();
-    let (mut all, mut files) = (Vec::new(), Vec::<OutFile>::new());
-    let mut records = HashMap::new();
-    for side in sides {
-        if !names.insert(&side.name) {
-            findings.push(Finding::new(codes::OVERLAP, "the target names this file twice").file(&side.name));
-            continue;
-        }
-        let coords: BTreeMap<String, u64> =
-            dimensions.iter().map(|d| (d.clone(), side.coords.get(d).copied().unwrap_or(0))).collect();
-        let mut inside: Vec<Output> = Vec::new();
-        let shapes = side.content.shapes();
-        for (key, name) in side.content.tensors() {
-            let place = (name.to_string(), coords.clone());
-            match by_name.remove(&place) {
-                Some(output) => {
-                    placed.insert(place);
-                    let shape = shapes.get(key.as_str()).map_or(output.shape.clone(), |s| s.to_vec());
-                    if element_count(&shape) != element_count(&output.shape) {
-                        findings.push(
-                            Finding::new(codes::SHAPE, "shape of the tensor in a record")
-                                .file(&side.name)
-                                .tensor(&key)
-                                .expected(
-                                    format!("{:?} with axes of extent 1", output.shape),
-                                    format!("{shape:?}"),
-                                ),
-                        );
-                    }
-                    inside.push(Output { key: (key != name).then_some(key), shape, ..output });
-                }
-                // A second name of a tensor in the same file: one storage, as tied weights are saved.
-                None if inside.iter().any(|o| o.name == name) => {}
-                None => {
-                    let (code, what) = match placed.contains(&place) {
-                        true => (codes::OVERLAP, "two files of the result name it"),
-                        false => (codes::MISSING_TENSOR, "a file of the result names it, nothing makes it"),
-                    };
-                    findings.push(Finding::new(code, what).file(&side.name).tensor(name));
-                }
-            }
-        }
-        let mut form = side.content.form();
-        if let (Content::DcpMetadata(entries), true) = (&side.content, findings.is_empty()) {
-            match dcp::metadata(entries, &records, &side.name) {
-                Ok(tree) => form = Form::Pickle(tree),
-                Err(error) => findings.extend(error.into_findings()),
-            }
-        }
-        if findings.is_empty() {
-            match laid_out(side.name.clone(), form, &mut inside, files.len() as u32) {
-                Ok(file) => {
-                    if let Content::Records(sides) = &side.content {
-                        let spans = record_frames(&file, &inside.iter().collect::<Vec<_>>());
-                        let spans = spans.expect("laid out before");
-                        let by_key: HashMap<&str, &Output> = inside.iter().map(|o| (o.key(), o)).collect();
-                        for ((start, frame), record) in spans.iter().zip(sides) {
-                            let tensor = by_key.get(record.key.as_str());
-                            let place = dcp::Place {
-                                file: file.name.clone(),
-                                offset: *start,
-                                len: frame.size,
-                                tensor: tensor.map(|o| (o.dtype, o.shape.clone())),
-                            };
-                            records.insert(record.key.clone(), place);
-                        }
-                    }
-                    files.push(file);
-                }
-                Err(error) => {
-                    findings.extend(error.into_findings().into_iter().map(|f| f.file(&side.name)));
-                }
-            }
-        }
-        all.extend(inside);
-    }
-    for place in order {
-        if let Some(output) = by_name.remove(&place) {
-            findings.push(
-                Finding::new(codes::UNKNOWN_TENSOR, "no file of the result has a place for it")
-                    .tensor(&output.name),
-            );
-        }
-    }
-    Placed { outputs: all, files, has_index: false, findings }
-}
-
-/// A scalar that no tensor of the source gives.
-fn constant(name: &str, (dtype, number): (Dtype, u32)) -> Output {
-    Output {
-        name: name.into(),
-        dtype,
-        shape: Vec::new(),
-        parts: Vec::new(),
-        fill: Fill::Number(number),
-        file: 0,
-        offset: 0,
-        key: None,
-    }
 }
 
 /// Sets the outputs' offsets; the file with its size.
