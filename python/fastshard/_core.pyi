@@ -327,6 +327,9 @@ class Table:
     def model_types(self) -> list[str]:
         """The ``model_type`` of the configs that the table is for."""
     @property
+    def models(self) -> dict[str, Any]:
+        """Its sections ``[model.MODEL_TYPE]``, as they stand there."""
+    @property
     def has_config(self) -> bool:
         """True if the table says what configs mean."""
     def is_for(self, config: str, file: str | None = None) -> bool:

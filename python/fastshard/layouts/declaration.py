@@ -11,6 +11,7 @@ from .._core import Table
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import File, Folder
 from . import tables
+from .model_classes import ModelClass
 from .wrapper_names import put_in, wrapped
 
 #: Ranks of one parallel dimension at most; no run has as many.
@@ -160,6 +161,8 @@ class Evidence:
     axes: Mapping[str, int] = field(default_factory=dict)
     #: What was found out besides, by the dialect's own words.
     features: Mapping[str, Any] = field(default_factory=dict)
+    #: What a table of the caller's own says of classes, by ``model_type``.
+    classes: Mapping[str, ModelClass] = field(default_factory=dict)
 
 
 class Dialect(Protocol):

@@ -12,6 +12,7 @@ from pathlib import Path
 from .. import _core
 from ..common import safe_files
 from ..common.errors import FastshardError, from_core
+from . import model_classes
 
 __all__ = ["family", "get", "is_registered", "names", "of_config", "parse", "register", "table"]
 
@@ -34,7 +35,7 @@ def register(source: str | os.PathLike[str]) -> str:
         FastshardError: ``FS210`` if the table is not valid; what keeps the file from being read.
     """
     text = _text(source)
-    name = _read(text, ()).name
+    name = _read(text, (), _file(source)).name
     before = dict(_registered)
     _registered[name] = text
     # Tables that extend the one of that name are made anew of this one.
@@ -57,13 +58,17 @@ def parse(source: str | os.PathLike[str]) -> _core.Table:
     Raises:
         FastshardError: as :func:`register`.
     """
-    return _read(_text(source), ())
+    return _read(_text(source), (), _file(source))
+
+
+def _file(source: str | os.PathLike[str]) -> str | None:
+    """The path of a table; None for a text."""
+    return None if isinstance(source, str) and "\n" in source else os.fspath(source)
 
 
 def _text(source: str | os.PathLike[str]) -> str:
-    if isinstance(source, str) and "\n" in source:
-        return source
-    return safe_files.read_text(source, safe_files.MAX_CONFIG, code="FS211")
+    file = _file(source)
+    return str(source) if file is None else safe_files.read_text(file, safe_files.MAX_CONFIG, code="FS211")
 
 
 def get(name: str) -> str:
@@ -111,7 +116,7 @@ def _table(name: str, above: tuple[str, ...]) -> _core.Table:
     return _parsed[name]
 
 
-def _read(text: str, above: tuple[str, ...]) -> _core.Table:
+def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.Table:
     """The table that a text declares, and those that it extends.
 
     Raises:
@@ -119,14 +124,21 @@ def _read(text: str, above: tuple[str, ...]) -> _core.Table:
     """
     try:
         extended = _core.Table.extends_of(text)
-        if extended is None:
-            return _core.Table(text)
         if extended in above:
             raise FastshardError.of("FS210", f"layout {extended} extends itself, by way of {above[-1]}")
-        base = _table(extended, above) if extended in names() else None
-        return _core.Table(text, base)
+        base = None if extended is None or extended not in names() else _table(extended, above)
+        table = _core.Table(text, base)
     except _core.CoreError as error:
         raise from_core(error) from None
+    model_classes.of_table(table, file)
+    return table
+
+
+def classes() -> dict[str, model_classes.ModelClass]:
+    """What tables say of classes, by ``model_type``: the user's own before built-in ones, and the plainest first."""
+    own_last = sorted(names(), key=is_registered)
+    found = {kind: of for name in own_last for kind, of in model_classes.of_table(table(name)).items()}
+    return dict(sorted(found.items(), key=lambda item: (item[1].order is None, item[1].order, item[0])))
 
 
 def of_config(config: str, file: str | None = None) -> str | None:

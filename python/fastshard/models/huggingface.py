@@ -1,17 +1,15 @@
-"""transformers' words for models: ``config.json``.
-
-source: transformers models/{gpt_neox,llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}, configuration_*.py and modeling_*.py
-"""
+"""transformers' words for models: ``config.json``. What each of its classes computes stands in their layout tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.config_text import shown
 from ..common.errors import Finding
+from ..layouts import tables
 from ..layouts.declaration import Evidence
+from ..layouts.model_classes import KEYS, PLACES, ModelClass
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
 from .model import Experts, Lack, Model, Rope
@@ -20,61 +18,33 @@ from .unsupported import Says
 #: transformers has several names for some functions. source: transformers activations.py, ACT2FN
 _SAME = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "sigmoid", "linear", "tanh"})
-_ALL = (True, True, True, True)
-_NONE = (False, False, False, False)
-_QKV = (True, False, False, False)
-_ATTENTION = (True, True, False, False)
-_MLP = (False, False, True, True)
+#: Keys for the share of a head that is rotated.
+_SHARES = ("partial_rotary_factor", "rotary_pct")
 #: What messages call the fields.
 _WORDS = {
     "activation": "hidden_act", "parallel": "use_parallel_residual", "window": "sliding_window", "rope.scaling": "rope_scaling",
-    "eps": "rms_norm_eps",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Class(Says):
-    """A class of transformers."""
-
-    model_type: str = ""
-    architecture: str = ""
-    #: The layout table of its tensors.
-    layout: str = "hf.llama"
-
-
-def _class(kind: str, model_type: str, architecture: str, **more: Any) -> Class:
-    return Class(
-        kind=kind, model_type=model_type, architecture=f"{architecture}ForCausalLM", activations=_ACTIVATIONS, **more
-    )  # fmt: skip
-
-
-#: The plainest first: of those that compute the same it is taken.
-CLASSES = (
-    _class("Llama", "llama", "Llama", biases=(_NONE, _ATTENTION, _MLP, _ALL)),
-    _class("Mistral", "mistral", "Mistral", window=True),
-    _class("Qwen2", "qwen2", "Qwen2", biases=(_QKV,), window=True),
-    _class("Qwen3", "qwen3", "Qwen3", biases=(_NONE, _ATTENTION), qk_norm=(True,), window=True),
-    _class("Mixtral", "mixtral", "Mixtral", layout="hf.mixtral", experts=True, window=True),
-    # Whether its window is that of the others is not known.
-    _class(
-        "Qwen3-MoE", "qwen3_moe", "Qwen3Moe", layout="hf.qwen_moe", biases=(_NONE, _ATTENTION), qk_norm=(True,),
-        experts=True, unnormalised=True,
-    ),
-    _class(
-        "GPT-NeoX", "gpt_neox", "GPTNeoX", layout="hf.gpt_neox", norm="LayerNorm", norm_bias=True, gated=False,
-        parallel=(False, True), shares=None, biases=(_ALL, _MLP), grouped=(False,),
-    ),
-)  # fmt: skip
-
-
-#: Model types of which it is known what they compute. Qwen2-MoE is only read: nothing else has its shared expert.
-_KNOWN = sorted({"qwen2_moe", *(c.model_type for c in CLASSES)})
-
 #: Its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")
 
 
-def class_of(model: Model, help: str | None = None) -> Class:
+def _says(of: ModelClass) -> Says:
+    """What the models of a class can be."""
+    return Says(
+        kind=of.kind, families=(of.family,), norm=of.norm, norm_bias=of.norm_bias, gated=of.gated, activations=_ACTIVATIONS,
+        parallel=(False, True) if of.having("use_parallel_residual") else (False,),
+        shares=None if of.having(*_SHARES) else (1.0,), scalings=of.scalings, window=of.window in ("all", "named"),
+        biases=[_places(biases) for biases in of.biases], qk_norm=(of.qk_norm,),
+        grouped=(False, True) if of.grouped else (False,), experts=of.experts, unnormalised=of.having("norm_topk_prob"),
+    )  # fmt: skip
+
+
+def _places(biases: Sequence[str]) -> tuple[bool, bool, bool, bool]:
+    qkv, out, mlp, last = (place in biases for place in PLACES)
+    return qkv, out, mlp, last
+
+
+def class_of(model: Model, help: str | None = None) -> ModelClass:
     """The class of transformers that computes a model.
 
     Raises:
@@ -82,31 +52,29 @@ def class_of(model: Model, help: str | None = None) -> Class:
     """
     if model.family == "gpt3":
         raise unsupported.refused("transformers", _GPT3, list(model.others), help)
-    neox = model.family == "gpt_neox"
-    known = [
-        c for c in CLASSES if (c.layout == "hf.gpt_neox") == neox and c.experts == (model.experts is not None)
-    ]
+    written = [of for of in tables.classes().values() if of.order is not None]
+    mixed = model.experts is not None
+    near = [of for of in written if of.experts == mixed and (mixed or of.family == model.family)]
+    if not near:
+        unsupported.refuse("transformers", map(_says, written), model)
     # The class that its source names, if that will do, else the plainest.
-    known.sort(key=lambda c: c.model_type != model.kin)
-    found, lacking = unsupported.fitting(model, known)
-    assert isinstance(found, Class)
+    near.sort(key=lambda of: of.model_type != model.kin)
+    kinds = [_says(of) for of in near]
+    found, lacking = unsupported.fitting(model, kinds)
     if lacking:
         raise unsupported.refused("transformers", found, lacking, help)
-    return found
+    return near[kinds.index(found)]
 
 
-def facts_of(model: Model, of: Class) -> dict[str, bool]:
+def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
     """Facts of the class's layout table."""
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
-    if of.layout != "hf.gpt_neox":
-        facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.qk_norm}
-    if of.experts:
-        facts |= {"stacked_experts": False, "shared_expert": False}
-    return facts
+    facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.qk_norm}
+    return facts | ({"stacked_experts": False, "shared_expert": False} if of.experts else {})
 
 
-def sizes(axes: Mapping[str, int]) -> dict[str, int]:
+def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
     """Sizes by the axes of a table, as ``config.json`` names them."""
     return {
         "vocab_size": axes["V"],
@@ -119,8 +87,46 @@ def sizes(axes: Mapping[str, int]) -> dict[str, int]:
     }
 
 
+def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
+    """What a model computes, by the keys of all classes, in the order in which they are written; None for what is not stated."""
+    scaled = model.rope.kind != "default"
+    base, windowed = _whole(model.rope.base), True if model.window is not None else None
+    values = _sizes(axes) | {
+        "hidden_act": model.activation,
+        "tie_word_embeddings": model.tied,
+        "use_cache": True,
+        "max_position_embeddings": model.max_positions,
+        "layer_norm_eps": model.eps,
+        "rms_norm_eps": model.eps,
+        "rotary_emb_base": base,
+        "rope_theta": base,
+        **model.tokens,
+        "rotary_pct": model.rope.share,
+        "partial_rotary_factor": model.rope.share,
+        "use_parallel_residual": model.parallel,
+        "attention_bias": model.biases[0],
+        "mlp_bias": model.biases[2],
+        "rope_scaling": {**model.rope.scaling, "rope_type": model.rope.kind} if scaled else None,
+    }
+    if model.experts is not None:
+        values |= {
+            "num_local_experts": axes["E"],
+            "num_experts": axes["E"],
+            "num_experts_per_tok": model.experts.best,
+            "moe_intermediate_size": axes["F"],
+            "norm_topk_prob": model.experts.normalised,
+        }
+    return values | {
+        "sliding_window": model.window,
+        # A window is in the layers from some number on, and only where the config says so.
+        "use_sliding_window": windowed,
+        "max_window_layers": windowed and 0,
+        "layer_types": windowed and ["sliding_attention"] * axes["L"],
+    }
+
+
 def write(
-    model: Model, of: Class, axes: Mapping[str, int], file: str
+    model: Model, of: ModelClass, axes: Mapping[str, int], file: str
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The config of a model without its dtype, and what had to be assumed. What nothing states is left out.
 
@@ -135,63 +141,24 @@ def write(
     """
     model.settled("parallel", "activation")
     if model.config is not None:
-        return {**model.config, **sizes(axes)}, model.told(file=file)
-    neox = of.model_type == "gpt_neox"
-    out: dict[str, Any] = {"architectures": [of.architecture], "model_type": of.model_type, **sizes(axes)}
-    if neox:
-        del out["num_key_value_heads"], out["head_dim"]
-    out |= {"hidden_act": model.activation, "tie_word_embeddings": model.tied, "use_cache": True}
+        return {**model.config, **_sizes(axes)}, model.told(file=file)
     written = ["activation", "eps", "max_positions", "rope.base", "rope.share"]
-    known = {
-        "max_position_embeddings": model.max_positions,
-        "layer_norm_eps" if neox else "rms_norm_eps": model.eps,
-        "rotary_emb_base" if neox else "rope_theta": _whole(model.rope.base),
+    written += ["parallel"] if of.having("use_parallel_residual") else []
+    written += ["rope.scaling"] if model.rope.kind != "default" else []
+    written += ["experts.best"] if model.experts is not None else []
+    values = _values(model, axes)
+    stated = {
+        key: value
+        for key, value in values.items()
+        if value is not None and (key not in KEYS or key in of.keys)
     }
-    out |= {key: value for key, value in known.items() if value is not None} | dict(model.tokens)
-    if neox:
-        written.append("parallel")
-        out |= {"rotary_pct": model.rope.share, "use_parallel_residual": model.parallel}
-    if neox or of.model_type in ("llama", "qwen3", "qwen3_moe"):
-        out["attention_bias"] = model.biases[0]
-    if of.model_type == "llama":
-        out["mlp_bias"] = model.biases[2]
-    if model.rope.kind != "default":
-        written.append("rope.scaling")
-        out["rope_scaling"] = {**model.rope.scaling, "rope_type": model.rope.kind}
-    if model.experts is not None:
-        written.append("experts.best")
-        out |= _mixture(model.experts, of, axes)
-    out |= _window(model, of, axes["L"])
+    out = {"architectures": [of.architecture], "model_type": of.model_type, **stated, **of.config}
+    out |= {key: None for key in of.null if key not in out}
     return out, [*model.told(*written, file=file), *_outside(model, file)]
 
 
 def _whole(value: float | None) -> float | None:
     return int(value) if value is not None and float(value).is_integer() else value
-
-
-def _mixture(experts: Experts, of: Class, axes: Mapping[str, int]) -> dict[str, Any]:
-    if of.model_type == "mixtral":
-        return {"num_local_experts": axes["E"], "num_experts_per_tok": experts.best}
-    return {
-        "num_experts": axes["E"],
-        "num_experts_per_tok": experts.best,
-        "moe_intermediate_size": axes["F"],
-        "norm_topk_prob": experts.normalised,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _window(model: Model, of: Class, layers: int) -> dict[str, Any]:
-    if model.window is None:
-        # Mistral's own default is a window.
-        return {"sliding_window": None} if of.model_type == "mistral" else {}
-    out: dict[str, Any] = {"sliding_window": model.window}
-    if of.model_type in ("qwen2", "qwen3"):
-        # Both have it in the layers from some number on, and only where they say so.
-        every = ["sliding_attention"] * layers
-        out |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": every}
-    return out
 
 
 def _outside(model: Model, file: str) -> list[Finding]:
@@ -220,70 +187,76 @@ class HuggingFace:
         Raises:
             FastshardError: ``FS211`` for a value of another kind.
         """
-        kind = str(values.get("model_type"))
-        neox = evidence.family == "gpt_neox"
-        facts = evidence.facts
-        # source: configuration_gpt_neox.py: a quarter of a head, gelu, a parallel residual
-        activation = str(values.get("hidden_act", "gelu" if neox else "silu"))
-        mlp = neox or facts.get("mlp_bias", False)
-        qkv = facts.get("attention_bias", False)
-        window, some = _windows(values, kind)
-        rope, several = rope_of(values, 0.25 if neox else 1.0)
+        kind, classes = str(values.get("model_type")), {**tables.classes(), **evidence.classes}
+        # Of a model type of which only the tensors are known, no other framework is told what it computes.
+        strange = (
+            []
+            if kind in classes
+            else [Lack("model_type", f"one of {', '.join(sorted(classes))}", shown(kind))]
+        )
+        near = [one for one in classes.values() if one.family == evidence.family] or list(classes.values())
+        of = next((one for one in near if one.model_type == kind), near[0])
+        stated = {**of.defaults, **values}
+        window, some = _windows(stated, of)
+        rope, several = rope_of(stated)
+        activation = str(stated.get("hidden_act", "silu"))
+        eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"
         return Model(
             framework=self.name,
-            family=evidence.family,
-            norm="LayerNorm" if neox else "RMSNorm",
-            norm_bias=neox,
-            eps=positive_number(values, "layer_norm_eps", 1e-5) if neox else positive_number(values, "rms_norm_eps", 1e-6),
-            gated=not neox,
+            # Experts meet in no layout of others that is of the table's family.
+            family=of.family if of.model_type == kind and not of.experts else evidence.family,
+            norm=of.norm,
+            norm_bias=of.norm_bias,
+            eps=positive_number(stated, eps, 1e-6),
+            gated=of.gated,
             activation=_SAME.get(activation, activation),
-            parallel=neox and bool(values.get("use_parallel_residual", True)),
+            parallel=of.having("use_parallel_residual") and bool(stated.get("use_parallel_residual")),
             rope=rope,
             window=window,
-            biases=(qkv, qkv if neox else facts.get("out_bias", False), mlp, mlp),
-            qk_norm=facts.get("qk_norm", False),
+            biases=_biases(evidence.facts, of),
+            qk_norm=evidence.facts.get("qk_norm", False),
             grouped=evidence.axes.get("r", 1) > 1,
-            tied=facts.get("tied", False),
-            experts=_experts(values, kind),
-            max_positions=whole_number(values, "max_position_embeddings", 2048),
+            tied=evidence.facts.get("tied", False),
+            experts=_experts(stated, of),
+            max_positions=whole_number(stated, "max_position_embeddings", 2048),
             kin=kind,
-            others=(*some, *several, *_strange(kind)),
-            words=_WORDS | {"eps": "layer_norm_eps" if neox else "rms_norm_eps"},
+            others=(*some, *several, *strange),
+            words=_WORDS | {"eps": eps},
             config=values,
-        )  # fmt: skip
+        )
 
 
-def _strange(kind: str) -> list[Lack]:
-    """A model type of which only the tensors are known: no other framework is told what it computes."""
-    return [] if kind in _KNOWN else [Lack("model_type", f"one of {', '.join(_KNOWN)}", shown(kind))]
+def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:
+    """The biases that the facts of a table tell; of those that no fact tells what the class has."""
+    told = [facts.get(fact) for fact in ("attention_bias", "out_bias", "mlp_bias", "mlp_bias")]
+    for biases in map(_places, of.biases):
+        if all(fact in (None, has) for fact, has in zip(told, biases, strict=True)):
+            return biases
+    qkv, out, mlp, last = (bool(fact) for fact in told)
+    return qkv, out, mlp, last
 
 
-def _experts(config: Mapping[str, Any], kind: str) -> Experts | None:
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+def _experts(config: Mapping[str, Any], of: ModelClass) -> Experts | None:
+    if not of.experts:
         return None
-    # source: configuration_{mixtral,qwen2_moe,qwen3_moe}.py
-    best = whole_number(config, "num_experts_per_tok", {"mixtral": 2, "qwen2_moe": 4}.get(kind, 8))
-    return Experts(best, kind == "mixtral" or bool(config.get("norm_topk_prob", False)))
+    normalised = not of.having("norm_topk_prob") or bool(config.get("norm_topk_prob"))
+    return Experts(whole_number(config, "num_experts_per_tok", 1), normalised)
 
 
-def _windows(config: Mapping[str, Any], kind: str) -> tuple[int | None, list[Lack]]:
-    """The positions that every layer sees, and what a window in some of them is called.
-
-    Llama takes no notice of one, Mistral has it in all layers, Qwen in those that it names, and only where it says so.
-    """
-    if kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
+def _windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:
+    """The positions that every layer sees, and what a window in some of them is called."""
+    if of.window is None:
+        return None, []
+    if of.window != "all":
         types, used = config.get("layer_types"), config.get("use_sliding_window")
         seen = [one == "sliding_attention" for one in types] if isinstance(types, list) else []
-        # Without types it is in the layers from one on, by default the 28th.
+        # Without types it is in the layers from one on.
         if not used and not any(seen):
             return None, []
-        dense = kind in ("qwen2", "qwen3")
-        if not (dense and used and (all(seen) if seen else config.get("max_window_layers", 28) == 0)):
+        in_all = all(seen) if seen else config.get("max_window_layers") == 0
+        if of.window == "unknown" or not used or not in_all:
             return None, [Lack("sliding window in some layers", "none", shown(config.get("sliding_window")))]
-    elif kind not in ("mistral", "mixtral"):
-        return None, []
-    # source: configuration_mixtral.py alone has no window by default
-    window = config.get("sliding_window", None if kind == "mixtral" else 4096)
+    window = config.get("sliding_window")
     if window is not None and (
         isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 1 << 48
     ):
@@ -291,14 +264,13 @@ def _windows(config: Mapping[str, Any], kind: str) -> tuple[int | None, list[Lac
     return window, []
 
 
-def rope_of(config: Mapping[str, Any], share: float) -> tuple[Rope, list[Lack]]:
+def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
     """The rotary embedding, and what one of several kinds for several layers is called.
 
     transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has both in ``rope_parameters``.
 
     Args:
         config: ``config.json`` of the model.
-        share: the part of a head that is rotated where the config does not say.
 
     Raises:
         FastshardError: ``FS211`` for values of another kind.
@@ -320,10 +292,10 @@ def rope_of(config: Mapping[str, Any], share: float) -> tuple[Rope, list[Lack]]:
     ]
     flat = {**config, **tables["rope_parameters"]}
     base = next((key for key in ("rope_theta", "rotary_emb_base") if key in flat), "rope_theta")
-    part = next((key for key in ("partial_rotary_factor", "rotary_pct") if key in flat), "rotary_pct")
+    part = next((key for key in _SHARES if key in flat), "rotary_pct")
     kind = next((kind for kind in kinds if kind != "default"), "default")
     scaling = tables["rope_scaling"] or tables["rope_parameters"]
-    return Rope(positive_number(flat, base, 10000), positive_number(flat, part, share), kind, scaling), []
+    return Rope(positive_number(flat, base, 10000), positive_number(flat, part, 1.0), kind, scaling), []
 
 
 DIALECT = HuggingFace()

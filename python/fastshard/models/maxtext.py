@@ -69,7 +69,7 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
     if not config:
         return None
     if not is_maxtext(config):
-        rope, several = huggingface.rope_of(config, 1.0)
+        rope, several = huggingface.rope_of(config)
         if several:
             raise unsupported.refused("MaxText", LLAMA, several)
         return Pairs(True, True) if rope.kind == "llama3" else None

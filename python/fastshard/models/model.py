@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import FastshardError, Finding, error_for
+from ..layouts import model_classes
 from ..layouts.declaration import Evidence, Source
 
 
@@ -137,8 +138,9 @@ def read_model(source: Source) -> Model:
         raise FastshardError.of(
             "FS514", f"no words are known for {source.called}: its tensors can be merged, not converted"
         )
+    own = {} if source.own_table is None else model_classes.of_table(source.own_table)
     read = told.dialect.read(
-        told.config or {}, Evidence(told.family or "", source.facts, source.axes, told.features)
+        told.config or {}, Evidence(told.family or "", source.facts, source.axes, told.features, own)
     )
     assert isinstance(read, Model)
     return read

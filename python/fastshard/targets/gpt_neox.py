@@ -101,9 +101,10 @@ class NeoxTarget(TrainerTarget):
                 "scalenorm": False,
                 "reward": False,
             }
-        layout = _LAYOUTS.get(source.model.family or "")
+        family = source.model.family if model is None else model.family
+        layout = _LAYOUTS.get(family or "")
         if layout is None:
-            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {source.model.family!r}")
+            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {family!r}")
         if "gpt_j_residual" not in facts:
             raise FastshardError.of(
                 "FS209",

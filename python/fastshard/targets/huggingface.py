@@ -12,6 +12,7 @@ from ..common import config_text
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
 from ..layouts.declaration import Description, Source, is_state
+from ..layouts.model_classes import ModelClass
 from ..layouts.wrapper_names import wrapped
 from ..models import config_json, huggingface
 from ..models.model import Model, read_model
@@ -37,7 +38,7 @@ class HfTarget(Target):
     facts: dict[str, bool]
     #: The model and the class of transformers that computes it; None for one that is transformers' already.
     model: Model | None = None
-    kind: huggingface.Class | None = None
+    kind: ModelClass | None = None
     #: The caller's own table, where the model is loaded by it.
     own: Table | None = None
     name: str = "hf"

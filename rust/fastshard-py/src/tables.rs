@@ -8,6 +8,7 @@ use fastshard::error::{Error, Finding};
 use fastshard::layout::table::{Entry, Table as CoreTable};
 use pyo3::prelude::*;
 
+use crate::plain::told;
 use crate::raise;
 
 /// A parsed layout table; it does not change.
@@ -97,6 +98,11 @@ impl Table {
     #[getter]
     fn model_types(&self) -> Vec<String> {
         self.inner.config.model_types.clone()
+    }
+
+    #[getter]
+    fn models<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        told(py, &self.inner.models)
     }
 
     #[getter]

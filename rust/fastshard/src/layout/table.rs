@@ -207,6 +207,8 @@ pub struct Table {
     pub keep: Vec<glob::Pattern>,
     /// Forms in which elements are stored.
     pub stored: BTreeMap<String, StoredForm>,
+    /// What its readers say of the models of each `model_type`: the engine takes no notice of it, and no table inherits it.
+    pub models: BTreeMap<String, serde_json::Value>,
 }
 
 impl Table {
@@ -242,6 +244,7 @@ impl Table {
             prefix: None,
             keep: Vec::new(),
             stored: BTreeMap::new(),
+            models: BTreeMap::new(),
         }
     }
 

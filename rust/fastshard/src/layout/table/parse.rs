@@ -111,6 +111,8 @@ struct RawTable {
     keep: Vec<String>,
     #[serde(default)]
     stored: BTreeMap<String, RawForm>,
+    #[serde(default)]
+    model: BTreeMap<String, serde_json::Value>,
 }
 
 pub(super) fn bad(table: &str, message: String) -> Error {
@@ -172,6 +174,7 @@ impl Table {
         table.name = raw.layout.clone();
         table.family = raw.family;
         table.vocab = raw.vocab.or(table.vocab);
+        table.models = raw.model;
         for (name, axis) in &raw.axes {
             let axis = axis.parsed().map_err(|e| fail(format!("axis {name}: {e}")))?;
             table.declare(name, axis);

@@ -1,0 +1,172 @@
+"""What a table says of the models of a ``model_type``, in a section ``[model.MODEL_TYPE]``: the class of transformers, what it
+computes, and which keys its ``config.json`` has for that. Conversions between frameworks need it; see ``docs/layouts.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._core import Table
+from ..common.config_text import shown
+from ..common.errors import FastshardError
+
+#: Projections that may have a bias, in the order in which a model tells them: queries, keys and values; attention's output; the
+#: first projections of the MLP; its output.
+PLACES = ("qkv", "out", "mlp", "mlp_out")
+#: Keys of ``config.json`` that some classes have and others do not.
+KEYS = frozenset(
+    ("num_key_value_heads", "head_dim", "layer_norm_eps", "rms_norm_eps", "rotary_emb_base", "rope_theta", "rotary_pct",
+     "partial_rotary_factor", "use_parallel_residual", "attention_bias", "mlp_bias", "num_local_experts", "num_experts",
+     "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "sliding_window", "use_sliding_window",
+     "max_window_layers", "layer_types")
+)  # fmt: skip
+#: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
+WINDOWS = ("all", "named", "unknown")
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_biases(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(_are_texts(one) and set(one) <= set(PLACES) for one in value)
+    )
+
+
+def _are_keys(value: Any) -> bool:
+    return _are_texts(value) and set(value) <= KEYS
+
+
+#: What an entry of a section must be, in words and as a test.
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kind": ("a text", _is_text),
+    "architecture": ("a text", _is_text),
+    "keys": (f"a list of {', '.join(sorted(KEYS))}", _are_keys),
+    "order": ("a whole number", _is_number),
+    "norm": ("a text", _is_text),
+    "norm_bias": ("true or false", _is_flag),
+    "gated": ("true or false", _is_flag),
+    "qk_norm": ("true or false", _is_flag),
+    "grouped": ("true or false", _is_flag),
+    "biases": (f"a list of lists of {', '.join(PLACES)}", _are_biases),
+    "window": (f"one of {', '.join(WINDOWS)}", lambda value: value in WINDOWS),
+    "scalings": ("a list of texts", _are_texts),
+    "defaults": ("a table", _is_table),
+    "config": ("a table", _is_table),
+    "null": ("a list of texts", _are_texts),
+}
+#: Those that every section has.
+_NEEDED = ("kind", "architecture", "keys")
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """One section, checked."""
+
+    model_type: str
+    #: The table that has it, and its family.
+    layout: str
+    family: str
+    #: As messages call it, e.g. ``Llama``.
+    kind: str
+    architecture: str
+    #: Those of ``KEYS`` that its config has.
+    keys: Sequence[str]
+    #: Of the classes that compute a model, the one with the lowest number is written; None for one that is only read.
+    order: int | None = None
+    norm: str = "RMSNorm"
+    norm_bias: bool = False
+    gated: bool = True
+    qk_norm: bool = False
+    #: False where each head of queries has keys and values of its own.
+    grouped: bool = True
+    #: Each set of biases that it may have.
+    biases: Sequence[Sequence[str]] = ((),)
+    #: The layers that see a window only; None where attention takes no notice of one.
+    window: str | None = None
+    #: Kinds of scaled rotary embeddings; None for all.
+    scalings: Sequence[str] | None = None
+    #: What a config means that leaves keys out.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: What is written besides, whatever the model is.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    #: Keys that are written as null where nothing states them, since the class has other defaults.
+    null: Sequence[str] = ()
+
+    @property
+    def experts(self) -> bool:
+        """True for a mixture of experts."""
+        return "num_experts_per_tok" in self.keys
+
+    def having(self, *keys: str) -> bool:
+        """True if its config has one of these keys."""
+        return not set(keys).isdisjoint(self.keys)
+
+
+def of_table(table: Table, file: str | None = None) -> dict[str, ModelClass]:
+    """What a table says of classes, by ``model_type``.
+
+    Args:
+        table: the table.
+        file: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS210`` naming the entry that is not what it must be.
+    """
+    return {kind: _read(kind, section, table, file) for kind, section in table.models.items()}
+
+
+def _read(kind: str, section: Any, table: Table, file: str | None) -> ModelClass:
+    if kind not in table.model_types:
+        raise _bad(
+            table,
+            kind,
+            file,
+            "",
+            f"one of {', '.join(table.model_types) or 'none'}, which [config] names",
+            kind,
+        )
+    if not isinstance(section, dict):
+        raise _bad(table, kind, file, "", "a table", section)
+    for name, value in section.items():
+        if name not in _CHECKS:
+            raise _bad(table, kind, file, "", f"one of {', '.join(_CHECKS)}", name)
+        expected, holds = _CHECKS[name]
+        if not holds(value):
+            raise _bad(table, kind, file, f": {name}", expected, value)
+    for name in _NEEDED:
+        if name not in section:
+            raise _bad(table, kind, file, f": {name}", _CHECKS[name][0], None)
+    return ModelClass(model_type=kind, layout=table.name, family=table.family, **section)
+
+
+def _bad(table: Table, kind: str, file: str | None, entry: str, expected: str, got: Any) -> FastshardError:
+    return FastshardError.of(
+        "FS210",
+        f"layout {table.name}: [model.{kind}]{entry}",
+        file=file,
+        expected=expected,
+        got="nothing" if got is None else shown(got),
+        help="see the sections of models in docs/layouts.md",
+    )
