@@ -221,7 +221,7 @@ def test_every_tensor_in_fp8_has_its_scales(tmp_path: Path) -> None:
     assert_refused(source, tmp_path / "out", "FS207", tensor=f"{plain}_scale_inv")
 
 
-@pytest.mark.parametrize("name", ["deepseek", "gemma2", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["deepseek", "gemma2", "qwen2_moe"])
 @pytest.mark.parametrize("to", ["megatron", "maxtext", "gpt_neox"])
 def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_path: Path) -> None:
     """A table says where tensors lie, not what is computed of them."""
@@ -229,6 +229,65 @@ def test_no_other_framework_is_told_what_is_not_known(name: str, to: str, tmp_pa
     with pytest.raises(fastshard.FastshardError) as caught:
         fastshard.convert(source, tmp_path / "out", to=to)
     assert {f.code for f in caught.value.findings} == {"FS514"}
+
+
+@pytest.mark.parametrize(
+    ("to", "form", "back"),
+    [("megatron", {}, "llama"), ("gpt_neox", {}, "llama"), ("maxtext", {}, "llama")]
+    + [(to, form, "phi3") for to in ("megatron", "gpt_neox") for form in ({}, {"sliding_window": 5})],
+)
+def test_phi3_goes_to_other_frameworks_and_comes_back(
+    to: str, form: dict[str, Any], back: str, tmp_path: Path
+) -> None:
+    """As Phi-3 where no plainer class of transformers computes it: where a part of each head is rotated."""
+    torch.manual_seed(5)
+    config = transformers.Phi3Config(
+        **SMALL | {"hidden_size": 32}, **form, pad_token_id=None, bos_token_id=None, eos_token_id=1,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5 if back == "phi3" else 1.0,
+        },
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path / "in")
+    fastshard.convert(tmp_path / "in", tmp_path / to, to=to, **({"tp": 2} if to != "maxtext" else {}))
+    fastshard.convert(tmp_path / to, tmp_path / "out", to="hf", vocab_size=SMALL["vocab_size"])
+    stated = json.loads((tmp_path / "out/config.json").read_text())
+    assert stated["model_type"] == back
+    if back == "phi3":
+        # Its own default is a row that a small vocabulary does not have.
+        assert stated["pad_token_id"] is stated["eos_token_id"] is stated["bos_token_id"] is None
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert found.config.model_type == back
+    ids = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        assert torch.allclose(found(input_ids=ids).logits, want, atol=1e-4)
+        found.model.rotary_emb.inv_freq *= 1.1
+        assert not torch.allclose(found(input_ids=ids).logits, want, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("to", "rope", "named"),
+    [
+        ("maxtext", {"rope_type": "default", "partial_rotary_factor": 0.5}, "share of a head"),
+        *((to, {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 4.0]}, "rope_scaling")
+          for to in ("megatron", "gpt_neox", "maxtext")),
+    ],
+)  # fmt: skip
+def test_what_others_cannot_say_of_phi3_is_refused(
+    to: str, rope: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    source = saved("phi3", tmp_path / "in")
+    config = json.loads((source / "config.json").read_text()) | {
+        "rope_parameters": {"rope_theta": 1e4, **rope}
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    assert_refused(
+        source, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", to), message=f"this {named}"
+    )
 
 
 OWN = """

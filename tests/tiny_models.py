@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -34,6 +35,14 @@ MODELS = {
     "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "qwen3": Qwen3Config(**SIZES),
     "qwen3_tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "phi3_part_rotated": Phi3Config(
+        **SIZES,
+        sliding_window=5,
+        bos_token_id=None,
+        eos_token_id=3,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
 }
 #: Models of other kinds, which other layouts hold.
 OTHERS = {
