@@ -40,6 +40,21 @@ def test_reading_meaning_from_a_message_is_seen(structure: ModuleType, text: str
     assert structure.from_messages({structure.ROOT / "a.py": text}, {}) == ["a.py:1"]
 
 
+def test_words_in_names_stand_in_one_list(structure: ModuleType) -> None:
+    """A word that one place knows and another does not makes a tensor an embedding here and none there."""
+    (place,) = structure.name_lists(structure.python(), structure.rust())
+    assert place.startswith("python/fastshard/models/tensor_words.py:")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("a.py", "_HEADS = ('lm_head',)"), ("a.rs", 'pub const TABLES: [&str; 2] = ["embed", "wte"];')],
+)
+def test_another_list_is_seen(structure: ModuleType, file: str, text: str) -> None:
+    texts = {structure.ROOT / file: text}
+    assert len(structure.name_lists(*((texts, {}) if file.endswith(".py") else ({}, texts)))) == 1
+
+
 def test_reading_meaning_from_a_message_is_seen_in_the_core(structure: ModuleType) -> None:
     text = 'if finding.message.starts_with("missing") {'
     assert structure.from_messages({}, {structure.ROOT / "a.rs": text}) == ["a.rs:1"]

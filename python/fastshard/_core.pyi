@@ -247,8 +247,12 @@ class Catalog:
         ]
         | None = None,
         memory: int | None = None,
+        words: dict[str, tuple[str, ...]] | None = None,
     ) -> Catalog:
-        """Raises CoreError if the headers take more than `memory` bytes, what the process holds included."""
+        """Files opened; `words` are what names of tensors tell, by what they tell: without them nothing.
+
+        Raises CoreError if the headers take more than `memory` bytes, what the process holds included.
+        """
     def findings(self) -> list[Finding]:
         """The files that could not be read."""
     def files(self) -> list[_File | None]:

@@ -20,7 +20,7 @@ from ..common.thread_counts import thread_count
 from ..expected import reference as references
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
-from ..models import sidecar_files
+from ..models import sidecar_files, tensor_words
 from ..sources import accepted_copies, hf_config, stray_tensors
 from ..sources.base import Contents, Found, Options, checked_accept
 from ..sources.index_files import disagreeing
@@ -85,6 +85,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
             memory_budget.stated(),
+            tensor_words.declared(),
         )
     except _core.CoreError as error:
         raise from_core(error) from None

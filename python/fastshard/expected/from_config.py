@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..common.errors import Finding
+from ..models.tensor_words import WORDS
 from .from_layers import Held, Stack, sliced
 
-#: Modules whose rows are the vocabulary.
-_EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
-_HEAD = ("lm_head", "embed_out")
 #: Degrees of tensor parallelism that a slice may be of.
 _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 #: Rows of padding for each rank, at most. source: Megatron-LM --make-vocab-size-divisible-by, NeMo
@@ -109,7 +107,7 @@ def _of_words(name: str) -> bool:
     parts = name.split(".")
     if len(parts) < 2 or parts[-1] != "weight" or any(part.isdecimal() for part in parts):
         return False
-    return parts[-2] in _EMBEDDING or parts[-2] in _HEAD
+    return parts[-2] in WORDS["embedding_modules"] or parts[-2] in WORDS["head_modules"]
 
 
 def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> Iterator[Finding]:
@@ -175,9 +173,9 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
         return
     module = held[0].split(".")[-2]
     # Without a prefix it is the model below the output layer, saved by itself.
-    if module in _EMBEDDING and held[0].count(".") > 1:
+    if module in WORDS["embedding_modules"] and held[0].count(".") > 1:
         lacking, there = "output layer", any(word in name for name in outside for word in ("head", "output"))
-    elif module in _HEAD:
+    elif module in WORDS["head_modules"]:
         lacking, there = "embedding", any("emb" in name or "wte" in name for name in outside)
     else:
         return
@@ -191,7 +189,9 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
 
 def holds_embedding(tensors: Iterable[str]) -> bool:
     """True if one of the tensors embeds words, which what is saved of some layers alone does not have."""
-    return any(name.split(".")[-2:-1] == [module] for name in tensors for module in _EMBEDDING)
+    return any(
+        name.split(".")[-2:-1] == [module] for name in tensors for module in WORDS["embedding_modules"]
+    )
 
 
 def counts(

@@ -11,6 +11,7 @@ from ..layouts import tables as layouts
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
+from ..models.tensor_words import WORDS
 
 #: Where a model's own names begin: FSDP examples and torchtitan save ``{"model": ..., "optim": ...}``.
 _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
@@ -18,8 +19,6 @@ _DDP = "module."
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 #: Names that a message gives at most.
 _TOLD = 8
-#: What no model has below a part that it calls "model".
-_NOT_BELOW_MODEL = {"model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"}
 #: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
 _WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
@@ -160,5 +159,5 @@ def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
         return [""]
     begins = {name.removeprefix(inner[0]).partition(".")[0] for name in weights}
     # Many models call what is without a head "model" themselves.
-    nested = inner[0] != "model." or weights != names or begins & _NOT_BELOW_MODEL
+    nested = inner[0] != "model." or weights != names or not begins.isdisjoint(WORDS["tops"])
     return [inner[0] if nested or config.get("model_type") in _WITHOUT_BASE else ""]

@@ -101,8 +101,7 @@ class NeoxTarget(TrainerTarget):
                 "scalenorm": False,
                 "reward": False,
             }
-        family = source.model.family if model is None else model.family
-        layout = _LAYOUTS.get(family or "")
+        layout = _LAYOUTS.get(family := (model or source.model).family or "")
         if layout is None:
             raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {family!r}")
         if "gpt_j_residual" not in facts:

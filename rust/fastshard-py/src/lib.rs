@@ -28,6 +28,7 @@ use fastshard::request::Request;
 use fastshard::stats::{self, Level};
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
+use fastshard::words::Words;
 use fastshard::{publish, verify, write};
 use numpy::PyReadonlyArray1;
 use pyo3::create_exception;
@@ -176,7 +177,7 @@ impl Catalog {
 #[pymethods]
 impl Catalog {
     #[new]
-    #[pyo3(signature = (roots, files, threads, records=None, blocks=None, memory=None))]
+    #[pyo3(signature = (roots, files, threads, records=None, blocks=None, memory=None, words=None))]
     fn new(
         py: Python<'_>,
         roots: Vec<PathBuf>,
@@ -185,6 +186,7 @@ impl Catalog {
         records: Option<HashMap<usize, Vec<fastshard::format::dcp::Range>>>,
         blocks: Option<HashMap<usize, stores::Listed>>,
         memory: Option<u64>,
+        words: Option<Given<Words>>,
     ) -> PyResult<Self> {
         let (mut records, mut blocks) = (records.unwrap_or_default(), blocks.unwrap_or_default());
         let mut parts = Vec::with_capacity(files.len());
@@ -197,7 +199,8 @@ impl Catalog {
             parts.push((root, path, wanted));
         }
         let opened = run(py, None, move |_| CoreCatalog::open_parts(roots, &parts, threads, memory));
-        Ok(Catalog { inner: Arc::new(opened.settle(None)?) })
+        let words = words.map_or_else(Words::default, |words| words.0);
+        Ok(Catalog { inner: Arc::new(opened.settle(None)?.told_by(words)) })
     }
 
     fn findings(&self) -> Vec<findings::Finding> {

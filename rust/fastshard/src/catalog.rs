@@ -13,6 +13,7 @@ use crate::memory::{HeaderRoom, Room};
 use crate::plan::PlanFile;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
+use crate::words::Words;
 
 /// One file of a checkpoint.
 #[derive(Debug)]
@@ -65,6 +66,8 @@ pub struct Catalog {
     pub files: Vec<Option<CatalogFile>>,
     /// Files that could not be read.
     pub findings: Vec<Finding>,
+    /// What names of tensors tell.
+    pub words: Arc<Words>,
     /// What planning may take, if that is stated.
     room: Mutex<Option<Room>>,
 }
@@ -81,6 +84,11 @@ impl Catalog {
     /// What messages call the roots.
     pub fn root_names(&self) -> Vec<String> {
         self.roots.iter().map(|root| name_of(root)).collect()
+    }
+
+    /// The same catalog, by words that tell what tensors are.
+    pub fn told_by(self, words: Words) -> Catalog {
+        Catalog { words: Arc::new(words), ..self }
     }
 
     /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
@@ -138,7 +146,8 @@ impl Catalog {
                 None => None,
             });
         }
-        let catalog = Catalog { roots, files: opened, findings, room: Mutex::new(None) };
+        let catalog =
+            Catalog { roots, files: opened, findings, words: Arc::default(), room: Mutex::new(None) };
         // A plan is to be made within the same limit: what it takes is refused before more is made of the names.
         if let Some(room) = memory.map(Room::up_to) {
             let (tensors, names) = catalog.named();

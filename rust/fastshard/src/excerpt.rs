@@ -36,6 +36,7 @@ impl Plan {
             topology: self.topology.clone(),
             axes: self.axes.clone(),
             roots: self.roots.clone(),
+            words: self.words.clone(),
             ..Plan::default()
         };
         for &position in outputs {

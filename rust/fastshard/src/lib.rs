@@ -31,6 +31,6 @@ pub mod storage;
 pub mod tensor;
 pub mod value;
 pub mod verify;
-mod words;
+pub mod words;
 pub mod write;
 pub mod writer;

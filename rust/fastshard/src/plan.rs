@@ -4,6 +4,7 @@
 //! engine executes nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +15,7 @@ use crate::format::pickle::writer::Tree;
 use crate::format::zstd::Zstd;
 use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
+use crate::words::Words;
 
 pub mod change;
 
@@ -479,6 +481,9 @@ pub struct Plan {
     /// Roots as given, for messages; not part of the document.
     #[serde(skip)]
     pub roots: Vec<String>,
+    /// What names of tensors tell; not part of the document.
+    #[serde(skip)]
+    pub words: Arc<Words>,
 }
 
 struct Digesting(blake3::Hasher);

@@ -93,7 +93,12 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
             }
         }
     }
-    let mut plan = Plan { version: PLAN_VERSION, target: "repair".into(), ..Plan::default() };
+    let mut plan = Plan {
+        version: PLAN_VERSION,
+        target: "repair".into(),
+        words: catalog.words.clone(),
+        ..Plan::default()
+    };
     for side in &repair.files {
         let Some(Some(file)) = catalog.files.get(side.file as usize) else { continue };
         let source = all.source(side.file, file);
@@ -197,6 +202,7 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
         copies_accepted: request.source.copies_accepted.clone(),
         non_finite_accepted: request.source.non_finite_accepted,
         roots: catalog.root_names(),
+        words: catalog.words.clone(),
         ..Plan::default()
     };
     let compared: Vec<bool> = plan.stored.iter().map(|t| !t.twins.is_empty()).collect();

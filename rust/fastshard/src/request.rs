@@ -423,6 +423,7 @@ fn stated(catalog: &Catalog, request: &Request) -> Plan {
         non_finite_accepted: request.source.non_finite_accepted,
         topology: request.source.degrees.clone(),
         roots: catalog.root_names(),
+        words: catalog.words.clone(),
         ..Plan::default()
     }
 }

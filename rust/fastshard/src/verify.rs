@@ -79,7 +79,12 @@ pub fn hashed(plan: &Plan, report: &Report) -> Hashed {
 
 /// Every tensor of a catalog as its file holds it.
 pub fn inventory_plan(catalog: &Catalog) -> Plan {
-    let mut plan = Plan { version: crate::plan::PLAN_VERSION, target: "inventory".into(), ..Plan::default() };
+    let mut plan = Plan {
+        version: crate::plan::PLAN_VERSION,
+        target: "inventory".into(),
+        words: catalog.words.clone(),
+        ..Plan::default()
+    };
     for file in catalog.files.iter().flatten() {
         let first_blob = plan.blobs.len() as u32;
         let source = plan.sources.len() as u32;

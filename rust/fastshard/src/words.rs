@@ -1,122 +1,87 @@
-//! What a tensor is, by the words of its name: a table, a head, a projection, a buffer, one of several experts.
+//! What a tensor is, by the words of its name: a table, a head, a projection, a buffer, one of several experts. The words are
+//! declared by whoever opens the checkpoint; without them no name says anything.
 
-/// Words for copies of a model beside it: averages, frozen and older ones.
-const COPIES: [&str; 21] = [
-    "ema",
-    "avg",
-    "average",
-    "averaged",
-    "momentum",
-    "target",
-    "ref",
-    "reference",
-    "teacher",
-    "student",
-    "shadow",
-    "swa",
-    "polyak",
-    "policy",
-    "actor",
-    "critic",
-    "reward",
-    "original",
-    "old",
-    "copy",
-    "online",
-];
-/// Words for buffers that are computed from sizes alone, so that layers and towers hold the same.
-const BUFFERS: [&str; 20] = [
-    "rotary",
-    "rope",
-    "freq",
-    "freqs",
-    "sinusoid",
-    "sinusoidal",
-    "sin",
-    "cos",
-    "pos",
-    "pe",
-    "positional",
-    "position",
-    "positions",
-    "ids",
-    "index",
-    "alibi",
-    "slopes",
-    "mask",
-    "alphas",
-    "betas",
-];
-/// Those of them that repeat themselves: angles of both halves, masks of all heads.
-const PERIODIC: [&str; 10] =
-    ["rotary", "rope", "freq", "freqs", "sin", "cos", "ids", "alibi", "mask", "sinusoid"];
-/// Words for what is learned, whatever it is called besides.
-const LEARNED: [&str; 22] = [
-    "weight",
-    "weights",
-    "kernel",
-    "bias",
-    "proj",
-    "linear",
-    "table",
-    "embedding",
-    "embeddings",
-    "embed",
-    "embeds",
-    "emb",
-    "rel",
-    "relative",
-    "var",
-    "w",
-    "b",
-    "u",
-    "v",
-    "gate",
-    "up",
-    "down",
-];
-/// Words for what an optimizer keeps of a parameter: never what a parameter is, nor what another one is.
-const MOMENTS: [&str; 10] =
-    ["mu", "nu", "m", "v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "trace", "velocity"];
-/// Words for tables of something else than the vocabulary.
-const OTHER_TABLES: [&str; 9] =
-    ["position", "positions", "positional", "pos", "time", "type", "segment", "rel", "relative"];
-/// Words for the table of the vocabulary, and for the head.
-const TABLES: [&str; 7] = ["embed", "embedding", "embeddings", "emb", "wte", "embedder", "vocab"];
-const HEADS: [&str; 9] =
-    ["head", "output", "out", "final", "logits", "softmax", "unembed", "unembedding", "decoder"];
+use serde::Deserialize;
 
-/// Words for matrices that a layer multiplies with.
-const PROJECTIONS: [&str; 20] = [
-    "dense", "query", "key", "value", "qkv", "q", "k", "v", "o", "wq", "wk", "wv", "wo", "wi", "w1", "w2",
-    "w3", "fc", "fc1", "fc2",
-];
-/// Words for what begins as zeros, or is computed.
-const ZEROS: [&str; 13] = [
-    "ln",
-    "rel",
-    "relative",
-    "position",
-    "positions",
-    "positional",
-    "pos",
-    "time",
-    "type",
-    "b",
-    "scale",
-    "shift",
-    "mask",
-];
-/// Words for vectors that stand in the place of inputs, which may begin as zeros.
-const TOKENS: [&str; 2] = ["token", "tokens"];
+/// Words by what they tell, in small letters; `*` at the beginning or the end stands for anything. One with `_` in it is of a
+/// part of a name (between dots), as it is spelled; others are of a word of a part.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Words {
+    /// Tables of the vocabulary.
+    tables: Vec<String>,
+    /// Tables of something else.
+    other_tables: Vec<String>,
+    /// Tables that several parts of a model share.
+    shared_tables: Vec<String>,
+    /// Tables that a further head in a layer has of its own.
+    further_tables: Vec<String>,
+    /// Output layers over the vocabulary.
+    heads: Vec<String>,
+    /// Such heads in a layer.
+    further_heads: Vec<String>,
+    /// What may stand between the name of a head and its bias.
+    inside_heads: Vec<String>,
+    /// Matrices that a layer multiplies with.
+    projections: Vec<String>,
+    /// Experts, and what holds them.
+    experts: Vec<String>,
+    /// Layers, whether they are numbered or not.
+    layers: Vec<String>,
+    /// An optimizer's state.
+    states: Vec<String>,
+    /// Parameters that may be numbered by experts.
+    parameters: Vec<String>,
+    /// Biases.
+    biases: Vec<String>,
+    /// Buffers that are computed from sizes alone, so that layers and towers hold the same.
+    buffers: Vec<String>,
+    /// Those of them that repeat themselves: angles of both halves, masks of all heads.
+    periodic: Vec<String>,
+    /// The end of names of what a module computes and does not train.
+    computed: Vec<String>,
+    /// What is learned, whatever it is called besides.
+    learned: Vec<String>,
+    /// What begins as zeros, or is computed.
+    zeros: Vec<String>,
+    /// Factors of adapters that begin as zeros.
+    zero_factors: Vec<String>,
+    /// Vectors that stand in the place of inputs, which may begin as zeros.
+    tokens: Vec<String>,
+    /// What an optimizer keeps of a parameter: never what a parameter is, nor what another one is.
+    moments: Vec<String>,
+    /// Copies of a model beside it: averages, frozen and older ones.
+    copies: Vec<String>,
+    /// What looks like such a copy and is an average of gradients.
+    averages: Vec<String>,
+    /// Ends of the name of a tower that follows another slowly.
+    followers: Vec<String>,
+}
 
 /// The words of a name, in small letters.
 fn words(name: &str) -> impl Iterator<Item = String> + '_ {
     name.split(|c: char| !c.is_alphanumeric()).map(str::to_lowercase)
 }
 
-fn has_word(name: &str, of: &[&str]) -> bool {
-    words(name).any(|word| of.contains(&word.as_str()))
+fn fits(text: &str, pattern: &str) -> bool {
+    match (pattern.strip_prefix('*'), pattern.strip_suffix('*')) {
+        (None, None) => text == pattern,
+        (Some(end), None) => text.ends_with(end),
+        (None, Some(start)) => text.starts_with(start),
+        (Some(rest), Some(_)) => text.contains(rest.strip_suffix('*').unwrap_or(rest)),
+    }
+}
+
+/// True if a name, or a part of one, has one of these words.
+fn has(name: &str, of: &[String]) -> bool {
+    let (part, word) = (|word: &&String| word.contains('_'), |word: &&String| !word.contains('_'));
+    words(name).any(|one| of.iter().filter(word).any(|pattern| fits(&one, pattern)))
+        || name.split('.').any(|one| of.iter().filter(part).any(|pattern| fits(one, pattern)))
+}
+
+/// True for a part of a name, as it is spelled.
+fn is_one(part: &str, of: &[String]) -> bool {
+    of.iter().any(|pattern| fits(part, pattern))
 }
 
 /// The last parts of a name.
@@ -125,74 +90,156 @@ fn tail(name: &str, parts: usize) -> &str {
     &name[start..]
 }
 
-/// The same buffer of two layers or towers, by their names.
-pub(crate) fn are_one_buffer(a: &str, b: &str) -> bool {
-    let last = tail(a, 1);
-    last == tail(b, 1) && has_word(last, &BUFFERS) && !has_word(last, &LEARNED)
-}
+impl Words {
+    /// The same buffer of two layers or towers, by their names.
+    pub(crate) fn are_one_buffer(&self, a: &str, b: &str) -> bool {
+        let last = tail(a, 1);
+        last == tail(b, 1) && has(last, &self.buffers) && !has(last, &self.learned)
+    }
 
-/// True if a tensor's parts are equal by what is computed there.
-pub(crate) fn is_periodic(name: &str) -> bool {
-    has_word(tail(name, 1), &PERIODIC) && !has_word(tail(name, 1), &LEARNED)
-}
+    /// True if a tensor's parts are equal by what is computed there.
+    pub(crate) fn is_periodic(&self, name: &str) -> bool {
+        has(tail(name, 1), &self.periodic) && !has(tail(name, 1), &self.learned)
+    }
 
-/// What an optimizer keeps, as a name tells.
-pub(crate) fn moments(name: &str) -> impl Iterator<Item = &str> {
-    name.split('.').filter(|part| MOMENTS.contains(part))
-}
+    /// What an optimizer keeps, as a name tells.
+    pub(crate) fn moments<'n>(&'n self, name: &'n str) -> impl Iterator<Item = &'n str> {
+        name.split('.').filter(|part| is_one(part, &self.moments))
+    }
 
-pub(crate) fn is_of_experts(name: &str) -> bool {
-    words(name).any(|word| word.starts_with("expert") || word.contains("moe"))
-}
+    pub(crate) fn is_of_experts(&self, name: &str) -> bool {
+        has(name, &self.experts)
+    }
 
-/// An embedding and a head by their names, in one order or the other.
-pub(crate) fn may_be_tied(a: &str, b: &str) -> bool {
-    let pair = |table: &str, head: &str| is_table(table) && !is_table(head) && is_head(head);
-    pair(a, b) || pair(b, a)
-}
+    pub(crate) fn is_bias(&self, name: &str) -> bool {
+        name.contains('.') && is_one(tail(name, 1), &self.biases)
+    }
 
-/// Two tables of one vocabulary, or two heads: of an encoder and a decoder, of stages, of models side by side.
-pub(crate) fn are_one_table(a: &str, b: &str) -> bool {
-    let further = |name: &str| name.contains("shared_head");
-    let heads = is_head(a) && is_head(b) && (tail(a, 2) == tail(b, 2) || further(a) || further(b));
-    // The bias of a head that is there under the head's name too.
-    let without =
-        |name: &str| name.split('.').filter(|part| *part != "decoder").collect::<Vec<_>>().join(".");
-    (is_table(a) && is_table(b))
-        || heads
-        || (a.ends_with(".bias") && is_head(a) | is_head(b) && without(a) == without(b))
-}
+    /// An embedding and a head by their names, in one order or the other.
+    pub(crate) fn may_be_tied(&self, a: &str, b: &str) -> bool {
+        let pair =
+            |table: &str, head: &str| self.is_table(table) && !self.is_table(head) && self.is_head(head);
+        pair(a, b) || pair(b, a)
+    }
 
-fn is_table(name: &str) -> bool {
-    let last = tail(name, 2);
-    let shared = last.split('.').any(|part| part == "shared");
-    // A further head may have the table of the first one beside it.
-    let own = !in_layer(name) || last.contains("embed_tokens");
-    own && !is_of_experts(name) && !has_word(last, &OTHER_TABLES) && (shared || has_word(last, &TABLES))
-}
+    /// Two tables of one vocabulary, or two heads: of an encoder and a decoder, of stages, of models side by side.
+    pub(crate) fn are_one_table(&self, a: &str, b: &str) -> bool {
+        let further = |name: &str| has(name, &self.further_heads);
+        let (x, y) = (self.is_head(a), self.is_head(b));
+        let heads = x && y && (tail(a, 2) == tail(b, 2) || further(a) || further(b));
+        // The bias of a head that is there under the head's name too.
+        let without = |name: &str| {
+            name.split('.').filter(|part| !is_one(part, &self.inside_heads)).collect::<Vec<_>>().join(".")
+        };
+        (self.is_table(a) && self.is_table(b))
+            || heads
+            || (self.is_bias(a) && x | y && without(a) == without(b))
+    }
 
-fn is_head(name: &str) -> bool {
-    let last = tail(name, 2);
-    let own = !in_layer(name) || name.contains("shared_head");
-    own && !is_of_experts(name) && (has_word(last, &HEADS) || last.contains("lm_head"))
-}
+    fn is_table(&self, name: &str) -> bool {
+        let last = tail(name, 2);
+        let shared = last.split('.').any(|part| is_one(part, &self.shared_tables));
+        // A further head may have the table of the first one beside it.
+        let own = !self.in_layer(name) || has(last, &self.further_tables);
+        own && !self.is_of_experts(name)
+            && !has(last, &self.other_tables)
+            && (shared || has(last, &self.tables))
+    }
 
-/// True for a tensor of one of several layers: a part of its name is numbered, besides the first (a stage of a
-/// pipeline) and what an optimizer numbers.
-fn in_layer(name: &str) -> bool {
-    let parts = name.split('.').enumerate();
-    let state = |part: &str| part.starts_with("opt") || part.starts_with("no_prefix");
-    let mut of_state = false;
-    for (i, part) in parts {
-        let number = part.bytes().all(|b| b.is_ascii_digit());
-        of_state = state(part) || (of_state && number);
-        let of_layers = part.starts_with("layer") || part.starts_with("block") || part == "h";
-        let numbered = part.contains(|c: char| c.is_ascii_digit()) && !(i == 0 && number);
-        if !of_state && (of_layers || numbered) {
-            return true;
+    fn is_head(&self, name: &str) -> bool {
+        let own = !self.in_layer(name) || has(name, &self.further_heads);
+        own && !self.is_of_experts(name) && has(tail(name, 2), &self.heads)
+    }
+
+    /// True for a tensor of one of several layers: a part of its name is numbered, besides the first (a stage of a
+    /// pipeline) and what an optimizer numbers.
+    fn in_layer(&self, name: &str) -> bool {
+        let mut of_state = false;
+        for (i, part) in name.split('.').enumerate() {
+            let number = part.bytes().all(|b| b.is_ascii_digit());
+            of_state = is_one(part, &self.states) || (of_state && number);
+            let numbered = part.contains(|c: char| c.is_ascii_digit()) && !(i == 0 && number);
+            if !of_state && (is_one(part, &self.layers) || numbered) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// True for a matrix that training fills, by its name: a table of the vocabulary, a head or a projection.
+    pub(crate) fn is_table_head_or_projection(&self, name: &str) -> bool {
+        self.is_table(name) || self.is_head(name) || has(tail(name, 2), &self.projections)
+    }
+
+    /// True for what may be zero throughout in a good model, by its name: what is added and begins with nothing (biases,
+    /// tokens, tables of relative positions, the second factor of an adapter), norms, buffers, and what an optimizer keeps.
+    pub(crate) fn may_be_zero(&self, name: &str, dimensions: usize) -> bool {
+        has(tail(name, 2), &self.zeros)
+            || has(tail(name, 1), &self.tokens)
+            || has(name, &self.zero_factors)
+            || self.is_buffer(name, dimensions)
+            || self.moments(name).next().is_some()
+    }
+
+    /// True if two names are one tensor's in a model and in a copy of it beside it.
+    pub(crate) fn of_copies(&self, a: &str, b: &str) -> bool {
+        let (x, y) = middles(a, b);
+        if tail(a, 1) != tail(b, 1) || self.moments(a).ne(self.moments(b)) {
+            return false;
+        }
+        if let ([one], [other]) = (&x[..], &y[..]) {
+            let follows = |one: &str, other: &str| {
+                self.followers.iter().any(|end| other.strip_suffix(&**end) == Some(one))
+            };
+            if follows(one, other) || follows(other, one) {
+                return true;
+            }
+        }
+        // Moments of an optimizer are no averages of weights.
+        let tells = |part: &&str| has(part, &self.copies) && !is_one(part, &self.averages);
+        // What follows the word is the model's own name, on both sides; before it is the way to the copy.
+        let own = |parts: &[&str]| parts.iter().rposition(tells).map(|at| parts[at + 1..].join("."));
+        let is_way = |parts: &[&str]| {
+            parts.len() < 3 && !parts.iter().any(|part| part.contains(|c: char| c.is_ascii_digit()))
+        };
+        let follows = |all: &[&str], rest: &str| {
+            let all_names = all.join(".");
+            let way = if rest.is_empty() { Some(all_names.as_str()) } else { all_names.strip_suffix(rest) };
+            way.is_some_and(|way| is_way(&way.split('.').filter(|part| !part.is_empty()).collect::<Vec<_>>()))
+        };
+        match (own(&x), own(&y)) {
+            (Some(one), Some(other)) => one == other,
+            (Some(rest), None) => follows(&y, &rest),
+            (None, Some(rest)) => follows(&x, &rest),
+            (None, None) => false,
         }
     }
-    false
+
+    /// A name without the numbers that follow a word for experts: the same for all of a layer.
+    pub(crate) fn of_any_expert(&self, name: &str) -> String {
+        let (mut of_experts, mut before) = (false, false);
+        let parts = name.split('.').map(|part| {
+            let rest = part.trim_end_matches(|c: char| c.is_ascii_digit());
+            // `experts.3.w1`, and `experts.linear_fc1.weight3`.
+            let numbered = (before && rest.is_empty()) || (of_experts && is_one(rest, &self.parameters));
+            before = self.is_of_experts(part);
+            of_experts |= before;
+            if numbered {
+                format!("{rest}#")
+            } else {
+                part.to_string()
+            }
+        });
+        parts.collect::<Vec<_>>().join(".")
+    }
+
+    /// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary
+    /// frequencies.
+    pub(crate) fn is_buffer(&self, name: &str, dimensions: usize) -> bool {
+        let last = tail(name, 1);
+        is_one(last, &self.computed)
+            || dimensions > 2 && self.biases.iter().any(|bias| last.ends_with(&**bias))
+    }
 }
 
 /// A name up to the number of its layer, that included: the same for all tensors of a layer. None outside all layers.
@@ -214,27 +261,6 @@ pub(crate) fn without_numbers(name: &str) -> String {
     name.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-/// True for a matrix that training fills, by its name: a table of the vocabulary, a head or a projection.
-pub(crate) fn is_table_head_or_projection(name: &str) -> bool {
-    is_table(name) || is_head(name) || words(tail(name, 2)).any(|word| is_projection(&word))
-}
-
-fn is_projection(word: &str) -> bool {
-    word.contains("proj") || PROJECTIONS.contains(&word)
-}
-
-/// True for what may be zero throughout in a good model, by its name: what is added and begins with nothing (biases, tokens,
-/// tables of relative positions, the second factor of an adapter), norms, buffers, and what an optimizer keeps.
-pub(crate) fn may_be_zero(name: &str, dimensions: usize) -> bool {
-    let last = tail(name, 2);
-    has_word(last, &ZEROS)
-        || has_word(tail(name, 1), &TOKENS)
-        || words(last).any(|word| word.contains("norm") || word.ends_with("bias"))
-        || name.contains("lora_B")
-        || is_buffer(name, dimensions)
-        || moments(name).next().is_some()
-}
-
 /// What is different in the middle of two names, in whole parts.
 pub(crate) fn middles<'n>(a: &'n str, b: &'n str) -> (Vec<&'n str>, Vec<&'n str>) {
     let (a, b): (Vec<&str>, Vec<&str>) = (a.split('.').collect(), b.split('.').collect());
@@ -244,74 +270,22 @@ pub(crate) fn middles<'n>(a: &'n str, b: &'n str) -> (Vec<&'n str>, Vec<&'n str>
     (a[start..a.len() - end].to_vec(), b[start..b.len() - end].to_vec())
 }
 
-/// True if two names are one tensor's in a model and in a copy of it beside it.
-pub(crate) fn of_copies(a: &str, b: &str) -> bool {
-    let (x, y) = middles(a, b);
-    if tail(a, 1) != tail(b, 1) || moments(a).ne(moments(b)) {
-        return false;
-    }
-    // A tower and the one that follows it slowly: text_encoder, text_encoder_m.
-    if let ([one], [other]) = (&x[..], &y[..]) {
-        if other.strip_suffix("_m") == Some(one) || one.strip_suffix("_m") == Some(other) {
-            return true;
-        }
-    }
-    // Moments of an optimizer are no averages of weights.
-    let tells = |part: &&str| has_word(part, &COPIES) && !part.contains("exp_avg");
-    // What follows the word is the model's own name, on both sides; before it is the way to the copy.
-    let own = |parts: &[&str]| parts.iter().rposition(tells).map(|at| parts[at + 1..].join("."));
-    let is_way = |parts: &[&str]| {
-        parts.len() < 3 && !parts.iter().any(|part| part.contains(|c: char| c.is_ascii_digit()))
-    };
-    let follows = |all: &[&str], rest: &str| {
-        let all_names = all.join(".");
-        let way = if rest.is_empty() { Some(all_names.as_str()) } else { all_names.strip_suffix(rest) };
-        way.is_some_and(|way| is_way(&way.split('.').filter(|part| !part.is_empty()).collect::<Vec<_>>()))
-    };
-    match (own(&x), own(&y)) {
-        (Some(one), Some(other)) => one == other,
-        (Some(rest), None) => follows(&y, &rest),
-        (None, Some(rest)) => follows(&x, &rest),
-        (None, None) => false,
-    }
-}
-
-/// A name without the numbers that follow a word for experts: the same for all of a layer.
-pub(crate) fn of_any_expert(name: &str) -> String {
-    let (mut of_experts, mut before) = (false, false);
-    let parts = name.split('.').map(|part| {
-        let rest = part.trim_end_matches(|c: char| c.is_ascii_digit());
-        // `experts.3.w1`, and `experts.linear_fc1.weight3`.
-        let numbered = (before && rest.is_empty()) || (of_experts && matches!(rest, "weight" | "bias"));
-        before = is_of_experts(part);
-        of_experts |= before;
-        if numbered {
-            format!("{rest}#")
-        } else {
-            part.to_string()
-        }
-    });
-    parts.collect::<Vec<_>>().join(".")
-}
-
 /// True if two parts of names differ in their numbers alone.
 pub(crate) fn renumbered(a: &str, b: &str) -> bool {
     a != b && without_numbers(a) == without_numbers(b)
 }
 
-/// True for a tensor that a module computes and does not train, by its name: masks, tables of biases by position, rotary
-/// frequencies. source: register_buffer in transformers models/{gpt2,gptj,gpt_neo,gpt_neox,mpt,bloom}
-pub(crate) fn is_buffer(name: &str, dimensions: usize) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    let words = ["mask", "inv_freq", "rotary", "alibi", "slopes", "cos_cached", "sin_cached"];
-    words.iter().any(|word| last.contains(word))
-        || matches!(last, "masked_bias" | "position_bias")
-        || last.ends_with("bias") && dimensions > 2
-}
+#[cfg(test)]
+#[path = "../tests/it/common/words.rs"]
+mod declared;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn of_python() -> Words {
+        declared::words()
+    }
 
     #[test]
     fn copies_of_a_model_are_told_by_words() {
@@ -323,7 +297,7 @@ mod tests {
             ("actor.fc1.weight", "critic.fc1.weight"),
             ("base.w", "policy.w"),
         ] {
-            assert!(of_copies(a, b) && of_copies(b, a), "{a} {b}");
+            assert!(of_python().of_copies(a, b) && of_python().of_copies(b, a), "{a} {b}");
         }
         for (a, b) in [
             ("encoder.layer.w", "decoder.layer.w"),
@@ -338,13 +312,13 @@ mod tests {
             ("enc.fc_m.weight", "enc.fc_v.weight"),
             ("layers.0.w", "ema.w"),
         ] {
-            assert!(!of_copies(a, b) && !of_copies(b, a), "{a} {b}");
+            assert!(!of_python().of_copies(a, b) && !of_python().of_copies(b, a), "{a} {b}");
         }
     }
 
     #[test]
     fn heads_are_tied_to_embeddings_and_nothing_else_is() {
-        let tied = |a: &str, b: &str| may_be_tied(a, b) || are_one_table(a, b);
+        let tied = |a: &str, b: &str| of_python().may_be_tied(a, b) || of_python().are_one_table(a, b);
         for (a, b) in [
             ("model.embed_tokens.weight", "lm_head.weight"),
             ("0.word_embeddings.weight", "9.final_linear.weight"),
@@ -390,7 +364,10 @@ mod tests {
             "decoder.layers.wi_0.wi.kernel",
             "transformer.layers.0.attention.query_key_value.weight",
         ] {
-            assert!(is_table_head_or_projection(name) && !may_be_zero(name, 2), "{name}");
+            assert!(
+                of_python().is_table_head_or_projection(name) && !of_python().may_be_zero(name, 2),
+                "{name}"
+            );
         }
         for name in [
             "layers.0.q_proj.bias",
@@ -407,7 +384,7 @@ mod tests {
             "layers.0.attn.bias_mask",
             "state.layers.0.q_proj.weight.exp_avg",
         ] {
-            assert!(may_be_zero(name, 2), "{name}");
+            assert!(of_python().may_be_zero(name, 2), "{name}");
         }
     }
 
@@ -432,9 +409,9 @@ mod tests {
             ("encoder.pos.pe", "decoder.pos.pe"),
             ("sched.alphas_cumprod", "ema.sched.alphas_cumprod"),
         ] {
-            assert!(are_one_buffer(a, b), "{a}");
+            assert!(of_python().are_one_buffer(a, b), "{a}");
         }
-        assert!(is_periodic("rotary_emb.cos_cached") && !is_periodic("pos_embed"));
+        assert!(of_python().is_periodic("rotary_emb.cos_cached") && !of_python().is_periodic("pos_embed"));
         for (a, b) in [
             ("mask_decoder.layers.0.q_proj", "mask_decoder.layers.1.q_proj"),
             ("layers.0.attn.relative_position_bias_table", "layers.1.attn.relative_position_bias_table"),
@@ -447,7 +424,7 @@ mod tests {
             ("layers.0.mask.gate", "layers.1.mask.up"),
             ("position_emb.emb_var", "position_emb.emb_var"),
         ] {
-            assert!(!are_one_buffer(a, b), "{a}");
+            assert!(!of_python().are_one_buffer(a, b), "{a}");
         }
     }
 
@@ -455,7 +432,7 @@ mod tests {
     fn numbers_in_names() {
         assert!(renumbered("layers_3", "layers_12") && renumbered("3", "12"));
         assert!(!renumbered("wk", "wv") && !renumbered("3", "3"));
-        assert_eq!(of_any_expert("layers.0.experts.3.w1"), "layers.0.experts.#.w1");
-        assert_eq!(of_any_expert("0.experts.linear_fc1.weight3"), "0.experts.linear_fc1.weight#");
+        assert_eq!(of_python().of_any_expert("layers.0.experts.3.w1"), "layers.0.experts.#.w1");
+        assert_eq!(of_python().of_any_expert("0.experts.linear_fc1.weight3"), "0.experts.linear_fc1.weight#");
     }
 }

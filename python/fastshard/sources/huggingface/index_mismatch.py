@@ -12,6 +12,7 @@ from typing import Any
 from ...common import safe_files
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...models.tensor_words import WORDS
 from ..base import Contents, lacking
 from ..index_files import read_json
 
@@ -19,8 +20,6 @@ from ..index_files import read_json
 _SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 #: The most that a name may count to here; further numbers are no files'.
 _MOST = 100_000
-#: What is stored once for two names, by parts of these.
-_TIED = ("embed", "wte", "shared", "lm_head", "output")
 
 
 def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str) -> bool:
@@ -135,7 +134,7 @@ def sizes(
     # Older versions of transformers count an eighth of a byte for a bool, mlx-lm the files.
     usual = {held, once, held - flags + flags / 8, once - flags + flags / 8, sum(file.size for file in files)}
     if config is None or config.get("tie_word_embeddings") is not False:
-        usual |= {held + size for name, _, size in each if any(word in name for word in _TIED)}
+        usual |= {held + size for name, _, size in each if any(word in name for word in WORDS["tied"])}
     if any(abs(counted - size) < 1 for size in usual):
         return []
     lacks = counted > max(held, once)

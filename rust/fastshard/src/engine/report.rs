@@ -6,7 +6,6 @@ use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Op, Output, Plan};
 use crate::standing::Standing;
-use crate::words::is_buffer;
 
 use super::shards;
 use super::tile::Drift;
@@ -18,7 +17,7 @@ fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
         .tensor(&output.name)
         .expected("0", count)
         .help("use an earlier step, or take the values as they are with --accept non-finite");
-    if is_buffer(&output.name, output.shape.len()) {
+    if plan.words.is_buffer(&output.name, output.shape.len()) {
         finding.severity = Severity::Note;
     } else if plan.non_finite_accepted {
         finding.severity = Severity::Warning;

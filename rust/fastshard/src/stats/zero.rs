@@ -9,7 +9,7 @@ use crate::engine::place;
 use crate::error::Finding;
 use crate::plan::{Output, Plan};
 use crate::tensor::c_strides;
-use crate::words::{is_table_head_or_projection, may_be_zero, without_numbers};
+use crate::words::without_numbers;
 
 /// Warnings about outputs of a run that are zero, or of which a slab is.
 ///
@@ -31,7 +31,9 @@ pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
 
 fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
     let name = &output.name;
-    if may_be_zero(name, output.shape.len()) || !(has_sister || is_table_head_or_projection(name)) {
+    let words = &plan.words;
+    if words.may_be_zero(name, output.shape.len()) || !(has_sister || words.is_table_head_or_projection(name))
+    {
         return None;
     }
     let others = if has_sister { ", and that of other layers is not" } else { "" };

@@ -10,7 +10,6 @@ use crate::error::{Finding, Result};
 use crate::plan::{Pieces, Plan, StoredTensor};
 use crate::standing::{mixed, Use};
 use crate::tensor::c_strides;
-use crate::words::is_of_experts;
 
 /// Tensors of one content that are asked for the reason of another's being equal.
 const MOST_PARTNERS: usize = 64;
@@ -219,9 +218,9 @@ impl Search<'_, '_> {
     /// True if a part of an array of experts holds several of them that are the same, as another part does: they were
     /// made of one.
     fn holds_one_expert(&self, blob: u32, (original, own): (u32, u32)) -> Result<bool> {
-        let stored = &self.equal.plan.stored[own as usize];
-        let name = &self.equal.plan.stored[original as usize].name;
-        if !is_of_experts(&stored.name) || stored.name != *name {
+        let plan = self.equal.plan;
+        let (stored, name) = (&plan.stored[own as usize], &plan.stored[original as usize].name);
+        if !plan.words.is_of_experts(&stored.name) || stored.name != *name {
             return Ok(false);
         }
         let mut reader = Reader::new(self.equal.sources);

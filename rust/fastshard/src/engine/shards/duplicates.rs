@@ -8,7 +8,6 @@ use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::plan::{Plan, StoredTensor};
-use crate::words::is_of_experts;
 
 /// Position of a tensor on the axes bound by its name.
 type Layer<'p> = &'p [u64];
@@ -38,7 +37,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         *repeats.entry(*rule).or_default() += 1;
         let sums: Vec<Option<u32>> =
             shards.iter().map(|&s| crc_of(sources, &plan.stored[s as usize])).collect();
-        if is_of_experts(&plan.stored[shards[0] as usize].name) {
+        if plan.words.is_of_experts(&plan.stored[shards[0] as usize].name) {
             // Experts that were made of one are the same on all ranks, or each part of them is on all that have it.
             let mut parts: HashMap<u32, Vec<u32>> = HashMap::new();
             for (sum, &shard) in sums.iter().zip(shards) {

@@ -7,10 +7,7 @@ use super::contents::Contents;
 use super::values::MIN_VALUES;
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{each_blob, each_use, mixed, Standing, Use};
-use crate::words::{
-    are_one_buffer, are_one_table, is_of_experts, is_periodic, may_be_tied, middles, moments, of_any_expert,
-    of_copies, renumbered, without_numbers,
-};
+use crate::words::{middles, renumbered, without_numbers};
 
 /// More layers than any model has: all there are.
 const ALL: usize = usize::MAX;
@@ -66,8 +63,8 @@ impl<'p> Meant<'p> {
                 });
             }
             names.entry(&stored.name).or_default().push(i as u32);
-            if is_of_experts(&stored.name) {
-                experts.entry(of_any_expert(&stored.name)).or_default().push(i as u32);
+            if plan.words.is_of_experts(&stored.name) {
+                experts.entry(plan.words.of_any_expert(&stored.name)).or_default().push(i as u32);
             }
         }
         Meant {
@@ -97,27 +94,29 @@ impl<'p> Meant<'p> {
     /// layer were not copied all at once.
     pub(super) fn verdict(&self, a: &Use, b: &Use, alone: bool) -> Verdict {
         let (t, u) = (self.stored(a.stored), self.stored(b.stored));
-        let of_experts = is_of_experts(&t.name) && is_of_experts(&u.name);
+        let words = &self.plan.words;
+        let of_experts = words.is_of_experts(&t.name) && words.is_of_experts(&u.name);
         if of_experts && self.all_experts(a.stored, b.stored) {
             return Verdict::Meant;
         }
-        if a.stored == b.stored && is_periodic(&t.name) {
+        if a.stored == b.stored && words.is_periodic(&t.name) {
             return Verdict::Innocent;
         }
         if a.stored == b.stored || a.at != b.at || t.name == u.name {
             return Verdict::Copied;
         }
         let layers = self.everywhere(a.stored, b.stored);
-        if are_one_buffer(&t.name, &u.name) && self.same(a.stored, b.stored) {
+        if words.are_one_buffer(&t.name, &u.name) && self.same(a.stored, b.stored) {
             return if layers > 2 { Verdict::Innocent } else { Verdict::Meant };
         }
-        let untied = self.plan.untied || moments(&t.name).ne(moments(&u.name));
-        let one = (!untied && may_be_tied(&t.name, &u.name))
-            || (moments(&t.name).eq(moments(&u.name)) && are_one_table(&t.name, &u.name));
-        let whole = t.shape.len() > 1 || t.name.ends_with(".bias");
+        let of_one = words.moments(&t.name).eq(words.moments(&u.name));
+        let untied = self.plan.untied || !of_one;
+        let one = (!untied && words.may_be_tied(&t.name, &u.name))
+            || (of_one && words.are_one_table(&t.name, &u.name));
+        let whole = t.shape.len() > 1 || words.is_bias(&t.name);
         let tied = one && whole && self.same(a.stored, b.stored);
         let doubled = || alone && self.doubled(&t.name, &u.name);
-        match of_copies(&t.name, &u.name) || tied || (alone && layers == ALL) || doubled() {
+        match words.of_copies(&t.name, &u.name) || tied || (alone && layers == ALL) || doubled() {
             true => Verdict::Meant,
             false => Verdict::Copied,
         }
@@ -161,7 +160,7 @@ impl<'p> Meant<'p> {
     /// True if the experts of a layer, three or more, hold the same: they were made of one. What all tokens go through
     /// beside them may have been made of it too.
     fn all_experts(&self, a: u32, b: u32) -> bool {
-        let family = |i: u32| self.experts.get(&of_any_expert(&self.stored(i).name));
+        let family = |i: u32| self.experts.get(&self.plan.words.of_any_expert(&self.stored(i).name));
         let (Some(own), Some(other)) = (family(a), family(b)) else { return false };
         if !std::ptr::eq(own, other) {
             let made_of_one = |family: &[u32]| family.len() > 2 && self.all_experts(family[0], family[1]);

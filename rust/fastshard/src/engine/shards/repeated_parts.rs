@@ -11,7 +11,7 @@ use crate::error::{Finding, Result};
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{digest_of, each_blob, Standing};
 use crate::tensor::element_count;
-use crate::words::{is_buffer, is_of_experts, layer, moments};
+use crate::words::layer;
 
 /// Most tensor-parallel ranks whose parts are told apart.
 const MOST_RANKS: u64 = 32;
@@ -43,7 +43,7 @@ pub(in crate::engine) fn repeated_parts(
     let mut layers: BTreeMap<(Option<&str>, &str), Vec<u32>> = BTreeMap::new();
     for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
         // Shards are compared as files.
-        if stored.shard.is_some() || !is_matrix(stored) || is_encoded(plan, stored) {
+        if stored.shard.is_some() || !is_matrix(plan, stored) || is_encoded(plan, stored) {
             continue;
         }
         if let Some(layer) = layer(&stored.name) {
@@ -68,11 +68,12 @@ pub(in crate::engine) fn repeated_parts(
     Ok(finding(plan, &found))
 }
 
-fn is_matrix(stored: &StoredTensor) -> bool {
+fn is_matrix(plan: &Plan, stored: &StoredTensor) -> bool {
+    let words = &plan.words;
     stored.shape.iter().filter(|n| **n > 1).count() == 2
-        && !is_of_experts(&stored.name)
-        && !is_buffer(&stored.name, stored.shape.len())
-        && moments(&stored.name).next().is_none()
+        && !words.is_of_experts(&stored.name)
+        && !words.is_buffer(&stored.name, stored.shape.len())
+        && words.moments(&stored.name).next().is_none()
 }
 
 /// True for what would have to be decoded once more.
