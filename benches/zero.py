@@ -2,7 +2,7 @@
 
     python benches/zero.py [--size 4GiB] [--rounds 5] [--stages 1,3] [--world 4] [--dir DIR]
 
-Needs DeepSpeed (see CONTRIBUTING.md). The checkpoints are made here, without training, with fp32 masters
+Needs DeepSpeed (see CONTRIBUTING.md). The checkpoints are made here, without training, with fp32 master weights
 of `--size` bytes and no moments; they are deleted afterwards. Neither side brings its output to disk
 (fsync): zero_to_fp32 cannot. fastshard proves the partitions whole, checks their checksums, hashes what
 it writes and, for ZeRO-1, compares every master with the bf16 parameter; zero_to_fp32 does none of that.

@@ -286,7 +286,7 @@ def test_a_shard_that_was_copied_over_another_is_one_finding(form: str, tmp_path
     fixture, make, (original, copy), (_, replaced) = SHARDS[form]
     root = _copy(fixture, tmp_path / "ckpt", *make, over(original, copy))
     assert _told(root) == [("FS303", copy, None)]
-    assert f"the same bytes as {original}" in cli("verify", root).errors[0]["message"]
+    assert f"a copy of {original}" in cli("verify", root).errors[0]["message"]
     assert set(fastshard.open(root).incomplete) == tensors_of(fixture, replaced)
     # It lacks what is in no other file: no wish makes that whole.
     ran = cli("merge", root, tmp_path / "out", "--accept", "copies")
@@ -298,7 +298,7 @@ def test_a_copied_shard_is_seen_without_an_index(form: str, tmp_path: Path) -> N
     fixture, make, (original, copy), (_, replaced) = SHARDS[form]
     root = _copy(fixture, tmp_path / "ckpt", *make, lost("*.index.json"), over(original, copy))
     assert _told(root) == [("FS303", copy, None)]
-    assert f"the same bytes as {original}" in cli("verify", root).errors[0]["message"]
+    assert f"a copy of {original}" in cli("verify", root).errors[0]["message"]
     assert set(fastshard.open(root).incomplete) >= tensors_of(fixture, replaced) - {"model.norm.weight"}
 
 
@@ -313,7 +313,7 @@ def test_shards_that_are_alike_and_hold_nothing_are_no_copies(tmp_path: Path) ->
 
 
 def _missing(tensor: str, rank: str | None = None) -> Finding:
-    return Finding("FS102", "error", "expected by the layout, in no file", tensor=tensor, rank=rank)
+    return Finding("FS102", "error", "missing tensor: the layout expects it", tensor=tensor, rank=rank)
 
 
 def _lost(file: str, rank: str | None = None, code: str = "FS101") -> Finding:

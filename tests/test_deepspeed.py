@@ -73,7 +73,7 @@ def stub_classes() -> Iterator[None]:
 def test_masters_are_merged(deepspeed_fixture: Path, tmp_path: Path) -> None:
     ran = cli("merge", deepspeed_fixture, tmp_path / "out", "--weights", "masters")
     assert ran.code == 0, ran.out
-    assert ran.having("FS403", message="fp32 masters")
+    assert ran.having("FS403", message="fp32 master weights")
     wanted = json.loads((deepspeed_fixture / "expected.json").read_text())["tensors"]
     # A pipeline's tied tensor keeps the name of its layer file besides that of the optimizer.
     assert_tensors(tmp_path / "out", wanted, besides={"0.word_embeddings.weight"})

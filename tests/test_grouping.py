@@ -66,7 +66,7 @@ def test_no_file_is_lost_or_said_twice(tp: int, pp: int, data: st.DataObject) ->
 
 def test_findings_of_other_kinds_stay_as_they_are() -> None:
     others = [
-        Finding.of("FS312", "the file was cut short", file="a"),
+        Finding.of("FS312", "the file is truncated", file="a"),
         Finding.of("FS101", "missing file", file="a", tensor="t"),
         Finding.of("FS101", "2 more missing files", file="a", count=2),
         missing("x_1", None, severity="warning"),
@@ -80,7 +80,7 @@ def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
 
 
 def test_effects_are_counted_once_and_for_their_cause() -> None:
-    a, b = Finding.of("FS312", "the file was cut short", file="a"), missing("b", None)
+    a, b = Finding.of("FS312", "the file is truncated", file="a"), missing("b", None)
     names = {"layers.0.q": "a", "layers.1.q": "a", "norm": "b", "own": "b"}
     own = Finding.of("FS301", "CRC", tensor="own")
     causes = Causes(files=[LostFile(a), LostFile(b)], named=names)

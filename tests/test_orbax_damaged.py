@@ -32,7 +32,7 @@ def test_a_chunk_that_is_gone_is_named(tmp_path: Path) -> None:
     victim = sorted(p for p in (root / STATE / QKV).iterdir() if p.name != ".zarray")[1]
     victim.unlink()
     ran = assert_refused(
-        root, tmp_path / "out", "FS111", exit=3, tensor=QKV, message=f"not here: {victim.name}"
+        root, tmp_path / "out", "FS111", exit=3, tensor=QKV, message=f"missing: {victim.name}"
     )
     assert "25 % of them lost" in ran.having("FS111", tensor=QKV)[0]["got"]
 

@@ -42,7 +42,7 @@ def named(findings: list[dict[str, Any]]) -> set[str]:
     """Keys of the chunks that findings name."""
     found = set()
     for finding in findings:
-        match = re.search(r"chunks are not here: (.*)", finding["message"])
+        match = re.search(r"chunks are missing: (.*)", finding["message"])
         if match:
             found |= {f"{finding['tensor']}/{key}" for key in match[1].split(", ")}
     return found
@@ -107,7 +107,7 @@ def test_one_host_s_directory_alone_is_refused(orbax_fixture: Path, tmp_path: Pa
         ran = assert_refused(host, tmp_path / "out", "FS111", exit=3)
         assert named(ran.having("FS111")) == lost
         assert all(f["rank"] == f"process {1 - number}" for f in ran.having("FS111"))
-        assert ran.having("FS111", message=f"{len(lost)} of 25 chunks are absent, in 8 of 17 arrays")
+        assert ran.having("FS111", message=f"{len(lost)} of 25 chunks are missing, in 8 of 17 arrays")
         assert ran.having("FS111", message="48.8 % of all elements")
         assert all("50 % of them lost" in f["got"] for f in ran.having("FS111") if "tensor" in f)
         assert cli("verify", host).code == 3

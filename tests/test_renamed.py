@@ -40,7 +40,7 @@ def test_a_copy_over_another_s_file_is_named(key: str, tmp_path: Path) -> None:
         shutil.copyfile(ckpt / one, ckpt / two)
         ran = cli("merge", ckpt, tmp_path / f"out{number}")
         # It is a copy of what is there too: the bytes tell.
-        (told,) = ran.having("FS303", file=str(two), message=f"the same bytes as {one}")
+        (told,) = ran.having("FS303", file=str(two), message=f"a copy of {one}")
         assert ran.code == 1 and told["got"] == one.stem, ran.findings
         assert not (tmp_path / f"out{number}").exists()
 

@@ -75,7 +75,7 @@ def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_pa
     ]
     if name in WRITING:
         assert f"the result is published at {tmp_path / 'out'}" in said
-        assert "this run published nothing" not in err
+        assert "this run wrote nothing to OUT" not in err
         assert not [f for f in fastshard.verify(tmp_path / "out", memory="2GiB") if f.severity == "error"]
     else:
         assert "published" not in said
@@ -136,7 +136,7 @@ def test_closed_descriptors_do_not_become_files_of_the_result(tmp_path: Path) ->
 def test_problems_are_told_where_only_stderr_is_left(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = shell(["merge", tmp_path / "empty", "OUT"], ">/dev/full", tmp_path)
-    assert done.returncode == 2 and "FS513" in done.stderr and "this run published nothing" in done.stderr
+    assert done.returncode == 2 and "FS513" in done.stderr and "this run wrote nothing to OUT" in done.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
@@ -180,7 +180,7 @@ def test_signal_after_publication_says_so(number: signal.Signals, tmp_path: Path
     done = harness(act, "merge", HF, tmp_path / "out", "--fsync", "none")
     assert done.returncode == 128 + number, done
     assert f"fastshard: stopped by the user; the result is published at {tmp_path / 'out'}" in done.stderr
-    assert "this run published nothing" not in done.stderr and "Traceback" not in done.stderr
+    assert "this run wrote nothing to OUT" not in done.stderr and "Traceback" not in done.stderr
     assert fastshard.diff(HF, tmp_path / "out", memory="2GiB") == []
     act = act.replace(repr(str(tmp_path / "out")), repr(str(tmp_path / "json")))
     done = harness(act, "merge", HF, tmp_path / "json", "--fsync", "none", "--json")
@@ -446,7 +446,7 @@ def test_error_after_publication_does_not_say_that_nothing_was(
     monkeypatch.setattr(convert, "convert_checkpoint", fail)
     ran = cli("merge", HF, tmp_path / "out", json_output=False)
     assert ran.code == 2 and "could not run; the result is published at there" in ran.err
-    assert "this run published nothing" not in ran.err
+    assert "this run wrote nothing to OUT" not in ran.err
     assert cli("merge", HF, tmp_path / "out").doc["published"] is True
 
 
@@ -465,7 +465,7 @@ def test_what_nobody_expected_is_a_finding(
     assert ran.code == 2 and [f["code"] for f in ran.errors] == [code]
     text = cli("merge", HF, tmp_path / "out", "-v", json_output=False)
     assert ("Traceback" in text.err) == (code == "FS520")
-    assert ("this run published nothing" in text.err) == (code != "FS520")
+    assert ("this run wrote nothing to OUT" in text.err) == (code != "FS520")
 
 
 @pytest.mark.parametrize("argv", [("merge",), ("nothing",), ("merge", "a", "b", "--dtype", "f8"), ()])

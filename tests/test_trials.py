@@ -238,7 +238,7 @@ def test_judge_sees_a_folder_replaced_that_held_foreign_files(trial: Trial) -> N
 @pytest.mark.parametrize(
     ("published", "run", "kind"),
     [
-        (True, ended(2, err="error FS510: stopped by the user\nthis run published nothing"), "c-nothing"),
+        (True, ended(2, err="error FS510: stopped by the user\nthis run wrote nothing to OUT"), "c-nothing"),
         (True, ended(2, err="error FS507: /t/out: cannot sync"), "c-silent"),
         (False, ended(1, err="error FS519: /t/out: the result is published"), "c-published"),
         (False, ended(0, "out: done"), "c-exit0"),
@@ -260,7 +260,7 @@ def test_judge_hears_words_and_codes_that_do_not_fit(
 
 def test_judge_knows_the_codes_of_signals(trial: Trial) -> None:
     before = Before(trial.look(), 0, sent=signal.SIGTERM, begun=True)
-    words = "error FS510: stopped; this run published nothing\n  help: --resume continues\n"
+    words = "error FS510: stopped; this run wrote nothing to OUT\n  help: --resume continues\n"
     assert kinds(trial, ended(143, err=words), before) == set()
     assert kinds(trial, ended(-15), before) == {"old-code"}
     trial.found.clear()

@@ -103,7 +103,9 @@ def test_any_run_is_merged(run: Run) -> None:
                 ("merge", root, Path(folder) / "none", "--weights", "masters"),
             ):
                 ran = cli(*command)
-                assert (ran.code, bool(ran.having("FS402", message="no fp32 masters"))) == (2, True), ran.out
+                assert (ran.code, bool(ran.having("FS402", message="no fp32 master weights"))) == (2, True), (
+                    ran.out
+                )
             return
         assert_tensors(merged(root, "--weights", "masters"), run.masters())
         assert_tensors(merged(root, "--optimizer"), run.params() | run.moments())

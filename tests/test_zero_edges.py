@@ -259,7 +259,7 @@ def test_moments_of_an_optimizer_that_was_not_wrapped(tmp_path: Path) -> None:
     assert set(have) == set(wanted)
     assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
     ran = cli("masters", root)
-    assert (ran.code, bool(ran.having("FS402", message="no fp32 masters"))) == (2, True)
+    assert (ran.code, bool(ran.having("FS402", message="no fp32 master weights"))) == (2, True)
 
 
 @pytest.mark.parametrize("stage", [0, "plain"])

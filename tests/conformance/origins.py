@@ -49,7 +49,7 @@ class Origin:
     stages: int = 2
     #: Its head's size is no power of four: MaxText's queries are rounded.
     rounded: bool = False
-    #: It holds fp32 masters of its bfloat16 weights too.
+    #: It holds fp32 master weights of its bfloat16 weights too.
     masters: bool = False
 
 

@@ -242,7 +242,7 @@ def parameters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def masters(engine: Any, case: Case) -> dict[str, torch.Tensor]:
-    """fp32 masters and moments, as the live optimizer holds them, under each name of a parameter."""
+    """fp32 master weights and moments, as the live optimizer holds them, under each name of a parameter."""
     found = {}
     whole = {}
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):

@@ -9,7 +9,7 @@ b-lost       a file (or directory) that fastshard did not write is nowhere any m
 b-unnamed    it survives only where no message says
 b-replaced   OUT held something foreign when the run began, and was replaced nevertheless
 c-exit0      exit 0, and the new result is not at OUT
-c-nothing    "this run published nothing", and it was
+c-nothing    "this run wrote nothing to OUT", and it was
 c-published  "published", and it was not
 c-silent     the run failed after it had published, and no word says that it had
 c-signal     the exit code is neither 128 + the signal's number nor that of another outcome

@@ -20,7 +20,7 @@ build with steps.
 mixed        OUT is neither what it was nor the new result, file by file, the manifest but for times and ``provenance``
 changed      a process that was woken changed what others had published
 exit0        success, and the new result is not at OUT
-words        "this run published nothing", and it was
+words        "this run wrote nothing to OUT", and it was
 codes        an error that is none of those that this can come to
 hang         no end within five minutes
 resume       a run whose processes are gone was not finished by ``resume``
@@ -302,7 +302,7 @@ class Trial:
             if (
                 new
                 and spoke_last
-                and "this run published nothing" in words
+                and "this run wrote nothing to OUT" in words
                 and "FS519" not in one.said["codes"]
             ):
                 self.violated("words", f"{what}: {line(words)}")

@@ -355,11 +355,11 @@ def _expected_names(
                 findings.append(
                     Finding.of(
                         "FS102",
-                        "layout.json names this tensor, this rank does not hold it",
+                        "missing tensor: layout.json names it, and this rank's file lacks it",
                         file=readable[unit.file]["path"],
                         rank=unit.rank,
                         tensor=tensor,
-                        help="the file belongs to another save: copy the right one",
+                        help="copy the file of this rank from the same save",
                     )
                 )
     return findings

@@ -256,7 +256,7 @@ def _help(found: list[Finding], rank: str | None) -> str | None:
     if len(said) == 1:
         return said.pop()
     coords = {d: n for d, (n, _) in ranks_of(rank).items()}
-    return f"copy these files from the nodes that ran {_called(coords)}, or name those nodes' directories as further CKPTs"
+    return f"copy these files from the nodes that ran {_called(coords)}, or name those nodes' directories as more CKPTs"
 
 
 def _called(coords: Coords) -> str:

@@ -298,7 +298,7 @@ def against_result(
             findings.append(
                 Finding.of(
                     "FS102",
-                    "named by the manifest, not in this checkpoint",
+                    "missing tensor: the manifest names it",
                     tensor=name,
                     file=os.fspath(path),
                 )

@@ -25,14 +25,14 @@ def weights_taken(
         raise_errors(state.findings)
         raise FastshardError.of(
             "FS402",
-            "the checkpoint holds no fp32 masters or optimizer state",
+            "the checkpoint holds no fp32 master weights or optimizer state",
             severity="error",
             help="only its parameters can be taken (--weights params)",
         )
     if weights == "params" and not state.params_stored:
         raise FastshardError.of(
             "FS402",
-            "the checkpoint holds its parameters as fp32 masters only (ZeRO stage 3)",
+            "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
             severity="error",
             help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
         )
@@ -61,10 +61,10 @@ def weights_taken(
     found += [weighed(f, True) for f in state.findings]
     found += state.unread if optimizer else []
     told = {
-        "params": "the parameters as stored; the fp32 masters are compared with them",
-        "masters": "the fp32 masters; the parameters stored beside them are compared with them"
+        "params": "the parameters as stored; the fp32 master weights are compared with them",
+        "masters": "the fp32 master weights; the parameters stored beside them are compared with them"
         if state.params_stored
-        else "the fp32 masters, the only copy of the weights",
+        else "the fp32 master weights, the only copy of the weights",
     }
     if not any(f.severity == "error" for f in found):
         # Otherwise what is wrong with the optimizer files is the cause.

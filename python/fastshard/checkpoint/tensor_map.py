@@ -106,7 +106,7 @@ def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
     own = [finding for finding in errors if finding.tensor == name]
     told = Finding.of(
         "FS205",
-        "the tensor is not whole",
+        "the tensor is incomplete",
         tensor=name,
         help="repair the checkpoint: its findings say what is missing",
     )

@@ -20,7 +20,7 @@ __all__ = [
 
 
 #: What is said of a run that ended before its result appeared. Another run may have published meanwhile.
-UNPUBLISHED = "this run published nothing"
+UNPUBLISHED = "this run wrote nothing to OUT"
 
 #: What nothing inside the files proves, and a manifest that was made where they were written does.
 UNPROVEN = ("FS114", "FS314")

@@ -240,7 +240,7 @@ def _leaves(file: str, target: Path) -> Finding:
         file=file,
         expected="a link that stays inside the folders given, or a Hugging Face cache",
         got=str(target),
-        help="name the target's directory as a further CKPT, or copy the file",
+        help="name the target's directory as another CKPT, or copy the file",
     )
 
 

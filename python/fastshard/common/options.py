@@ -235,7 +235,7 @@ class Made(Choosing, total=False):
         Literal["params", "masters"] | None,
         Option(
             "choice",
-            "which copy of the weights, where fp32 masters are there too (default: params where stored; the two must agree)",
+            "which copy of the weights, where fp32 master weights are there too (default: params where stored; the two must agree)",
             choices=("params", "masters"),
         ),
     ]

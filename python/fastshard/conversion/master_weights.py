@@ -1,4 +1,4 @@
-"""fp32 masters against parameters: compare, and rebuild the masters for a finetune."""
+"""fp32 master weights against parameters: compare, and rebuild the masters for a finetune."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def masters(
         findings.append(
             Finding.of(
                 "FS402",
-                "not checkable: ZeRO-3 stores the parameters as fp32 masters only",
+                "not checkable: ZeRO-3 stores the parameters as fp32 master weights only",
                 severity="error",
                 help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
             )
@@ -131,7 +131,7 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
     if not declared.optimizer.masters:
         raise FastshardError.of(
             "FS402",
-            "the checkpoint holds no fp32 masters",
+            "the checkpoint holds no fp32 master weights",
             severity="error",
             file=os.fspath(checkpoint.roots[0]),
             help="name the directory that holds the optimizer files, or several node-local ones",
@@ -197,7 +197,7 @@ def repair_masters(
     if not held.params_stored:
         raise FastshardError.of(
             "FS402",
-            "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 masters only",
+            "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 master weights only",
             severity="error",
         )
     if declared.framework.startswith("Megatron"):

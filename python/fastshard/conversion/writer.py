@@ -101,7 +101,7 @@ class Writer:
         dtype, shape, data = _raw(name, array)
         if self._expected is not None:
             if name not in self._expected:
-                raise FastshardError.of("FS207", "not among the tensors expected", tensor=name)
+                raise FastshardError.of("FS207", "unexpected tensor", tensor=name)
             want_dtype, want_shape = self._expected[name]
             if want_shape is not None and tuple(want_shape) != shape:
                 raise FastshardError.of(
@@ -127,7 +127,7 @@ class Writer:
                 raise FastshardError.of("FS515", "nothing was written", help="write at least one tensor")
             missing = sorted(set(self._expected or ()) - self._written)
             raise_errors([
-                Finding.of("FS102", "expected, and never written", tensor=name,
+                Finding.of("FS102", "expected, but never written", tensor=name,
                            help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip

@@ -119,9 +119,9 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> 
         return
     if columns in sizes and (count in widths or stated.has(count)):
         yield Finding.of(
-            "FS201", "the matrix lies the other way round than the vocabulary by the config", tensor=name,
+            "FS201", "the matrix is transposed: its columns are the vocabulary", tensor=name,
             expected=f"{columns} rows (vocab_size)", got=str(list(shape)),
-            help="it was saved transposed: save it again",
+            help="save it again: it was saved transposed",
         )  # fmt: skip
         return
     near = min(sizes, key=lambda size: abs(size - count))
@@ -236,7 +236,7 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
         return
     if stack.count < min(sizes):
         yield Finding.of(
-            "FS103", "the layers at the end are in no file", severity="error" if in_files else "warning",
+            "FS103", "the last layers are missing", severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
             help="the files that held them are missing from the index too: copy them from where they were saved",
@@ -280,7 +280,7 @@ def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files
             for name, (shape, _) in tensors.items()
         )
         yield Finding.of(
-            "FS102", "the experts at the end are in no file", severity="error" if in_files or routed else "warning",
+            "FS102", "the last experts are missing", severity="error" if in_files or routed else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
             help="the files of other expert-parallel ranks are missing from the index too: copy them",

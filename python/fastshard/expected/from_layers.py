@@ -195,7 +195,7 @@ def _told(
         more = len(names) - _TOLD if i == _TOLD - 1 else 0
         yield Finding.of(
             "FS102",
-            f"{alike} other layers have this tensor, and this one has the rest of what they have"
+            f"{alike} other layers have this tensor, and this layer lacks it"
             + (f"; so with {more} more of this layer" if more > 0 else ""),
             severity="error" if inside or not doubtful else "warning",
             tensor=f"{prefix}{number}.{rest}",
@@ -233,9 +233,9 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
             name, sisters = f"{stack.prefix}{number}.{rest}", stack.holders[rest] - 1
             if shape == common[::-1]:
                 yield Finding.of(
-                    "FS201", f"the matrix lies the other way round than in {sisters} other layers",
+                    "FS201", f"the matrix is transposed, compared with {sisters} other layers",
                     tensor=name, expected=str(list(common)), got=str(list(shape)),
-                    help="it was saved transposed, or belongs to another model: save it again",
+                    help="save it again: it was saved transposed, or is from another model",
                 )  # fmt: skip
                 continue
             # Extents that are meant to differ do so wherever they meet: in the module before or behind, too.

@@ -258,7 +258,7 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
     findings = [
         Finding.of(
             "FS207",
-            f"the reference {compared.path} has no such tensor",
+            f"unexpected tensor: the reference {compared.path} lacks it",
             tensor=stored,
             got=extents(compared.shape(stored)),
             help="nothing is dropped: leave it out on purpose (--exclude), take a source without it, or do without --like",

@@ -155,7 +155,6 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
         raise FastshardError.of(
             "FS106",
             "it holds several copies of the model",
-            expected="one",
             got=", ".join(f"{prefix}*" for prefix in copies),
             help="give a reference that holds one",
         )
@@ -276,7 +275,7 @@ def apart(reference: Reference | None, out: StrPath) -> None:
     if at == to or at.is_relative_to(to):
         raise FastshardError.of(
             "FS505",
-            "the reference (--like) lies where the result is to be written",
+            "the reference (--like) is inside OUT",
             file=reference.path,
             expected="another directory than OUT",
             got=os.fspath(out),

@@ -139,7 +139,7 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
 def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
     """That names can be read in several ways."""
     message = f"the names can be read in several ways to fit the reference {path}"
-    return FastshardError.of("FS106", message, expected="one", got=readings, help=help_)
+    return FastshardError.of("FS106", message, got=readings, help=help_)
 
 
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:

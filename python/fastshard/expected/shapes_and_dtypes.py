@@ -131,7 +131,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
     turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
     return Finding.of(
         "FS201",
-        f"its shape in the reference {compared.path} is another one"
+        f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
         + said,
         help=f"give --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"

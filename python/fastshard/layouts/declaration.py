@@ -238,7 +238,7 @@ class Moments:
 class Optimizer:
     """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with it."""
 
-    #: True if the files hold fp32 masters (or should).
+    #: True if the files hold fp32 master weights (or should).
     masters: bool = False
     #: True if the files hold optimizer state (or should), but no masters.
     moments_only: bool = False
@@ -384,7 +384,6 @@ class Source:
             raise FastshardError.of(
                 "FS106",
                 "the checkpoint holds several copies of the model",
-                expected="one",
                 got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
                 help=f"choose with --under, e.g. --under {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
             )

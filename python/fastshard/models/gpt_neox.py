@@ -93,7 +93,7 @@ class GptNeoX:
             unknown["activation"] = unstated(
                 "activation",
                 ", e.g. swiglu",
-                "which nothing here states: its MLP is gated, GPT-NeoX's default is not",
+                "which is not stated: its MLP is gated, GPT-NeoX's default is not",
             )
         elif activation is None:
             assumed["activation"] = "activation"

@@ -137,7 +137,7 @@ def write(
         file: what messages call the config.
 
     Raises:
-        FastshardError: ``FS209`` for what decides values and is stated nowhere.
+        FastshardError: ``FS209`` for what decides values and is not stated.
     """
     model.settled("parallel", "activation")
     if model.config is not None:

@@ -117,7 +117,7 @@ class MaxText:
         if values and pairs is None:
             raise FastshardError.of(
                 "FS209",
-                "the order of queries and keys depends on `rope_type`, which nothing here states",
+                "the order of queries and keys depends on `rope_type`, which is not stated",
                 help="give MaxText's yml with --config (it must say rope_type: default or llama3.1, or the model_name)",
             )
         remarks, assumed = [_order_open()] if pairs is None else [], {}
@@ -173,7 +173,7 @@ class MaxText:
             with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""
             raise FastshardError.of(
                 "FS215",
-                "the config is of another model than the tensors",
+                "the config describes another model than the tensors",
                 expected=f"a Llama or Mistral{with_}",
                 got=shown(config.get("model_type")),
                 help="give the config of this model with --config",

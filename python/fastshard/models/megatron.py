@@ -130,7 +130,7 @@ class Megatron:
 
         Raises:
             FastshardError: ``FS514`` for what Megatron-LM does not compute, ``FS209`` for what decides values and
-                is stated nowhere.
+                is not stated.
         """
         refuse(model)
         model.settled("parallel", "activation")

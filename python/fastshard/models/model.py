@@ -146,7 +146,7 @@ def read_model(source: Source) -> Model:
     return read
 
 
-def unstated(key: str, values: str, why: str = "which nothing here states") -> Finding:
+def unstated(key: str, values: str, why: str = "which is not stated") -> Finding:
     """A field on which the model depends and that nothing states."""
     return Finding.of(
         "FS209",

@@ -77,7 +77,7 @@ def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -
     return [
         Finding.of(
             "FS109",
-            f"the true size of the vocabulary is stated nowhere: all {axes['P']} rows are kept, padding too if there is any",
+            f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if there is any",
             help=f"give {number}",
         )
     ]

@@ -179,9 +179,8 @@ def folder_of(
         raise FastshardError.of(
             "FS106",
             "several folders hold a checkpoint",
-            expected="one",
             got=", ".join(folder or "." for folder in folders[:_TOLD]),
-            help="name the folder that is meant as CKPT, or choose it with --step",
+            help="pass one folder as CKPT, or choose a step with --step",
         )
     chosen = choose(listing, found[0], options, trackers)
     folder = found[1][chosen.name]
@@ -358,9 +357,8 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
         raise FastshardError.of(
             "FS106",
             f"several folders are of step {shown(wanted)}",
-            expected="one",
             got=_have(found),
-            help="give the whole name of the one that is meant with --step, or name its folder as CKPT",
+            help="pass its full name with --step, or its folder as CKPT",
         )
     return found[0]
 
@@ -381,8 +379,7 @@ def _newest(names: list[str]) -> str:
     if rivals:
         raise FastshardError.of(
             "FS106",
-            "several steps are there, and nothing says which is the newest",
-            expected="one",
+            "several steps are here, and nothing says which is the newest",
             got=_have([best, *rivals]),
             help="choose one of these with --step",
         )

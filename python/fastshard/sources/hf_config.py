@@ -370,7 +370,7 @@ def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> li
             "FS102",
             f"architectures says {kind.name}, which has this tensor",
             tensor=head,
-            help="the file that holds it is missing or was cut short: copy it again",
+            help="copy the file that holds it again: it is missing or truncated",
         )
         for head in kind.head
         if not any(name == head or name.endswith(f".{head}") for name in stored)

@@ -62,7 +62,7 @@ def disagreeing(
     if moved:
         yield Finding.of(
             "FS102",
-            f"the index sends {counted(len(moved), 'tensor')} to other files than hold them; each is taken from where it lies",
+            f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file that holds it",
             severity="warning",
             file=paths[weight_map[moved[0]]],
             tensor=moved[0],
@@ -74,7 +74,7 @@ def disagreeing(
         in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
         yield Finding.of(
             "FS102",
-            f"names begin otherwise in the index than in the files: {in_files}; the files' are taken",
+            f"the index and the files spell the names differently: {in_files}; the names in the files are used",
             severity="warning",
             file=paths[weight_map[gone[0]]],
             tensor=gone[0],
@@ -84,10 +84,10 @@ def disagreeing(
     for name in gone:
         yield Finding.of(
             "FS102",
-            "the index names this tensor, its file does not hold it",
+            "missing tensor: the index names it, and its file lacks it",
             file=paths[weight_map[name]],
             tensor=name,
-            help="the file was cut short or belongs to another save: copy it again",
+            help="the file is truncated or belongs to another save: copy it again",
         )
     for file, names in unnamed.items():
         if names:

@@ -59,12 +59,12 @@ def renamed(
         if original is not None and not accepted:
             finding = Finding.of(
                 "FS303",
-                f"the same bytes as {original}, under whose name it was saved",
+                f"a copy of {original}, under whose name it was saved",
                 expected=name.partition(".")[0],
                 got=file["archive"][:200],
                 file=file["path"],
                 rank=ranks.get(index),
-                help="copy the right file from the node that ran this rank",
+                help="copy the file of this rank from the node that ran it",
             )
         else:
             finding = Finding.of(
@@ -76,7 +76,7 @@ def renamed(
                 rank=ranks.get(index),
                 expected=name.partition(".")[0],
                 got=file["archive"][:200],
-                help="copy the right file from the node that wrote it; --accept renamed if the name was changed on purpose",
+                help="copy the file again from the node that wrote it; if the name is right: --accept renamed",
             )
         findings.append(finding)
     return findings

@@ -113,11 +113,11 @@ def of_numbers(
 def _copy(copy: str, original: str, how: str, expected: str) -> Finding:
     return Finding.of(
         "FS303",
-        f"the same bytes as {original}: {how}",
+        f"a copy of {original}: {how}",
         file=copy,
         expected=expected,
         got=f"the tensors of {original}",
-        help="copy the right file from where the checkpoint was saved",
+        help="copy the file again from where the checkpoint was saved",
     )
 
 

@@ -137,7 +137,7 @@ def _one_for_all(state: State) -> list[Finding]:
     groups = [given for given, _ in state.groups or ()]
     if all(given == groups[0] for given in groups):
         return []
-    message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that goes on; stages 1 and 2 take each group's own"
+    message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that continues; stages 1 and 2 take each group's own"
     return [Finding.of("FS212", message, severity="note")]
 
 

@@ -107,7 +107,7 @@ class NeoxTarget(TrainerTarget):
         if "gpt_j_residual" not in facts:
             raise FastshardError.of(
                 "FS209",
-                "the model depends on `gpt_j_residual`, which nothing here states",
+                "the model depends on `gpt_j_residual`, which is not stated",
                 help="give the training config with --config (it must say gpt_j_residual: true or false)",
             )
         if model is None:
@@ -260,7 +260,7 @@ class NeoxTarget(TrainerTarget):
                 findings.append(
                     Finding.of(
                         "FS109",
-                        f"config: {key} is stated nowhere; {default!r} is written",
+                        f"config: {key} is not stated; {default!r} is written",
                         severity="note",
                         file=_CONFIG,
                     )

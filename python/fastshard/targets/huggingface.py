@@ -175,7 +175,7 @@ def _kept(source: Source) -> str:
 def _unknown() -> FastshardError:
     return FastshardError.of(
         "FS209",
-        "the model is not known: no config.json of a model is beside or above the checkpoint",
+        "unknown model: no config.json is next to or above the checkpoint",
         help="give it with --config; `fastshard merge` needs none and keeps the names as they are",
     )
 

@@ -212,7 +212,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     if rope is None:
         raise FastshardError.of(
             "FS209",
-            "the order of queries and keys depends on the source's `rope_type`, which nothing here states",
+            "the order of queries and keys depends on the source's `rope_type`, which is not stated",
             help="give MaxText's yml with --config, or leave out --rope-type to keep the order",
         )
     _fits(rope.scaled, wanted)

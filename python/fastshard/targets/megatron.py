@@ -108,7 +108,7 @@ class MegatronTarget(TrainerTarget):
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
             raise FastshardError.of(
                 "FS204",
-                "the layers do not divide over this many pipeline stages",
+                "the layers cannot be divided over this many pipeline stages",
                 tensor="decoder.layers.{L}",
                 expected=f"--pp {fits}",
                 got=f"{layers} layers over --pp {self.pp}",

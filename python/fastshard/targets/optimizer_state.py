@@ -83,9 +83,9 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
         findings.append(
             Finding.of(
                 "FS212",
-                "the optimizer's step is not carried: the files do not tell it",
+                "the optimizer's step is not carried over: the files do not state it",
                 severity="warning",
-                help="set it in the run that goes on: Adam divides by what it makes of the step",
+                help="set it in the run that continues: Adam divides by what it makes of the step",
             )
         )
     findings += _of_groups(state, source)
@@ -101,9 +101,9 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
         findings.append(
             Finding.of(
                 "FS212",
-                f"hyperparameters that are not carried: {', '.join(dropped)}",
+                f"hyperparameters not carried over: {', '.join(dropped)}",
                 severity="note",
-                help="set them in the run that goes on",
+                help="set them in the run that continues",
             )
         )
     return state
@@ -134,7 +134,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 "FS212",
                 f"hyperparameters that a group of parameters does not tell: {', '.join(sorted(lacking))}",
                 severity="warning",
-                help="set them in the run that goes on",
+                help="set them in the run that continues",
             )
         )
     if any(DECOUPLED not in given and given.get("weight_decay") for given, _ in state.groups or ()):
@@ -143,7 +143,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 "FS212",
                 "whether weight decay is decoupled is not told: taken as AdamW does it",
                 severity="warning",
-                help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that goes on",
+                help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that continues",
             )
         )
     moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
@@ -195,9 +195,9 @@ def _groups(
         findings.append(
             Finding.of(
                 "FS212",
-                "the parameter groups (learning rates, weight decay) are not carried: the files do not tell which parameters each has",
+                "the parameter groups (learning rates, weight decay) are not carried over: the files do not state which parameters each has",
                 severity="warning",
-                help="the run that goes on must set them as the first one did",
+                help="the run that continues must set them as the first one did",
             )
         )
         return None

@@ -124,7 +124,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
     if safe_files.is_file(target) and target.stat().st_size and not _is_statement(target):
         raise FastshardError.of(
             "FS504",
-            "is there already and is no statement",
+            "exists and is not a statement",
             file=str(target),
             help="choose another place with -o FILE",
         )

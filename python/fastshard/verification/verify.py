@@ -388,7 +388,7 @@ def manifest(
     if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
         raise FastshardError.of(
             "FS504",
-            "is there already and is no manifest",
+            "exists and is not a manifest",
             file=str(path),
             help="choose another place with -o FILE",
         )

@@ -622,7 +622,7 @@ impl<'a> Run<'a> {
                 )
                 .file(file)
                 .expected(format!("{want:08x}"), got)
-                .help("the file was damaged after it was written: copy it again from the node that wrote it");
+                .help("the file was damaged after it was written: copy the file again from the node that wrote it");
                 let holders: Vec<&str> = self
                     .plan
                     .stored

@@ -1,4 +1,4 @@
-//! Rebuilds fp32 masters from the parameters, in the optimizer files' own layout.
+//! Rebuilds fp32 master weights from the parameters, in the optimizer files' own layout.
 //!
 //! The files stay what they are: the original zip with the payloads of some storages, and their
 //! checksums, replaced. Nothing in a pickle is read but inertly; of its bytes only numbers that count steps change, to zero

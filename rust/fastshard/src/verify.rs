@@ -216,7 +216,7 @@ pub fn against(
     for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
         match by_path.get(file.name.as_str()) {
             None => findings.push(
-                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
             ),
@@ -267,7 +267,7 @@ pub fn against(
     }
     for tensor in wanted.values().flatten().filter(|t| by_path.contains_key(t.file.as_str())) {
         findings.push(
-            Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file")
+            Finding::new(codes::MISSING_TENSOR, "missing tensor: the manifest names it in this file")
                 .file(&tensor.file)
                 .tensor(&tensor.name),
         );

@@ -229,7 +229,7 @@ fn keeps(error: &Error, options: &Options) -> bool {
 }
 
 /// What is said of a run that ended before its result appeared. Another run may have published meanwhile.
-const UNPUBLISHED: &str = "this run published nothing";
+const UNPUBLISHED: &str = "this run wrote nothing to OUT";
 
 /// Says how a run that stopped can be continued.
 pub(crate) fn resumable(error: Error, folder: &Path) -> Error {

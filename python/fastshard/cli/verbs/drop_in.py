@@ -76,7 +76,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
     if not held.masters:
         raise FastshardError.of(
             "FS402",
-            "no fp32 masters: not written by ZeRO, or by stage 0",
+            "no fp32 master weights: not written by ZeRO, or by stage 0",
             severity="error",
             file=a.ckpt,
             help="fastshard merge takes the parameters as they are",

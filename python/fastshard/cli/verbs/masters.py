@@ -1,4 +1,4 @@
-"""``fastshard masters``: fp32 masters against parameters, and their repair."""
+"""``fastshard masters``: fp32 master weights against parameters, and their repair."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 MASTERS = Verb(
     name="masters",
-    help="fp32 masters against 16-bit parameters; rebuild the masters for a finetune",
+    help="fp32 master weights against 16-bit parameters; rebuild the masters for a finetune",
     description="""\
         Checks that every fp32 master of the optimizer rounds to its 16-bit parameter. With --repair the
         parameters are taken to be right: OUT is the same checkpoint with masters made from them, and

@@ -58,7 +58,7 @@ def _place(a: argparse.Namespace) -> Path | None:
     if not head.startswith(b"<!DOCTYPE html>") or MARK not in head:
         raise FastshardError.of(
             "FS504",
-            "is there already and is no report",
+            "exists and is not a report",
             file=str(path),
             help="choose another place with -o FILE, or give --overwrite",
         )

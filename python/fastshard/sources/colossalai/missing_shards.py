@@ -46,7 +46,7 @@ def shard_missing(folder: str, name: str) -> Finding:
     """Says that a shard which the index names is in no directory."""
     rank = rank_of(SHARD.match(name))
     where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
-    help = f"copy it {where}, or name that node's directory as a further CKPT"
+    help = f"copy it {where}, or name that node's directory as another CKPT"
     return missing(join(folder, name), rank, "the index names it", help)
 
 
@@ -72,13 +72,13 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
     taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
     return Finding.of(
         "FS104",
-        "there is no merged index, which is written last: the save was not finished, or this is one node's disk",
+        "the merged index is missing, which is written last: the save did not finish, or this is one node's disk",
         file=join(folder, PARTIAL) if partial else folder or ".",
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
         expected="model.safetensors.index.json or pytorch_model.bin.index.json",
         got=f"{taken} there",
-        help="name the directory of the node that ran rank 0 as a further CKPT; --accept uncommitted takes what is here, and a"
+        help="name the directory of the node that ran rank 0 as another CKPT; --accept uncommitted takes what is here, and a"
         " config.json (--config) shows whether it is whole",
     )
 
@@ -90,5 +90,5 @@ def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: i
     return missing(
         join(folder, name), rank_of(SHARD.match(name)), why,
         f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
-        " that node's directory as a further CKPT",
+        " that node's directory as another CKPT",
     )  # fmt: skip

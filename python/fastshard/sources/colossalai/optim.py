@@ -119,8 +119,8 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if not any(f in inside.values() for f in indexes):
         findings.append(
             Finding.of(
-                "FS104", "there is no merged index of the optimizer, which is written last", file=folder or ".",
-                help="name the directory of the node that ran rank 0 as a further CKPT",
+                "FS104", "the optimizer's merged index is missing, which is written last", file=folder or ".",
+                help="name the directory of the node that ran rank 0 as another CKPT",
             )
         )  # fmt: skip
     files: list[File] = []
@@ -133,7 +133,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         findings.append(
             missing(
                 join(folder, name), rank, f"states of {count} parameters by the optimizer's index",
-                "copy it from the node that wrote it, or name that node's directory as a further CKPT",
+                "copy it from the node that wrote it, or name that node's directory as another CKPT",
             )
         )  # fmt: skip
     shards = range(first, first + len(files))
@@ -311,7 +311,7 @@ def _moments_differ(
                 findings.append(
                     Finding.of(
                         "FS102", f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
-                        help="the shards of a pipeline stage are missing (name its node's directory as a further CKPT), or the"
+                        help="the shards of a pipeline stage are missing (name its node's directory as another CKPT), or the"
                         " parameter was not trained",
                     )
                 )  # fmt: skip

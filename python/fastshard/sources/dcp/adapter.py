@@ -103,11 +103,11 @@ class Dcp:
             if loose:
                 raise FastshardError.of(
                     "FS104",
-                    "there is no .metadata: the save was not finished, or was finished on another node",
+                    ".metadata is missing: the save did not finish, or it finished on another node",
                     file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
                     expected="the file that the coordinator writes last",
                     got=f"{len(loose)} .distcp files",
-                    help="copy .metadata from the node that ran rank 0, or name that node's directory as a further CKPT",
+                    help="copy .metadata from the node that ran rank 0, or name that node's directory as another CKPT",
                 )
             return None
         places = [(f.root, f.folder) for f in (*metadata, *(f for f, _ in of_ranks))]
@@ -272,7 +272,7 @@ class Dcp:
             source.findings.append(
                 Finding.of(
                     "FS202",
-                    "dtype of a chunk",
+                    "a chunk has the wrong dtype",
                     file=found.files[file].path,
                     tensor=entry["name"],
                     expected=f"{entry['dtype']} by .metadata",
@@ -371,7 +371,7 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
         f"{folder}/{file}" if folder else file,
         f"rank {rank[1]}" if rank else None,
         f".metadata names it, e.g. for {names[0]}",
-        f"copy {file} from the node that ran this rank, or name that node's directory as a further CKPT",
+        f"copy {file} from the node that ran this rank, or name that node's directory as another CKPT",
     )
 
 
@@ -382,7 +382,7 @@ def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
     if lacking > 0:
         yield Finding.of(
             "FS205",
-            f"{lacking} of {whole} elements are in no chunk",
+            f"{lacking} of {whole} elements are missing: no chunk covers them",
             tensor=entry["name"],
             expected=f"chunks that tile {entry['shape']}",
             got=f"chunks at {', '.join(str(lo) for lo, _ in entry['chunks'][:8])}",
@@ -437,8 +437,8 @@ def _unstored(found: Found[DcpFiles], name: str, lo: list[int]) -> Finding:
     folder = found.folder
     return Finding.of(
         "FS205",
-        f"the chunk at {lo} is stored nowhere",
+        f"the chunk at {lo} is missing: no file stores it",
         file=f"{folder}/{METADATA}" if folder else METADATA,
         tensor=name,
-        help="the metadata was written before all ranks were done: take another step",
+        help="use another step: the metadata was written before all ranks had saved",
     )

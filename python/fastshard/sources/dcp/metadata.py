@@ -120,7 +120,7 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
                     tensor=second,
                     expected=f"a place of its own after {first}",
                     got=f"offset {start}, before {end}",
-                    help="the metadata is damaged: take another step",
+                    help="use another step: the metadata is damaged",
                 )
 
 

@@ -146,7 +146,6 @@ def _not_of_one(
             Finding.of(
                 "FS514",
                 "the checkpoint holds the state of several optimizers",
-                expected="one",
                 got=", ".join(f"{top}*" for top in sorted(tops)),
                 help="`fastshard merge --optimizer` keeps them under their own names",
             )

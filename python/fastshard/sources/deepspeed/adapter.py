@@ -159,7 +159,7 @@ class DeepSpeed:
     def declare(
         self, found: Found[DeepSpeedFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """The parameters as GPT-NeoX or as the model itself names them, and their fp32 masters."""
+        """The parameters as GPT-NeoX or as the model itself names them, and their fp32 master weights."""
         states = [as_dict(contents(file)) for _, file in found.seen.ranks]
         _refuse(found, states)
         experts.refuse(found, states)
@@ -281,7 +281,7 @@ def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
 def _no_tensors(path: str) -> Finding:
     return Finding.of(
         "FS101",
-        "the rank file holds no tensors, and no layer file is there",
+        "the rank file holds no tensors, and all layer files are missing",
         file=path,
         expected="layer_LL-model_TT-model_states.pt beside it",
         got="none",

@@ -317,12 +317,12 @@ def _no_tensor(file: File, name: str) -> Finding:
 def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Finding:
     return Finding.of(
         "FS201",
-        "shape of the parameter",
+        "the parameter has the wrong shape",
         file=file.path,
         tensor=name,
         expected=f"{expected} by param_shapes",
         got=str(got),
-        help="the file belongs to another model or was cut short: run ds_to_universal again",
+        help="run ds_to_universal again: the file is from another model, or truncated",
     )
 
 

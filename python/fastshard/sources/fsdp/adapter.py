@@ -135,7 +135,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
             if prod(whole) != shape[0]:
                 raise FastshardError.of(
                     "FS201",
-                    "elements of a parameter that is saved flat",
+                    "a flat parameter has the wrong number of elements",
                     tensor=name,
                     expected=f"{prod(whole)}, as {whole} by the config",
                     got=str(shape[0]),
@@ -205,13 +205,13 @@ def _collect(
 def _other_shape(ranks: Ranks, rank: int, name: str, expected: list[int], got: list[int]) -> Finding:
     return Finding.of(
         "FS201",
-        "shape of the whole tensor, as this rank has it",
+        "this rank states another shape of the full tensor",
         file=ranks.path(rank),
         rank=ranks.label(rank),
         tensor=name,
         expected=f"{expected} as on other ranks",
         got=str(got),
-        help="the file is of another run or model: copy the right one from the node that ran this rank",
+        help="the file is of another run or model: copy the file of this rank from the node that ran it",
     )
 
 
@@ -220,7 +220,7 @@ def _other_part(
 ) -> Finding:
     return Finding.of(
         "FS201",
-        "shape of this rank's part",
+        "this rank's shard has the wrong shape",
         file=ranks.path(rank),
         rank=ranks.label(rank),
         tensor=name,

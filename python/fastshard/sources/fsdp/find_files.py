@@ -114,7 +114,6 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
                 "FS106",
                 "several sets of ranks' files lie in one folder",
                 file=folder or None,
-                expected="one",
                 got=", ".join(f"{kind.removeprefix('model').strip()}rank*" for kind in kinds),
                 help="keep those of the model there, or move the others away",
             )
@@ -126,7 +125,6 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
             "FS106",
             "files of runs of several sizes lie in one folder: one run was continued with another number of ranks",
             file=folder or None,
-            expected="one",
             got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
             help="keep those of one run there: the newer, by their times, is most likely meant",
         )
@@ -156,9 +154,8 @@ def _taken(
             raise FastshardError.of(
                 "FS106",
                 "the checkpoint holds several models",
-                expected="one",
                 got=", ".join(model or "." for model in models),
-                help=f"choose with --step, e.g. --step {models[0] or models[1]}, or name the folder of the one that is meant",
+                help=f"choose with --step, e.g. --step {models[0] or models[1]}, or pass its folder as CKPT",
             )
         asked = [part for part in asked if part != meant[0]]
         places = {(root, folder) for root, folder in places if parts[folder] == meant[0]}

@@ -122,7 +122,7 @@ class Ranks:
                     f"{held.folder}/{name}" if held.folder else name,
                     self.label(rank),
                     why,
-                    f"copy {name} from the node that ran rank {rank}, or name that node's directory as a further CKPT",
+                    f"copy {name} from the node that ran rank {rank}, or name that node's directory as another CKPT",
                     upto=end if last > rank else None,
                 )
             )
@@ -130,7 +130,7 @@ class Ranks:
             self.broken = True
             self.findings.append(
                 Finding.of(
-                    "FS108", f"rank {rank} of {world}: a leftover of a wider run?", file=self.path(rank)
+                    "FS108", f"rank {rank} of {world}: left by a run of more ranks?", file=self.path(rank)
                 )
             )
             del self.files[rank], self.told[rank]
@@ -155,7 +155,7 @@ class Ranks:
                     rank=self.label(rank),
                     expected=f"rank {rank}",
                     got=", ".join(f"rank {n}" for n in sorted(own)),
-                    help="it was copied over this rank's own file: copy that from the node that wrote it",
+                    help="copy the file of this rank from the node that wrote it",
                 )
             )
 
@@ -181,7 +181,7 @@ class Ranks:
                     rank=self.label(rank),
                     expected=f"{_meshes(usual)} as on the other ranks",
                     got=_meshes(meshes),
-                    help="the file is of another run: copy the right one from the node that ran this rank",
+                    help="the file is of another run: copy the file of this rank from the node that ran it",
                 )
             )
 

@@ -47,9 +47,9 @@ def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: st
         findings.append(
             Finding.of(
                 "FS103",
-                f"layer {first:02d}: none of its files is there"
+                f"layer {first:02d} is missing: all of its files"
                 if one
-                else f"layers {first:02d} to {last:02d}: none of their files is there",
+                else f"layers {first:02d} to {last:02d} are missing: all of their files",
                 file=_in(found.folder, _layer_file(found.seen.widths, first, 0)),
                 layers=range(first, last + 1),
                 expected=why,
@@ -132,7 +132,7 @@ class GptNeox:
                 source.findings.append(
                     Finding.of(
                         "FS108",
-                        f"tp rank {rank} of a tp {tp} checkpoint: a leftover?",
+                        f"tp rank {rank} of a tp {tp} checkpoint: left by another run?",
                         file=found.files[file].path,
                     )
                 )
@@ -165,7 +165,7 @@ class GptNeox:
                         f"layer {layer} of a {count}-layer model",
                         file=found.files[file].path,
                         severity="error",
-                        help="a leftover of another run in the same folder? move it away",
+                        help="move it away if another run left it here",
                     )
                 )
 
@@ -176,7 +176,7 @@ class GptNeox:
         if states and states[0].get("module") is None:
             raise FastshardError.of(
                 "FS101",
-                "the rank files hold no tensors, and no layer file is there",
+                "the rank files hold no tensors, and all layer files are missing",
                 file=found.files[0].path,
                 expected="layer_LL-model_TT-model_states.pt beside it",
                 got="none",
@@ -192,7 +192,7 @@ class GptNeox:
                 source.findings.append(
                     Finding.of(
                         "FS108",
-                        f"rank {rank} of a tp {tp} checkpoint: a leftover?",
+                        f"rank {rank} of a tp {tp} checkpoint: left by another run?",
                         file=found.files[file].path,
                     )
                 )
@@ -280,7 +280,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
         findings.append(
             Finding.of(
                 "FS101",
-                "missing file: it holds no weights, but what step this rank's files are of cannot be compared",
+                "missing file: it holds no weights, but without it the step of this rank cannot be compared",
                 severity="warning",
                 file=_in(folder, _rank_file(first)),
                 rank=f"mp rank {first}{more}",
@@ -300,7 +300,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
         findings.append(
             Finding.of(
                 "FS107",
-                "the folder is named for another step than its files tell of",
+                "the folder's name and its files state different steps",
                 file=found.files[0].path,
                 expected=str(step),
                 got=str(iteration),
@@ -327,7 +327,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
                         file=found.files[file].path,
                         expected=str(known[0][1].get(key)),
                         got=str(args.get(key)),
-                        help="the files belong to different runs",
+                        help="copy all files from one run",
                     )
                 )
 

@@ -135,9 +135,8 @@ class HuggingFace:
                     "FS106",
                     "several of the directories given have a file of this name",
                     file=file.path,
-                    expected="one",
                     got=", ".join(str(listing.roots[f.root]) for f in copies),
-                    help="give only the directory that is meant; slices of several ranks need a config.json beside them",
+                    help="pass one directory only; slices of several ranks need a config.json next to them",
                 )
         return found
 
@@ -243,7 +242,6 @@ class HuggingFace:
                 "FS106",
                 "several sets of shards lie in one folder, and no index says which is the model",
                 file=folder or None,
-                expected="one",
                 got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
                 help="keep one of them there, or add its index",
             )

@@ -43,7 +43,6 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
         "FS106",
         f"{single} and an index of other files lie in one folder: transformers takes the one, other readers follow the index",
         file=inside[index].path,
-        expected="one of the two",
         got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
         help=f"remove the one that is stale, or name the file itself: {inside[single].path}",
     )

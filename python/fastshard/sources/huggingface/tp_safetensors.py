@@ -73,7 +73,7 @@ class TpSafetensors:
         if len(stems) == 1:
             findings += _ranks_missing(folder, *stems.pop(), ranks, tp, why)
         findings += [
-            Finding.of("FS108", f"rank {rank} of tp {tp}: a leftover of a wider run?", file=file.path)
+            Finding.of("FS108", f"rank {rank} of tp {tp}: left by a run of more ranks?", file=file.path)
             for rank in sorted(ranks)
             for file in ranks[rank]
             if rank >= tp

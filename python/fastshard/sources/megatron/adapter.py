@@ -309,7 +309,7 @@ def _differs(
         findings.append(
             Finding.of(
                 "FS108",
-                f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: a leftover?",
+                f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: left by another run?",
                 file=found.files[i].path,
             )
         )
@@ -324,7 +324,7 @@ def _differs(
                     file=found.files[i].path,
                     expected=str(first.get(key)),
                     got=str(own.get(key)),
-                    help="the files belong to different runs",
+                    help="copy all files from one run",
                 )
             )
     for what, here, there in (
@@ -432,7 +432,7 @@ def _whole(
     absent = any(f.severity == "error" for f in source.findings)
     source.findings += held.findings
     for name in [] if absent or held.findings else list(held.incomplete())[:_NAMED]:
-        source.findings.append(Finding.of("FS102", "a rank's part of this tensor is in no file", tensor=name))
+        source.findings.append(Finding.of("FS102", "a rank's slice of this tensor is missing", tensor=name))
     source.assembled += held.assembled()
     if held.left:
         source.findings.append(

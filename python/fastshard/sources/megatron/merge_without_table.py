@@ -251,7 +251,7 @@ class Wholes:
         self.findings.append(
             Finding.of(
                 "FS102",
-                "none of this layer's tensors is there",
+                "all tensors of this layer are missing",
                 tensor=layer,
                 rank=rank,
                 expected=f"num_layers {self.args.get('num_layers')} in the arguments",

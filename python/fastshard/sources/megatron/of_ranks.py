@@ -60,7 +60,7 @@ def judge(
                 expected=_called(place, pp),
                 got=_called(own, pp),
                 evidence=f"args.rank {rank} in the file",
-                help=right if own in paths else "copy the right file from the node that ran this rank",
+                help=right if own in paths else "copy the file of this rank from the node that ran it",
             )
         )
     source.placed |= {at for at, *_ in told} - {at for at, *_ in wrong}

@@ -29,7 +29,7 @@ from .optim_order import BUFFERS, Weights
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _SLOT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
 _PICKLED = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
-#: What fp32 masters are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later param)
+#: What fp32 master weights are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later param)
 MASTERS = ("param", "fp32_param")
 #: Groups of parameters are looked for as deep as several optimizers nest them.
 _DEPTH = 4

@@ -71,10 +71,10 @@ class Orbax:
         if not union.arrays:
             raise FastshardError.of(
                 "FS104",
-                "no array has its metadata here: the process that writes it wrote to another disk, or the save was cut short",
+                "the metadata of all arrays is missing: the process that writes it wrote to another disk, or the save was interrupted",
                 file=evidence.where,
                 got=f"{len(union.keys)} keys",
-                help="name the directory of process 0 as a further CKPT",
+                help="name the directory of process 0 as another CKPT",
             )
         findings += _of_one_run(places, listing)
         findings += _beside(union, set(tree.arrays) if tree else set(), evidence.where)
@@ -207,9 +207,9 @@ def _refuse_without_arrays(listing: Listing) -> None:
         return
     raise FastshardError.of(
         "FS104",
-        "Orbax began to save here, and no array is there",
+        "Orbax began to save here and wrote no array",
         file=started.path,
-        help="the save was cut short, or this process wrote to another disk: name the directories of all hosts",
+        help="name the directories of all hosts: the save was interrupted, or this process wrote to another disk",
     )
 
 
@@ -222,7 +222,7 @@ def _refuse_chunks_alone(listing: Listing) -> None:
         "chunks of arrays, and nothing that describes the arrays: a process other than the first writes these, and the "
         "first one wrote to another disk",
         file=file.path,
-        help="name the directory of process 0 as a further CKPT",
+        help="name the directory of process 0 as another CKPT",
     )
 
 
@@ -235,7 +235,7 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
             "FS114",
             f"that the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
             "are of one run is not proven: nothing in a chunk names it",
-            help="a manifest that was made where they were written settles it: --expect",
+            help="pass a manifest that was made where they were written with --expect",
         )
     ]
 
@@ -258,7 +258,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
     accepted = "uncommitted" in options.accept
     finding = Finding.of(
         "FS104",
-        "no directory of this step was committed: the save was cut short, or one process failed",
+        "no directory of this step was committed: the save was interrupted, or one process failed",
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
@@ -338,7 +338,7 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
     findings = [
         Finding.of(
             "FS101",
-            "chunks of an array are here, its metadata is not",
+            "the metadata of this array is missing, and its chunks are here",
             file=where,
             tensor=name,
             expected=".zarray or zarr.json beside them",
@@ -389,10 +389,10 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
     findings = [
         Finding.of(
             "FS102",
-            "_METADATA names this array, no store describes it",
+            "missing array: _METADATA names it, and no store describes it",
             file=where,
             tensor=name,
-            help="name the directories of the other hosts as further CKPTs; if all are given, take another step",
+            help="name the directories of the other hosts as more CKPTs; if all are given, take another step",
         )
         for name in lacking[:_NAMED]
     ]

@@ -225,7 +225,7 @@ def _summary(arrays: Mapping[str, Array], verdict: Verdict, chunks: Chunks) -> s
     count = sum(map(len, chunks.values()))
     lost = sum(math.prod(arrays[n].extent(i)[1]) for n, of in chunks.items() for i in of)
     return (
-        f"{count} of {verdict.expected} chunks are absent, in {len(chunks)} of {len(arrays)} arrays: "
+        f"{count} of {verdict.expected} chunks are missing, in {len(chunks)} of {len(arrays)} arrays: "
         f"{100 * lost / max(1, verdict.elements):.3g} % of all elements"
     )
 
@@ -277,7 +277,7 @@ def _ambiguous(
     if suspects:
         helps.append(
             f"look for what {named(suspects, evidence.processes)} wrote, on the disks of the hosts that ran them, "
-            "and name it as a further CKPT"
+            "and name it as another CKPT"
         )
     elif owners and not evidence.per_process:
         helps.append(
@@ -319,7 +319,7 @@ def _lost(
         findings.append(
             Finding.of(
                 "FS111",
-                f"{len(chunks)} of {math.prod(array.grid)} chunks are not here: {keys}{more}",
+                f"{len(chunks)} of {math.prod(array.grid)} chunks are missing: {keys}{more}",
                 file=evidence.where,
                 evidence=f"the index names them: {damaged}" if damaged else None,
                 tensor=name,
@@ -328,7 +328,7 @@ def _lost(
                 got=f"{100 * lost / max(1, math.prod(array.shape)):.3g} % of them lost: they would read as zeros",
                 help="name the directory of "
                 + (", ".join(f"process {p}" for p in owners) or "each other process")
-                + " (on that host's own disk, perhaps still a temporary one) as a further CKPT",
+                + " (on that host's disk; a temporary one will do) as another CKPT",
             )
         )
     if len(verdict.gone) > _NAMED:

@@ -256,9 +256,8 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
         raise FastshardError.of(
             "FS106",
             "several items hold arrays",
-            expected="one",
             got=", ".join(sorted(i or "the step's own directory" for i in items)),
-            help="name the directory of the item that is meant as CKPT",
+            help="pass the directory of one item as CKPT",
         )
     chosen = _one_of_each_root(listing, chosen)
     if outer := next((place for place in chosen if place.within), None):
@@ -268,7 +267,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
             file=outer.label(listing),
             expected="one item",
             got=", ".join(sorted(outer.within)[:5]),
-            help="name the directory that is meant as CKPT, or move what is left of another save away",
+            help="pass one directory as CKPT, or move the remains of another save away",
         )
     # Of the same save, the one that the coordinator wrote first, and what describes the arrays.
     first = [(p, {process.id for process in p.processes}) for p in chosen]
@@ -326,8 +325,7 @@ def _one_of_each_root(listing: Listing, chosen: list[Place]) -> list[Place]:
             raise FastshardError.of(
                 "FS106",
                 "several directories of this step",
-                expected="one",
                 got=", ".join(p.folder for p in same),
-                help="name the one that is meant as CKPT",
+                help="pass one of them as CKPT",
             )
     return chosen

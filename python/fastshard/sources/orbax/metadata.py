@@ -48,7 +48,7 @@ def parse_tree(text: str, where: str) -> Tree:
 
     def malformed(what: str) -> FastshardError:
         return FastshardError.of(
-            "FS601", f"metadata of the tree: {what}", file=where, help="the file was damaged: copy it again"
+            "FS601", f"metadata of the tree: {what}", file=where, help="copy the file again: it is damaged"
         )
 
     try:

@@ -93,7 +93,7 @@ class Union:
                 rank=f"process {second}",
                 expected=f"another manifest than that of {other}",
                 got="the same bytes",
-                help="one was copied over the other: copy the right one from the host that ran its process",
+                help="copy both again from the hosts that ran these processes",
             )
             for (first, other, one), (second, label, two) in itertools.combinations(self.manifests, 2)
             if first != second and safe_files.same(one, two)
@@ -323,7 +323,7 @@ class Reader:
             if one != two:
                 raise FastshardError.of(
                     "FS302",
-                    "two hosts hold different elements",
+                    "two hosts hold different values",
                     file=other.label,
                     tensor=box.name,
                     expected=f"the same as in {first.label}",

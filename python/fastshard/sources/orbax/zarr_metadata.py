@@ -153,7 +153,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
 def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardError:
     return FastshardError.of(
         "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
-        help="the file was damaged or cut short: copy it again",
+        help="copy the file again: it is damaged or truncated",
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def _lacking(module: tensor_names.Module, said: adapter_config.Config, file: str
                     )
     return [
         Finding.of(
-            "FS102", "an adapter's tensor that belongs to another one is not there", file=file, tensor=name,
+            "FS102", "an adapter's tensor lacks its counterpart", file=file, tensor=name,
             help="copy the adapter again from where it was saved",
         )
         for kind, name in wanted.items()

@@ -44,7 +44,7 @@ def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Tabl
     way = moved(mine, base.keys(), fits)
     if way.uncertain:
         raise FastshardError.of(
-            "FS106", "the adapter's names can be read in several ways to fit the base", file=config.path, expected="one",
+            "FS106", "the adapter's names can be read in several ways to fit the base", file=config.path,
             got=way.readings, help="give a base with the names that the adapter has: one that was saved from the same class",
         )  # fmt: skip
     called |= way.names

@@ -32,7 +32,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     own = tensor_names.is_of_adapters(held)
     if own and files.weights is not None:
         raise FastshardError.of(
-            "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too", expected="one of them",
+            "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too",
             got=f"{found.files[0].path}, {files.weights}",
             help=f"for the checkpoint's own name the config alone: --adapter {files.config}",
         )  # fmt: skip

@@ -35,8 +35,8 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
     """
     if len(told.adapters) > 1:
         raise FastshardError.of(
-            "FS106", "several adapters are there", expected="one", got=", ".join(sorted(told.adapters)),
-            help="save the one that is meant by itself",
+            "FS106", "several adapters are here", got=", ".join(sorted(told.adapters)),
+            help="save one of them by itself",
         )  # fmt: skip
     changes: dict[str, list[dict[str, Any]]] = {}
     hidden = set(told.unused)

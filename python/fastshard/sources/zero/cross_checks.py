@@ -36,12 +36,12 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
             findings.append(
                 Finding.of(
                     "FS303",
-                    f"the same masters as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
+                    f"the same master weights as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
                     file=found.files[file].path,
                     rank=f"dp {dp}, mp {mp}",
                     expected="another partition",
                     got="a copy, by the checksums of its storages",
-                    help="copy the right file from the node that ran this rank",
+                    help="copy the file of this rank from the node that ran it",
                 )
             )
     return findings

@@ -50,7 +50,7 @@ class Partitions:
             self.findings.append(
                 Finding.of(
                     "FS108",
-                    f"data-parallel rank {dp} of a run of {world}: a leftover of an older, wider run? It was not read",
+                    f"data-parallel rank {dp} of a run of {world}: left by an older run of more ranks? It was not read",
                     file=left.path,
                 )
             )

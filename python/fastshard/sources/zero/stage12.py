@@ -175,7 +175,7 @@ def _mappings(
             partitions.problem(
                 "FS303", f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
                 rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"those of rank {twin}",
-                "copy the right file from the node that ran this rank",
+                "copy the file of this rank from the node that ran it",
             )  # fmt: skip
         else:
             partitions.problem(

@@ -81,7 +81,7 @@ def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any])
     return [
         Finding.of(
             "FS102",
-            "the model file lists this buffer and does not hold it",
+            "missing buffer: the model file lists it and does not hold it",
             file=found.files[unit.file].path,
             rank=unit.rank,
             tensor=name,
@@ -155,7 +155,7 @@ def left_out(model: Model, held: set[str]) -> list[Finding]:
     return [
         Finding.of(
             "FS102",
-            "the model file lists this parameter, and no partition holds it",
+            "missing parameter: the model file lists it, and no partition holds it",
             severity="error" if told else "warning",
             file=model.path,
             rank=model.label,

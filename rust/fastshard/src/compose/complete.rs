@@ -160,16 +160,21 @@ fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (Lo
             let each = (0..n).map(|i| if held.contains(&(axis, i)) { i.to_string() } else { "_".into() });
             each.collect::<Vec<_>>().join(",")
         } else {
-            format!("{n} positions")
+            format!("{n} in all")
+        };
+        let word = match axis {
+            "L" => "layer",
+            "E" => "expert",
+            other => other,
         };
         Finding::new(
             codes::MISSING_LAYER,
-            format!("position {at} on axis {axis}: none of its {count} tensors is there"),
+            format!("{word} {at} is missing: no file has any of its {count} tensors"),
         )
         .axis(axis)
         .layers(at, at)
         .count(*count)
-        .expected(format!("{axis} 0..{n}"), there)
+        .expected(format!("{word}s 0 to {}", n.saturating_sub(1)), there)
         .help(if ranked {
             "copy the files of this layer from the pipeline stage that owned it"
         } else {
@@ -197,7 +202,7 @@ fn put_partial_layers_first(source: &Source, missing: &mut [&Missing]) {
 impl Missing {
     fn finding(&self, ranked: bool) -> Finding {
         let rank: Vec<String> = self.coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
-        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, in no file")
+        let mut finding = Finding::new(codes::MISSING_TENSOR, "missing tensor: the layout expects it")
             .tensor(&self.name)
             .help(match (self.coords.is_empty(), ranked) {
                 (false, _) => "copy the file of this rank from the node that wrote it",

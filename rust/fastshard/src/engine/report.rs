@@ -101,7 +101,7 @@ impl Run<'_> {
         let narrow = self.plan.stored[parameter as usize].dtype;
         let finding = Finding::new(
             codes::MASTERS_DIFFER,
-            format!("the fp32 master rounded to {narrow} is not the parameter"),
+            format!("the fp32 master weight, rounded to {narrow}, differs from the parameter"),
         )
         .expected(
             format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),

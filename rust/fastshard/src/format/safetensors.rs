@@ -181,12 +181,12 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
     if at != file.size() {
         let finding = Finding::new(
             codes::TRUNCATED,
-            if at > file.size() { "the file was cut short" } else { "bytes follow the last tensor" },
+            if at > file.size() { "the file is truncated" } else { "bytes follow the last tensor" },
         );
         return Err(finding
             .file(file.path())
             .expected(format!("{at} bytes"), format!("{} bytes", file.size()))
-            .help("copy it again from the node that wrote it")
+            .help("copy the file again from the node that wrote it")
             .into());
     }
 
@@ -210,10 +210,10 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
 }
 
 fn truncated(file: &SourceFile, expected: String) -> Error {
-    Finding::new(codes::TRUNCATED, "the file was cut short")
+    Finding::new(codes::TRUNCATED, "the file is truncated")
         .file(file.path())
         .expected(expected, format!("{} bytes", file.size()))
-        .help("copy it again from the node that wrote it")
+        .help("copy the file again from the node that wrote it")
         .into()
 }
 

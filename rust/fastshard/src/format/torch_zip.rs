@@ -30,7 +30,7 @@ const MAX_BYTEORDER: u64 = 16;
 /// Reads what a torch zip file says and validates it: container, pickle, and that each tensor lies
 /// inside its storage. The only payload read is the pickle.
 ///
-/// Refused with `FS312` if the file was cut short, `FS604` for the container, `FS602` for the
+/// Refused with `FS312` if the file is truncated, `FS604` for the container, `FS602` for the
 /// pickle, `FS301` if its bytes are damaged, `FS513`/`FS514` for zip files of other kinds.
 pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
     parse_range(file, 0, file.size())
@@ -254,7 +254,7 @@ pub(super) fn undecodable(file: &SourceFile, blob: Option<&Blob>, error: &std::i
     let what = blob.map_or("a record", name);
     Finding::new(codes::CRC, format!("{what}: the compressed data cannot be read: {why}"))
         .file(file.path())
-        .help("the file was damaged after it was written: copy it again from the node that wrote it")
+        .help("the file was damaged after it was written: copy the file again from the node that wrote it")
 }
 
 fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {
@@ -270,7 +270,7 @@ fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {
 fn damaged(file: &SourceFile, blob: &Blob, what: &str) -> Finding {
     Finding::new(codes::CRC, format!("{}: {what}", name(blob)))
         .file(file.path())
-        .help("the file was damaged after it was written: copy it again from the node that wrote it")
+        .help("the file was damaged after it was written: copy the file again from the node that wrote it")
 }
 
 fn name(blob: &Blob) -> &str {

@@ -499,8 +499,8 @@ fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &st
         .help("the config describes another model (--config), or the file is a leftover of another run")
 }
 
-/// The finding for a fact that decides values and is stated nowhere.
+/// The finding for a fact that decides values and is not stated.
 pub fn unknown_fact(fact: &str) -> Finding {
-    Finding::new(codes::FACT_UNKNOWN, format!("the result depends on `{fact}`, which nothing here states"))
+    Finding::new(codes::FACT_UNKNOWN, format!("the result depends on `{fact}`, which is not stated"))
         .help(format!("give the training config with --config (it must say {fact}: true or false)"))
 }

@@ -332,7 +332,7 @@ impl Gathered {
             } else if dtype.is_some_and(|d| d != part.dtype) {
                 Some((
                     codes::DTYPE,
-                    "dtype of a chunk",
+                    "a chunk has the wrong dtype",
                     format!("{}", dtype.unwrap_or(part.dtype)),
                     format!("{}", part.dtype),
                 ))
@@ -372,7 +372,7 @@ impl Gathered {
                         "each element in one chunk",
                         format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
                     )
-                    .help("the metadata is of two saves: copy it again from the node that wrote it"),
+                    .help("the metadata is of two saves: copy the file again from the node that wrote it"),
             );
             return None;
         }
@@ -380,15 +380,13 @@ impl Gathered {
         if covered != total {
             let starts: Vec<String> = boxes.iter().take(8).map(|b| format!("{:?}", b.0)).collect();
             self.findings.push(
-                Finding::new(codes::HOLE, format!("{} of {total} elements are in no chunk", total - covered))
-                    .tensor(name)
-                    .expected(
-                        format!("chunks that tile {shape:?}"),
-                        format!("chunks at {}", starts.join(", ")),
-                    )
-                    .help(
-                        "a rank's part was not saved, or the metadata was written before all ranks were done",
-                    ),
+                Finding::new(
+                    codes::HOLE,
+                    format!("{} of {total} elements are missing: no chunk covers them", total - covered),
+                )
+                .tensor(name)
+                .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
+                .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
             );
             return None;
         }

@@ -59,9 +59,9 @@ pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan, placed: &BTreeSet<usize
         of_what.push(format!("{blocks} chunks"));
     }
     let of_what = of_what.join(" and ");
-    let message = format!("of {of_what} which is which is not proven: nothing in them names their place");
-    let help = "two that were swapped would not be seen, nor one with fewer than 64 different values that was copied over \
-                another: --expect with a manifest that was made where they were written settles it";
+    let message = format!("{of_what} cannot be told apart: nothing in them names their rank");
+    let help = "a swap among them goes unnoticed, and a copy with fewer than 64 different values too: pass a manifest that was \
+                made where they were written with --expect";
     (!of_what.is_empty()).then(|| Finding::new(codes::LOOKALIKES, message).help(help))
 }
 

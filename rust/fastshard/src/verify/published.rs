@@ -46,7 +46,7 @@ pub fn files(
         }
         match found {
             None => findings.push(
-                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
             ),

@@ -238,9 +238,7 @@ class Tasks:
         return [f if f.host else f.replace(host=host) for f in outcome["findings"]]
 
     def _missing(self, task: _Task, why: str) -> Finding:
-        return Finding.of(
-            "FS523", f"this part of the run was not made to its end: {why}", rank=f"part {task.part}"
-        )
+        return Finding.of("FS523", f"this part of the run did not finish: {why}", rank=f"part {task.part}")
 
     def _stop(self, pending: dict[Any, _Task]) -> list[Finding]:
         """Stops the tasks that are left; what those came to that had ended by themselves."""

@@ -27,7 +27,7 @@ pub(super) fn taken_away(own: &Card, folder: &Path) -> Error {
         Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
             .file(folder)
             .rank(format!("rank {}", own.rank))
-            .help("look at what rank 0 says; --resume goes on with what is left");
+            .help("look at what rank 0 says; --resume continues with what is left");
     finding.host = Some(own.process.host.clone());
     finding.into()
 }
@@ -160,10 +160,11 @@ fn place_of(card: &Card) -> String {
 pub(super) fn differing(own: &Card, other: &Card) -> Option<Finding> {
     let told = |expected: String, got: String| {
         let named = if own.rank == 0 { other } else { own };
-        let mut finding = Finding::new(codes::RANKS_DIFFER, "ranks of one run were not started alike")
-            .rank(format!("rank {}", named.rank))
-            .expected(expected, got)
-            .help("start all ranks with the same command and the same version");
+        let mut finding =
+            Finding::new(codes::RANKS_DIFFER, "the ranks of this run were not started with one command")
+                .rank(format!("rank {}", named.rank))
+                .expected(expected, got)
+                .help("start all ranks with the same command and the same version");
         finding.host = Some(named.process.host.clone());
         finding
     };

@@ -111,14 +111,14 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         let finding = Finding::new(
             code,
             format!(
-                "the same bytes as {}'s shard in {}{more}",
+                "a copy of {}'s shard in {}{more}",
                 x.rank.as_deref().unwrap_or("another rank"),
                 plan.label(original)
             ),
         )
         .count(count)
         .expected("another part of the tensor", "a copy")
-        .help("copy the right file from the node that ran this rank; --accept copies if it was copied on purpose");
+        .help("copy the file of this rank from the node that ran it; --accept copies if it was copied on purpose");
         findings.push(place(plan, b, finding));
     }
     Ok(findings)
@@ -217,12 +217,12 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         let original = &plan.stored[a as usize].name;
         let finding = Finding::new(
             code,
-            format!("the same bytes as {original}, another layer or expert{more}"),
+            format!("a copy of {original}, another layer or expert{more}"),
         )
         .count(count)
         .expected("one of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
         .help(
-            "copy the right file from the node that ran this rank; --accept copies if the layer was copied on purpose",
+            "copy the file of this rank from the node that ran it; --accept copies if the layer was copied on purpose",
         );
         findings.push(place(plan, b, finding));
     }

@@ -75,7 +75,7 @@ pub(in crate::engine) fn swapped(
                             format!("a mean difference of {distance:.3e} or less"),
                             format!("{own:.3e}"),
                         )
-                        .help("files were swapped: copy the right one from the node that ran this rank");
+                        .help("files were swapped: copy the file of this rank from the node that ran it");
                         out.push(place(plan, stored, finding));
                     }
                     _ if own > 0.5 * scale => {

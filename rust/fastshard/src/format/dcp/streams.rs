@@ -36,10 +36,10 @@ pub(super) fn begins(file: &SourceFile, offset: u64) -> Result<bool> {
 pub(super) fn parse(file: &SourceFile, offset: u64, len: u64) -> Result<ParsedFile> {
     let end = offset.saturating_add(len);
     if end > file.size() {
-        return Err(Finding::new(codes::TRUNCATED, "the file was cut short")
+        return Err(Finding::new(codes::TRUNCATED, "the file is truncated")
             .file(file.path())
             .expected(format!("at least {end} bytes"), format!("{} bytes", file.size()))
-            .help("copy it again from the node that wrote it")
+            .help("copy the file again from the node that wrote it")
             .into());
     }
     file.room_for(KEPT)?;

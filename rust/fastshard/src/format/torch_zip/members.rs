@@ -400,15 +400,15 @@ fn zip64_extra(mut extra: &[u8]) -> &[u8] {
 }
 
 fn truncated(file: &SourceFile) -> Finding {
-    Finding::new(codes::TRUNCATED, "the file was cut short (or bytes follow its end)")
+    Finding::new(codes::TRUNCATED, "the file is truncated (or bytes follow its end)")
         .file(file.path())
-        .help("copy it again from the node that wrote it")
+        .help("copy the file again from the node that wrote it")
 }
 
 fn unsafe_zip(file: &SourceFile, message: &str) -> Finding {
     Finding::new(codes::UNSAFE_ZIP, message)
         .file(file.path())
-        .help("damaged, or not written by torch: copy it again from the node that wrote it")
+        .help("damaged, or not written by torch: copy the file again from the node that wrote it")
 }
 
 fn zip_error(file: &SourceFile, what: &str, error: zip::result::ZipError) -> Error {

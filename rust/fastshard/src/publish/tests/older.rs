@@ -249,7 +249,7 @@ fn an_error_of_looking_is_told_as_that() {
     }
 }
 
-/// Whoever dies while it is moved aside or after: the run that goes on names it.
+/// Whoever dies while it is moved aside or after: the run that continues names it.
 #[test]
 fn what_is_kept_is_named_by_the_run_that_goes_on() {
     let mut named = 0;
