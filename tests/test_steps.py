@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fastshard.sources.choose_step import is_step, matching, newer, number, plain
+from fastshard.sources.step_names import is_step, matching, newer, number, plain
 from helpers import FIXTURES, HF, assert_refused, cli
 from hypothesis import given
 from hypothesis import strategies as st

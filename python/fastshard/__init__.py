@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from .conversion.writer import Writer
     from .reporting.report import report
     from .verification.attest import attest
+    from .verification.diff import Difference, diff
+    from .verification.inventory import manifest
     from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
-    from .verification.verify import Difference, diff, manifest, verify
+    from .verification.verify import verify
 
 __version__: str = _core.__version__
 
@@ -112,7 +114,9 @@ _HOMES = {
     "checkpoint.tensor": ("Tensor",),
     "checkpoint.tensor_rows": ("TensorRow", "ls"),
     "conversion.in_memory": ("View",),
-    "verification.verify": ("Difference", "diff", "manifest", "verify"),
+    "verification.diff": ("Difference", "diff"),
+    "verification.inventory": ("manifest",),
+    "verification.verify": ("verify",),
     "conversion.writer": ("Writer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}

@@ -264,7 +264,7 @@ def test_texts_have_contrast(browser: Any, pages: dict[str, Path], name: str, sc
 
 def test_states_are_told_without_colour(pages: dict[str, Path]) -> None:
     """Each state has a mark of its own, in the grid and in the legend, and its background has contrast to it."""
-    from fastshard.reporting.grid import STATES
+    from fastshard.reporting.grid_cells import STATES
 
     assert len({state.mark for state in STATES}) == len({state.name for state in STATES}) == len(STATES)
     html = pages["broken"].read_text()

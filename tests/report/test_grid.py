@@ -10,7 +10,8 @@ import pytest
 import torch
 from damage import CASES, made
 from fastshard.errors import Finding
-from fastshard.reporting.grid import STATES, THERE, Grid, grid
+from fastshard.reporting.grid import Grid, grid
+from fastshard.reporting.grid_cells import STATES, THERE
 from fastshard.reporting.report import about
 from helpers import FIXTURES, HF, NEOX, TP4, copy
 from safetensors.torch import load_file, save_file

@@ -18,16 +18,10 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
 from .base import Options
+from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
 
-#: What writers put before or after the name of a folder that is being written.
-_TEMPORARY = re.compile(
-    r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
-)
-#: Names that are numbered as steps are; other numbered folders may be anything.
-_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
 _OPTIMIZER = re.compile(r"^optimizer_\d+$")
-_NUMBER = re.compile(r"\d{1,18}")
 #: Steps that messages name at most.
 _TOLD = 8
 #: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
@@ -53,70 +47,6 @@ class Chosen:
     name: str
     findings: list[Finding]
     step: Step
-
-
-def plain(name: str) -> str:
-    """A folder's name without what marks one that is being written."""
-    return _TEMPORARY.sub("", name)
-
-
-def number(name: str) -> int:
-    """The last number in a step's name; -1 if there is none."""
-    numbers = _numbers(name)
-    return numbers[-1] if numbers else -1
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in _NUMBER.findall(plain(name)))
-
-
-def _alike(one: str, other: str) -> bool:
-    """True for names that differ in their numbers alone."""
-    return _NUMBER.sub("#", plain(one)) == _NUMBER.sub("#", plain(other))
-
-
-def newer(one: str, than: str) -> bool:
-    """True if a step is newer than another, by the numbers in their names (epoch before step)."""
-    if _alike(one, than):
-        return _numbers(one) > _numbers(than)
-    return number(one) > number(than) >= 0
-
-
-def matching(steps: Iterable[str], wanted: str) -> list[str]:
-    """The steps of this name; without one, those of this number."""
-    names = list(steps)
-    if wanted in names:
-        return [wanted]
-    # A number as a tracker or a person writes it, or the name with fewer zeros.
-    meant = number(wanted) if wanted.isdecimal() or _NUMBERED.search(wanted) else -1
-    same = [n for n in names if meant >= 0 and number(n) == meant]
-    # What a crash left of a step is meant only by its whole name.
-    same = [n for n in same if plain(n) == n] or same
-    return [n for n in same if wanted.isdecimal() or n.isdecimal() or _alike(n, wanted)]
-
-
-def is_step(name: str) -> bool:
-    """True for names that are numbered as steps are; other numbered folders may be anything."""
-    return bool(_NUMBERED.search(plain(name))) and number(name) >= 0
-
-
-def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
-    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as anything,
-    where something else says which is meant."""
-    paths = [folder.split("/") for folder in folders]
-    if len({len(p) for p in paths}) != 1:
-        return None
-    differing = [d for d in range(len(paths[0])) if len({p[d] for p in paths}) > 1]
-    if len(differing) != 1 or not (any_name or all(is_step(p[differing[0]]) for p in paths)):
-        return None
-    return differing[0]
-
-
-def bearing(folder: str) -> str:
-    """The part of a path that ends with what is named as a step; the whole of it if nothing is."""
-    parts = folder.split("/")
-    at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
-    return "/".join(parts[: at + 1])
 
 
 def by_folder(
@@ -328,7 +258,7 @@ def _tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | 
 
 
 def _have(steps: Iterable[str]) -> str:
-    names = sorted(steps, key=lambda n: (_numbers(n), n))
+    names = sorted(steps, key=lambda n: (numbers_of(n), n))
     more = f"{len(names) - _TOLD} more, " if len(names) > _TOLD else ""
     return more + ", ".join(names[-_TOLD:])
 
@@ -369,7 +299,7 @@ def _newest(names: list[str]) -> str:
     Raises:
         FastshardError: ``FS106`` if there are several and none is numbered, or two have the same number.
     """
-    numbered = [n for n in names if _numbers(n)]
+    numbered = [n for n in names if numbers_of(n)]
     candidates = numbered or names
     best = candidates[0]
     for name in candidates[1:]:
@@ -414,7 +344,7 @@ def _later(
     for path, temporary in _beside(listing, steps[name], name, known):
         later.setdefault(path, temporary)
     findings = []
-    for other, temporary in sorted(later.items(), key=lambda item: (_numbers(item[0]), item[0])):
+    for other, temporary in sorted(later.items(), key=lambda item: (numbers_of(item[0]), item[0])):
         if tracker is not None or temporary:
             why = (
                 "newer than the step that the tracker names" if tracker and not temporary else "not finished"
@@ -458,7 +388,7 @@ def _beside(
             own = _entries(listing.roots[root] / folder)
             for entry in _folders(listing.roots[root] / parent):
                 path = f"{parent}/{entry}" if parent else entry
-                if (root, path) in known or not _alike(entry, name) or _numbers(entry) <= _numbers(name):
+                if (root, path) in known or not alike(entry, name) or numbers_of(entry) <= numbers_of(name):
                     continue
                 # A bare number may name anything, a year for one: it is a step if it holds what steps hold, or nothing.
                 held = _entries(listing.roots[root] / path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...common.gate import Gate
-from ...verification.verify import diff as diff_checkpoints
+from ...verification.diff import diff as diff_checkpoints
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_opening, opening, progress
 from ..verb import Outcome, Result, Verb
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...checkpoint.manifests import MANIFEST_NAME
-from ...verification.verify import manifest as make_manifest
+from ...verification.inventory import manifest as make_manifest
 from ..render import human
 from ..shared_arguments import add_common, add_source, add_stats, opening, progress
 from ..verb import Outcome, Result, Verb

@@ -25,8 +25,9 @@ from ...layouts.declaration import Assembled, Description, Source, Unit
 from ...models import huggingface
 from .. import hf_config
 from ..base import Contents, Found, Options, view_of
-from ..choose_step import Chosen, folder_of, is_step
+from ..choose_step import Chosen, folder_of
 from ..index_files import read_json
+from ..step_names import is_step
 from . import optim as colossalai_optim
 from .index import PARTIAL, join, rank_of, read_indexes
 from .missing_shards import (

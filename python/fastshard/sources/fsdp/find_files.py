@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ..base import Options, counted
-from ..choose_step import folder_of, is_step, within_this
+from ..choose_step import folder_of, within_this
 from ..dcp.metadata import one_of
+from ..step_names import is_step
 
 #: Of each rank: the model, and beside it the optimizer and the rest of the trainer's state. verl, SkyRL
 _WORLD = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")

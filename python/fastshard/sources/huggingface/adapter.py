@@ -15,8 +15,9 @@ from ...layouts.declaration import Description, Source, Unit
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options, lacking, missing
-from ..choose_step import Chosen, folder_of, is_step
+from ..choose_step import Chosen, folder_of
 from ..index_files import read_json, safe_relative
+from ..step_names import is_step
 from . import index_mismatch
 from .shard_offsets import not_whole, zeroed
 

@@ -20,7 +20,8 @@ from ...models import config_json, huggingface
 from .. import hf_config
 from ..base import Contents, Found, Options, lacking, missing
 from ..box_pieces import Boxes
-from ..choose_step import folder_of, is_step, within_this
+from ..choose_step import folder_of, within_this
+from ..step_names import is_step
 from .adapter import slices_as_wholes
 from .shard_offsets import INFO, offsets
 

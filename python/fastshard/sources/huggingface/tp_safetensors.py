@@ -14,8 +14,9 @@ from ...common.listing import File, Listing
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, counted, lacking, missing
-from ..choose_step import folder_of, is_step, within_this
+from ..choose_step import folder_of, within_this
 from ..index_files import read_json
+from ..step_names import is_step
 from .adapter import slices_as_wholes
 
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")

@@ -7,10 +7,8 @@ source: Megatron-LM megatron/training/checkpointing.py
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
@@ -23,6 +21,7 @@ from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..choose_step import Step, choose
 from . import arguments, merge_without_table, of_ranks, optim_legacy, table_match
 from .rank_folders import MegatronFiles
+from .rank_grid import RankGrid
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
@@ -31,99 +30,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
 _FLAT = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
-#: No run has had as many ranks.
-_MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
 #: Missing files that are named one by one.
 _NAMED = 100
 _MODEL = re.compile(r"^model(\d*)$")
-
-
-@dataclass
-class _Grid:
-    """Degrees, and the (tp, pp, ep) rank of each file."""
-
-    tp: int
-    pp: int
-    ep: int
-    places: list[tuple[int, int, int]]
-    #: Ranks that divide the tensors of an expert.
-    etp: int
-
-    @classmethod
-    def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> _Grid:
-        """Folders end in the stage where there are several, then in the expert rank where there are several.
-
-        Raises:
-            FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
-        """
-        suffixes = found.seen.suffixes
-        pp = megatron.size(args, "pipeline_model_parallel_size")
-        ep = megatron.size(args, "expert_model_parallel_size")
-        longest = max(len(s) for s in suffixes)
-        if longest == 2 and mixture and pp is None and ep is None:
-            raise FastshardError.of(
-                "FS106",
-                "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
-                file=found.files[0].path,
-                help="the rank files must hold their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
-            )
-        expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
-        places = [
-            (
-                s[0],
-                s[1] if len(s) > 1 and not expert else 0,
-                s[2] if len(s) > 2 else s[1] if expert and len(s) > 1 else 0,
-            )
-            for s in suffixes
-        ]
-        tp = megatron.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
-        pp = pp or max(p[1] for p in places) + 1
-        ep = ep or max(p[2] for p in places) + 1
-        etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
-        if max(tp, pp, ep, etp) > _MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
-            raise FastshardError.of(
-                "FS211",
-                "args: tensor-, pipeline- and expert-parallel degrees",
-                file=found.files[0].path,
-                expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
-                got=f"{tp} x {pp} x {ep}",
-            )
-        return cls(tp, pp, ep, places, etp)
-
-    def lacking(self) -> list[tuple[int, int, int]]:
-        """Every place that a file must be there for and is not."""
-        there = set(self.places)
-        every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
-        return [place for place in every if place not in there and self.of_expert(place) is not None]
-
-    def of_expert(self, place: tuple[int, int, int]) -> int | None:
-        """The rank among those that divide an expert's tensors; None for one of which no file is saved.
-
-        Ranks of both kinds are counted from the same first one, and those of the first copies of experts save.
-        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp), megatron/training/checkpointing.py
-        """
-        tensor, _, expert = place
-        rank = (tensor - self.etp * expert) % self.tp
-        return rank if rank < self.etp else None
-
-    def folder(self, place: tuple[int, int, int]) -> str:
-        """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
-        rank, stage, expert = place
-        name = f"mp_rank_{rank:02d}"
-        name += f"_{stage:03d}" if self.pp > 1 else ""
-        return name + (f"_{expert:03d}" if self.ep > 1 else "")
-
-    def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
-        """As the layout takes them."""
-        return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
-
-    def rank(self, place: tuple[int, int, int]) -> str:
-        """In the field's words."""
-        return ", ".join(f"{dimension} {n}" for dimension, n in self.coords(place).items())
-
-    def long_rank(self, place: tuple[int, int, int]) -> str:
-        """In more of them."""
-        return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())
 
 
 class Megatron:
@@ -203,7 +112,7 @@ class Megatron:
         args = next((a for s in states if (a := arguments.arguments(s))), {})
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
-        grid = _Grid.of(found, args, arguments.mixture(args, names))
+        grid = RankGrid.of(found, args, arguments.mixture(args, names))
         source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
         source.provable = bool(args)
         source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
@@ -230,7 +139,9 @@ class Megatron:
         return [(key, [str(name) for name in state[key]]) for key, _ in found]
 
     @staticmethod
-    def _units(grid: _Grid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source) -> None:
+    def _units(
+        grid: RankGrid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source
+    ) -> None:
         """Units with the number of the first layer: virtual stage by virtual stage, stage by stage.
 
         Experts are numbered from the first of the rank: as many before it as the ranks before it hold.
@@ -262,7 +173,7 @@ class Megatron:
                     )
 
     @staticmethod
-    def _ranks(found: Found[MegatronFiles], states: list[Any], grid: _Grid, source: Source) -> None:
+    def _ranks(found: Found[MegatronFiles], states: list[Any], grid: RankGrid, source: Source) -> None:
         """All ranks must be there, of one iteration and one set of arguments."""
         folder = found.folder
         stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
@@ -296,7 +207,7 @@ class Megatron:
 
 def _differs(
     found: Found[MegatronFiles],
-    grid: _Grid,
+    grid: RankGrid,
     i: int,
     states: tuple[dict[str, Any], dict[str, Any]],
     args: tuple[dict[str, Any], dict[str, Any]],
@@ -346,7 +257,7 @@ def _differs(
     return findings
 
 
-def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
+def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
     """Raises ``FS211`` where experts do not divide."""
     experts = megatron.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
@@ -355,7 +266,7 @@ def _check_experts(args: dict[str, Any], grid: _Grid, file: str) -> None:
         )
 
 
-def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
+def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | None:
     """What of the model or of how it is divided the table has no rule for."""
     table = tables.table("megatron.legacy")
     strange = sorted(name for name in names if table.rule_of(name) is None)
@@ -373,7 +284,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: _Grid) -> Lack | None:
     return Lack("attention_output_gate", "False", "True") if args.get("attention_output_gate") else None
 
 
-def _refuse_experts(found: Found[MegatronFiles], grid: _Grid) -> None:
+def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     """Raises for experts whose ranks save no files, or files of one name."""
     if grid.etp > grid.tp and grid.ep > 1:
         raise FastshardError.of(
@@ -403,7 +314,7 @@ def _whole(
     states: list[Any],
     models: list[list[tuple[str, list[str]]]],
     args: dict[str, Any],
-    grid: _Grid,
+    grid: RankGrid,
     lack: Lack,
 ) -> None:
     """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
@@ -455,7 +366,7 @@ def _whole(
     optim_legacy.refuse(source, found, states)
 
 
-def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:
+def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> int:
     experts = megatron.size(args, "num_experts")
     if experts is not None:
         return experts // grid.ep
@@ -463,7 +374,7 @@ def _experts_of_rank(args: dict[str, Any], grid: _Grid, names: set[str]) -> int:
     return max((int(n) + 1 for n in numbers), default=0)
 
 
-def _flat_experts(grid: _Grid, contents: Contents, source: Source) -> None:
+def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
     """GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions say.
 
     source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size, -1)``

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
-from .. import choose_step
+from .. import choose_step, step_names
 from ..base import Options
 from .zarr_metadata import METADATA
 
@@ -220,14 +220,14 @@ def _steps(listing: Listing, places: list[Place]) -> dict[str, choose_step.Step]
     names: dict[int, str] = {}
     for place in places:
         # The folders of one step may have several names: 4000 and checkpoint_4000 on two hosts.
-        name = names.setdefault(choose_step.number(place.step or ""), place.step or "")
+        name = names.setdefault(step_names.number(place.step or ""), place.step or "")
         known = name in found
         step = found.setdefault(name, choose_step.Step(usable=False, temporary=True))
         step.usable = step.usable or place.committed
         if not place.committed and not known and not _marked(listing, place):
             step.temporary = False
         folder = place.folder
-        while folder and choose_step.plain(folder.rpartition("/")[2]) != place.step:
+        while folder and step_names.plain(folder.rpartition("/")[2]) != place.step:
             folder = folder.rpartition("/")[0]
         step.folders.append((place.root, folder))
     return found
@@ -283,13 +283,13 @@ def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[l
             raise choose_step.no_steps(options.step)
         return places, []
     taken = choose_step.choose(listing, stepped, options)
-    newest = choose_step.number(taken.name)
+    newest = step_names.number(taken.name)
     folders = set(taken.step.folders)
     chosen = [
         p
         for p in places
         if p.step is not None
-        and choose_step.number(p.step) == newest
+        and step_names.number(p.step) == newest
         and any(
             root == p.root and (folder in ("", p.folder) or p.folder.startswith(f"{folder}/"))
             for root, folder in folders

@@ -1,0 +1,164 @@
+"""The parts of the grid of ranks and layers: states, columns, cells and bands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class State:
+    """What a cell can say. It is told by mark and word, not by its colour alone."""
+
+    name: str
+    mark: str
+    told: str
+
+
+#: From the worst to the best.
+STATES: tuple[State, ...] = (
+    State("missing", "✕", "missing: in no file that is here"),
+    State("damaged", "!", "damaged: cut short, malformed, or bytes that do not fit their checksum"),
+    State("copied", "=", "copied: the bytes of another place, where something else must be"),
+    State("misfit", "≠", "does not fit: shape, dtype or content contradicts the rest"),
+    State("doubtful", "?", "doubtful: a warning is about it"),
+    State("unexpected", "+", "not called for: nothing names it, it was not read"),
+    State("there", "·", "there"),
+)  # fmt: skip
+
+
+MISSING, DAMAGED, COPIED, MISFIT, DOUBTFUL, UNEXPECTED, THERE = range(len(STATES))
+
+
+#: Columns for each role of each layer at most; beyond, a column is a layer.
+MOST_SHOWN = 64
+
+
+#: Columns at most in any case.
+MOST_COLUMNS = 160
+
+
+#: Cells at most: beyond, neighbouring bands are shown together.
+MOST_CELLS = 12_000
+
+
+#: What a column is before columns are put together: the layer, and the role; a role that begins so is none of a tensor.
+Key = tuple[int | None, str]
+
+
+FILE: Key = (None, "\0the file itself")
+
+
+OPTIMIZER: Key = (None, "\0optimizer state")
+
+
+OTHER: Key = (None, "\0other values")
+
+
+#: The role of a layer of which nothing is there.
+WHOLE = "\0all of it"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor, or all of a layer."""
+
+    #: What stands above several columns: the layer; empty for what is in none.
+    group: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is known of a column on a row."""
+
+    #: Index in :data:`STATES`; the worst that is there.
+    state: int
+    #: How many tensors (or chunks) are in that state, and how many there are in all.
+    count: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """A row, or neighbouring ones: all alike unless it says otherwise."""
+
+    label: str
+    #: How many rows.
+    rows: int
+    #: The rows' files; the first few.
+    files: tuple[str, ...]
+    #: How many there are.
+    file_count: int
+    cells: tuple[Cell | None, ...]
+    #: False where rows that differ had to be put together.
+    alike: bool = True
+
+    @property
+    def worst(self) -> int:
+        """The worst state of its cells."""
+        return min((cell.state for cell in self.cells if cell), default=THERE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line of the list of all that is not there as it should be."""
+
+    where: str
+    #: How many rows that is.
+    rows: int
+    state: int
+    count: int
+    columns: tuple[str, ...]
+    files: tuple[str, ...]
+    #: True if these are all columns of the row.
+    whole: bool
+
+
+@dataclass
+class Row:
+    """A row while it is filled."""
+
+    files: list[str] = field(default_factory=list)
+    #: What its files hold, shared with other rows: ranks mostly hold the same.
+    held: list[Counter[Key]] = field(default_factory=list)
+    #: Numbers of tensors by column and state, once anything is to be said of them.
+    _cells: dict[Key, Counter[int]] | None = None
+
+    @property
+    def cells(self) -> dict[Key, Counter[int]]:
+        """Numbers of tensors by column and state, the row's own."""
+        if self._cells is None:
+            self._cells = {}
+            for counts in self.held:
+                for key, count in counts.items():
+                    self._cells.setdefault(key, Counter())[THERE] += count
+        return self._cells
+
+    @property
+    def like(self) -> tuple[int, ...] | None:
+        """The same for rows that are alike; None for a row of which something is said."""
+        return None if self._cells is not None else tuple(map(id, self.held))
+
+    def named(self) -> Iterable[Key]:
+        """Its columns."""
+        return self._cells if self._cells is not None else (key for counts in self.held for key in counts)
+
+    def add(self, key: Key, state: int, count: int = 1) -> None:
+        """Counts what is not among what is there."""
+        self.cells.setdefault(key, Counter())[state] += count
+
+    def mark(self, key: Key, state: int) -> None:
+        """Says of what is there that it is not as it should be: of all of it, as nothing says of how much."""
+        counts = self.cells.setdefault(key, Counter())
+        if state == MISSING:
+            counts[state] += not counts[state]
+        elif counts[THERE]:
+            counts[state] += counts.pop(THERE)
+        elif not any(counts[worse] for worse in range(state + 1)):
+            counts[state] += 1
+
+
+#: The row of what is in no file, where nothing says which rank's it was.
+NOWHERE = "in no file"

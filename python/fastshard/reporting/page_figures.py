@@ -1,0 +1,187 @@
+"""The figures of a report's page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ..models.tensor_roles import role_of
+from ..verification.stats import TensorStats
+from . import charts
+from .densities import density, joined
+from .page_markup import figure_text, markup
+from .report_data import Report
+from .tensor_numbers import by_layer
+
+#: Roles and single tensors that have pictures of their own.
+_ROLES, _NOTABLE = 9, 6
+
+
+def figures(report: Report) -> dict[str, Any]:
+    """Everything that is drawn, and the tables beside it."""
+    none: dict[str, Any] = {
+        "by_role": [],
+        "notable": [],
+        "layers": [],
+        "layers_left": 0,
+        "roles_left": 0,
+        "odd": [],
+        "odd_left": 0,
+    }
+    after = report.numbers.tensors if report.numbers else {}
+    before: Mapping[str, TensorStats] = {}
+    if report.comparison and report.comparison.before and report.comparison.after:
+        before, after = report.comparison.before, report.comparison.after
+    if not after:
+        return none
+    drawn = report.undrawn is None
+    roles: dict[str, list[str]] = {}
+    for name in after:
+        roles.setdefault(role_of(name), []).append(name)
+    heavy = sorted(roles, key=lambda role: -sum(after[n].count for n in roles[role]))
+    by_role = []
+    for role in heavy[:_ROLES]:
+        sides = [(f"{len(roles[role]):,} tensors", joined([after[n] for n in roles[role]]))]
+        if old := [before[n] for n in roles[role] if n in before]:
+            sides.insert(0, ("before", joined(old)))
+        by_role.append(
+            _distribution(role, sides, f"{len(roles[role]):,} tensor{'s' * (len(roles[role]) != 1)}", drawn)
+        )
+    notable = []
+    for name, why in _notable(after, before, roles)[:_NOTABLE]:
+        sides = [("before", before[name])] if name in before else []
+        notable.append(_distribution(name, [*sides, ("after", after[name])], why, drawn))
+    odd = sorted(
+        ((name, s) for name, s in after.items() if s.zeros or s.nan or s.inf),
+        key=lambda item: (-(item[1].nan + item[1].inf), -item[1].zero_share),
+    )
+    return {
+        "by_role": by_role, "roles_left": max(0, len(heavy) - _ROLES), "notable": notable,
+        "odd": [(n, s, before.get(n)) for n, s in odd[:20]], "odd_left": max(0, len(odd) - 20),
+        **(_over_layers(after, before, heavy) if drawn else {"layers": [], "layers_left": 0}),
+    }  # fmt: skip
+
+
+def _over_layers(
+    after: Mapping[str, TensorStats], before: Mapping[str, TensorStats], heavy: Sequence[str]
+) -> dict[str, Any]:
+    """Standard deviations over layers: two pictures with one scale where there is a before."""
+    of_role = by_layer(after)
+    chosen = [role for role in heavy if role in of_role][: charts.SERIES]
+    pictures = []
+    sides = [("before", by_layer(before))] if before else []
+    sides.append(("after" if before else "", of_role))
+    points = [
+        (title, {role: [(layer, float(s.std or 0)) for layer, s in of.get(role, [])] for role in chosen})
+        for title, of in sides
+    ]
+    values = [value for _, of in points for each in of.values() for _, value in each]
+    if not values:
+        return {"layers": [], "layers_left": 0}
+    positive = [value for value in values if value > 0]
+    logarithmic = len(positive) == len(values) and max(values) > 30 * min(values)
+    domain = (min(values), max(values)) if logarithmic else (0.0, max(values) or 1.0)
+    for title, of in points:
+        drawn = charts.svg(
+            charts.by_layer(
+                of,
+                title="standard deviation",
+                domain=domain,
+                logarithmic=logarithmic,
+                width=400 if before else 620,
+            )
+        )
+        pictures.append({"title": title, "svg": markup(drawn[0]), "box": drawn[1], "log": logarithmic})
+    return {"layers": pictures, "layers_left": max(0, len(of_role) - len(chosen))}
+
+
+def _distribution(
+    title: str, sides: Sequence[tuple[str, TensorStats]], why: str, pictures: bool
+) -> dict[str, Any]:
+    """A distribution in both views, and what the picture leaves out."""
+    own = sides[-1][1]
+    steps = [(name, density(s.histogram, s.min, s.max)) for name, s in sides]
+    drawn = [(name, s) for name, s in steps if s is not None]
+    told = [
+        f"mean {figure_text(own.mean)}",
+        f"std {figure_text(own.std)}",
+        f"from {figure_text(own.min)} to {figure_text(own.max)}",
+    ]
+    if own.zeros:
+        told.append(f"zeros {own.zero_share:.2%}, not drawn")
+    if own.nan or own.inf:
+        told.append(f"{own.nan:,} NaN, {own.inf:,} infinite, not drawn")
+    if len(sides) == 2:
+        old = sides[0][1]
+        told.append(
+            f"before: mean {figure_text(old.mean)}, std {figure_text(old.std)}; "
+            + ("alike" if _alike(own, old) else f"overlap {min(own.overlap(old), 0.999):.1%}")
+        )
+    figure: dict[str, Any] = {
+        "title": title,
+        "why": why,
+        "told": "; ".join(told),
+        "cut": "",
+        "two": len(drawn) == 2,
+    }
+    if not pictures:
+        return figure
+    if not drawn or drawn[-1][0] != sides[-1][0]:
+        figure["cut"] = "no density: all that is not zero is of one value, or nothing is finite"
+        return figure
+    cut = drawn[-1][1]
+    beyond = [
+        f"{_share(share)} {where}"
+        for share, where in (
+            (cut.below, f"below {figure_text(cut.edges[0])}"),
+            (cut.above, f"above {figure_text(cut.edges[-1])}"),
+        )
+        if share
+    ]
+    if beyond:
+        figure["cut"] = f"tails cut: {' and '.join(beyond)}"
+    linear = charts.svg(charts.densities(drawn))
+    bins = charts.svg(charts.logarithmic([(name, s.histogram) for name, s in sides]))
+    figure |= {"linear": (markup(linear[0]), linear[1]), "bins": (markup(bins[0]), bins[1])}
+    return figure
+
+
+def _alike(one: TensorStats, other: TensorStats) -> bool:
+    """True for the same counts in all bins: sums of shares do not come to one exactly."""
+    return all(getattr(one, k) == getattr(other, k) for k in ("histogram", "zeros", "nan", "inf"))
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "less than 0.01 %"
+
+
+def _notable(
+    after: Mapping[str, TensorStats], before: Mapping[str, TensorStats], roles: Mapping[str, Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Tensors that are worth a look, and why; the oddest first."""
+    found: list[tuple[float, str, str]] = []
+    for names in roles.values():
+        stds = [std for name in names if (std := after[name].std)]
+        usual = median(stds) if len(stds) > 2 else None
+        for name in names:
+            s = after[name]
+            reasons: list[tuple[float, str]] = []
+            if s.nan or s.inf:
+                reasons.append((1000.0, f"{s.nan:,} NaN, {s.inf:,} infinite"))
+            if s.zero_slabs:
+                slab = s.zero_slabs[0].text(len(s.shape))
+                reasons.append((500.0, f"zero throughout: {slab}"))
+            if s.zero_share > 0.05 and s.zeros >= 100:
+                reasons.append((100 * s.zero_share, f"{s.zero_share:.1%} zeros"))
+            if usual and s.std and not 1 / 3 < s.std / usual < 3:
+                ratio = s.std / usual
+                reasons.append(
+                    (20 * abs(math.log(ratio)), f"std is {ratio:.2g} times that of its like in other layers")
+                )
+            if name in before and (overlap := s.overlap(before[name])) < 0.95:
+                reasons.append((200 * (1 - overlap), f"overlaps by {overlap:.0%} with what it was before"))
+            if reasons:
+                found.append((-max(r for r, _ in reasons), name, "; ".join(text for _, text in reasons)))
+    return [(name, why) for _, name, why in sorted(found)]

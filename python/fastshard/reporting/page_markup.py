@@ -1,0 +1,54 @@
+"""Texts and figures of a report's page as markup."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.formatting import printable
+
+#: Characters of a text that are shown, from both its ends.
+CLIP = 400
+
+
+#: Bytes of it for tensors that the script shows.
+MOST_DATA = 1_200_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of what may be long is shown; the rest is counted."""
+
+    findings: int = 40
+    families: int = 300
+    problems: int = 100
+    changes: int = 200
+    lines: int = 60
+    bands: int = 1 << 20
+    data: int = MOST_DATA
+
+
+def markup(text: str) -> Any:
+    """Marks a text as HTML that needs no escaping."""
+    import markupsafe
+
+    return markupsafe.Markup(text)
+
+
+def clipped(text: str, limit: int = CLIP) -> str:
+    """Text that drives nothing, and of a length that can be read."""
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
+    return printable(text)
+
+
+def escaped(text: str) -> str:
+    """Escapes a text for HTML."""
+    from html import escape
+
+    return escape(text)
+
+
+def figure_text(x: float | int | None) -> str:
+    """Writes a figure; ``-`` where there is none."""
+    return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"

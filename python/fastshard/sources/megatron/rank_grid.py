@@ -1,0 +1,103 @@
+"""Which ranks of Megatron-LM have written files, by the folders' names and the arguments."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.errors import FastshardError
+from ...models import megatron
+from ..base import Found
+from .rank_folders import MegatronFiles
+
+#: No run has had as many ranks.
+_MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
+
+
+@dataclass
+class RankGrid:
+    """Degrees, and the (tp, pp, ep) rank of each file."""
+
+    tp: int
+    pp: int
+    ep: int
+    places: list[tuple[int, int, int]]
+    #: Ranks that divide the tensors of an expert.
+    etp: int
+
+    @classmethod
+    def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> RankGrid:
+        """Folders end in the stage where there are several, then in the expert rank where there are several.
+
+        Raises:
+            FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
+        """
+        suffixes = found.seen.suffixes
+        pp = megatron.size(args, "pipeline_model_parallel_size")
+        ep = megatron.size(args, "expert_model_parallel_size")
+        longest = max(len(s) for s in suffixes)
+        if longest == 2 and mixture and pp is None and ep is None:
+            raise FastshardError.of(
+                "FS106",
+                "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
+                file=found.files[0].path,
+                help="the rank files must hold their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
+            )
+        expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
+        places = [
+            (
+                s[0],
+                s[1] if len(s) > 1 and not expert else 0,
+                s[2] if len(s) > 2 else s[1] if expert and len(s) > 1 else 0,
+            )
+            for s in suffixes
+        ]
+        tp = megatron.size(args, "tensor_model_parallel_size") or max(p[0] for p in places) + 1
+        pp = pp or max(p[1] for p in places) + 1
+        ep = ep or max(p[2] for p in places) + 1
+        etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
+        if max(tp, pp, ep, etp) > _MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
+            raise FastshardError.of(
+                "FS211",
+                "args: tensor-, pipeline- and expert-parallel degrees",
+                file=found.files[0].path,
+                expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
+                got=f"{tp} x {pp} x {ep}",
+            )
+        return cls(tp, pp, ep, places, etp)
+
+    def lacking(self) -> list[tuple[int, int, int]]:
+        """Every place that a file must be there for and is not."""
+        there = set(self.places)
+        every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
+        return [place for place in every if place not in there and self.of_expert(place) is not None]
+
+    def of_expert(self, place: tuple[int, int, int]) -> int | None:
+        """The rank among those that divide an expert's tensors; None for one of which no file is saved.
+
+        Ranks of both kinds are counted from the same first one, and those of the first copies of experts save.
+        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp), megatron/training/checkpointing.py
+        """
+        tensor, _, expert = place
+        rank = (tensor - self.etp * expert) % self.tp
+        return rank if rank < self.etp else None
+
+    def folder(self, place: tuple[int, int, int]) -> str:
+        """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
+        rank, stage, expert = place
+        name = f"mp_rank_{rank:02d}"
+        name += f"_{stage:03d}" if self.pp > 1 else ""
+        return name + (f"_{expert:03d}" if self.ep > 1 else "")
+
+    def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
+        """As the layout takes them."""
+        return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
+
+    def rank(self, place: tuple[int, int, int]) -> str:
+        """In the field's words."""
+        return ", ".join(f"{dimension} {n}" for dimension, n in self.coords(place).items())
+
+    def long_rank(self, place: tuple[int, int, int]) -> str:
+        """In more of them."""
+        return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())

@@ -1,0 +1,83 @@
+"""Names of steps: their numbers, which is newer, and which part of a path is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: What writers put before or after the name of a folder that is being written.
+_TEMPORARY = re.compile(
+    r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
+)
+
+
+#: Names that are numbered as steps are; other numbered folders may be anything.
+_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
+
+
+_NUMBER = re.compile(r"\d{1,18}")
+
+
+def plain(name: str) -> str:
+    """A folder's name without what marks one that is being written."""
+    return _TEMPORARY.sub("", name)
+
+
+def number(name: str) -> int:
+    """The last number in a step's name; -1 if there is none."""
+    numbers = numbers_of(name)
+    return numbers[-1] if numbers else -1
+
+
+def numbers_of(name: str) -> tuple[int, ...]:
+    """Lists the numbers in a name."""
+    return tuple(int(n) for n in _NUMBER.findall(plain(name)))
+
+
+def alike(one: str, other: str) -> bool:
+    """True for names that differ in their numbers alone."""
+    return _NUMBER.sub("#", plain(one)) == _NUMBER.sub("#", plain(other))
+
+
+def newer(one: str, than: str) -> bool:
+    """True if a step is newer than another, by the numbers in their names (epoch before step)."""
+    if alike(one, than):
+        return numbers_of(one) > numbers_of(than)
+    return number(one) > number(than) >= 0
+
+
+def matching(steps: Iterable[str], wanted: str) -> list[str]:
+    """The steps of this name; without one, those of this number."""
+    names = list(steps)
+    if wanted in names:
+        return [wanted]
+    # A number as a tracker or a person writes it, or the name with fewer zeros.
+    meant = number(wanted) if wanted.isdecimal() or _NUMBERED.search(wanted) else -1
+    same = [n for n in names if meant >= 0 and number(n) == meant]
+    # What a crash left of a step is meant only by its whole name.
+    same = [n for n in same if plain(n) == n] or same
+    return [n for n in same if wanted.isdecimal() or n.isdecimal() or alike(n, wanted)]
+
+
+def is_step(name: str) -> bool:
+    """True for names that are numbered as steps are; other numbered folders may be anything."""
+    return bool(_NUMBERED.search(plain(name))) and number(name) >= 0
+
+
+def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
+    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as anything,
+    where something else says which is meant."""
+    paths = [folder.split("/") for folder in folders]
+    if len({len(p) for p in paths}) != 1:
+        return None
+    differing = [d for d in range(len(paths[0])) if len({p[d] for p in paths}) > 1]
+    if len(differing) != 1 or not (any_name or all(is_step(p[differing[0]]) for p in paths)):
+        return None
+    return differing[0]
+
+
+def bearing(folder: str) -> str:
+    """The part of a path that ends with what is named as a step; the whole of it if nothing is."""
+    parts = folder.split("/")
+    at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
+    return "/".join(parts[: at + 1])
