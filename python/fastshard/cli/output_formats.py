@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common.errors import CODES, Finding
+from ..common.finding_facts import effect_of, files_of
 from ..common.gate import accepted, ignored
-from .finding_text import effect_of, files_of
 from .render import printable, shown
 
 if TYPE_CHECKING:

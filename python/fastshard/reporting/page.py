@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
+from ..common.errors import Finding
+from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, human
 from ..common.optional_imports import imported
 from ..verification.stats import TensorStats
@@ -106,11 +108,21 @@ def _template() -> Any:
         "human": human,
         "n": lambda n: f"{n:,}",
         "finding": str,
+        "facts": _facts,
         "codes": _codes,
         "long": lambda text: markup(escaped(clipped(text, 10 * CLIP))),
     }
     environment.filters |= filters
     return environment.get_template("page.html.j2")
+
+
+def _facts(finding: Finding) -> list[tuple[str, str]]:
+    """What a finding says beyond its line: the files, where it is about several, and what follows."""
+    facts = [
+        ("where", files_of(finding.files) if len(finding.files) > 1 else None),
+        ("effect", effect_of(finding)),
+    ]
+    return [(label, text) for label, text in facts if text]
 
 
 def _asset(name: str) -> str:
