@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama_te_rmsnorm": LLAMA | {"norm": "te_rmsnorm", "kv_heads": 4},
     "mistral": LLAMA | {"kv_heads": 4, "more": FLASH | {"sliding_window_width": 7}},
     "flash": LLAMA | {"more": FLASH},
+    "phi3": LLAMA | {"kv_heads": 4, "rotary_pct": 0.5},
     "neox_tanh": {"more": {"bias_gelu_fusion": True}},
     "neox_rope_base": {"more": {"rotary_emb_base": 500}},
     "neox_te_layernorm": {"norm": "te_layernorm"},
@@ -103,7 +104,8 @@ REFUSED = {
     "gqa": ({"kv_heads": 4}, "num_kv_heads"),
     "llama_parallel": (LLAMA | {"residual": True}, "norm"),
     "no_biases": ({"biases": False}, "set of biases"),
-    "rotary_pct": (LLAMA | {"rotary_pct": 0.5}, "rotary_pct"),
+    # Phi-3 alone rotates a part of each head, and has no biases.
+    "rotary_pct": (LLAMA | {"rotary_pct": 0.5, "biases": True}, "rotary_pct"),
     "mistral_biases": (
         LLAMA | {"biases": True, "more": FLASH | {"sliding_window_width": 7}},
         "sliding_window_width",
