@@ -138,14 +138,10 @@ def of_table(table: Table, file: str | None = None) -> dict[str, ModelClass]:
 
 
 def _read(kind: str, section: Any, table: Table, file: str | None) -> ModelClass:
-    if kind not in table.model_types:
+    # A copy of another table may be for no config, and is used for what it says of tensors.
+    if table.model_types and kind not in table.model_types:
         raise _bad(
-            table,
-            kind,
-            file,
-            "",
-            f"one of {', '.join(table.model_types) or 'none'}, which [config] names",
-            kind,
+            table, kind, file, "", f"one of {', '.join(table.model_types)}, which [config] names", kind
         )
     if not isinstance(section, dict):
         raise _bad(table, kind, file, "", "a table", section)
