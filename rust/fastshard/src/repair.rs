@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::Deserialize;
 
-use crate::catalog::Catalog;
+use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
 use crate::draft::Planned;
 use crate::error::{Finding, Result, Severity};
@@ -66,8 +66,51 @@ struct Source {
 pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Planned> {
     let mut all = Gathered::new(catalog, &request.source);
     let mut findings = std::mem::take(&mut all.findings);
-    // Flat views of the parameters, as masters are laid out flat.
-    let mut values: HashMap<u32, BTreeMap<u64, Source>> = HashMap::new();
+    let values = values_of_masters(&mut all, &mut findings);
+    let mut plan = Plan { version: PLAN_VERSION, target: "repair".into(), ..Plan::default() };
+    for side in &repair.files {
+        let Some(Some(file)) = catalog.files.get(side.file as usize) else { continue };
+        let label = catalog.label(file);
+        let source = all.source(side.file, file);
+        let outputs = side.outputs(file, &label, &mut all, &values, plan.files.len() as u32, &mut findings);
+        let zeros = match side.numbers.is_empty() {
+            true => Ok(Vec::new()),
+            false => torch_zip::numbers(&file.source, &side.numbers),
+        };
+        let zeros = zeros.unwrap_or_else(|error| {
+            findings.extend(error.findings().iter().cloned().map(|mut finding| {
+                finding.file = Some(label.clone());
+                finding.help = Some("leave the optimizer's state out (--drop-optimizer) and load with load_module_only=True: zero moments with a step that is not zero would make the first updates too large".into());
+                finding
+            }));
+            Vec::new()
+        });
+        plan.files.push(OutFile {
+            name: side.name.clone(),
+            header_len: outputs.first().map_or(0, |o| o.offset),
+            size: file.source.size(),
+            form: Form::Overlay(source),
+            zeros,
+        });
+        plan.outputs.extend(outputs);
+    }
+    plan.rules = vec!["masters".into()];
+    (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
+    plan.texts = repair.texts.clone();
+    plan.point(repair.pointers.clone());
+    plan.topology = request.source.degrees.clone();
+    plan.roots = catalog.root_names();
+    findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
+    plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
+    Ok(Planned { plan, findings })
+}
+
+/// Where the values of masters are: of each storage, the ranges that parameters hold, by their first byte.
+type Values = HashMap<u32, BTreeMap<u64, Source>>;
+
+/// Adds flat views of the parameters, as masters are laid out flat, and says which ranges of masters they hold.
+fn values_of_masters(all: &mut Gathered, findings: &mut Vec<Finding>) -> Values {
+    let mut values = Values::new();
     for index in 0..all.stored.len() {
         let twins = std::mem::take(&mut all.stored[index].twins);
         if twins.is_empty() {
@@ -93,29 +136,32 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
             }
         }
     }
-    let mut plan = Plan {
-        version: PLAN_VERSION,
-        target: "repair".into(),
-        words: catalog.words.clone(),
-        ..Plan::default()
-    };
-    for side in &repair.files {
-        let Some(Some(file)) = catalog.files.get(side.file as usize) else { continue };
-        let source = all.source(side.file, file);
-        let wanted = side.masters.iter().map(|t| (*t, true)).chain(side.zero.iter().map(|t| (*t, false)));
+    values
+}
+
+impl RepairFile {
+    /// The tensors of the file that are replaced, in its order. `number` is the file's number in the plan.
+    fn outputs(
+        &self,
+        file: &CatalogFile,
+        label: &str,
+        all: &mut Gathered,
+        values: &Values,
+        number: u32,
+        findings: &mut Vec<Finding>,
+    ) -> Vec<Output> {
+        let wanted = self.masters.iter().map(|t| (*t, true)).chain(self.zero.iter().map(|t| (*t, false)));
         let mut outputs = Vec::new();
-        for (number, is_master) in wanted {
-            let Some(tensor) = file.parsed.tensors.get(number as usize) else { continue };
-            let blob = all.blob(side.file, file, tensor.blob);
+        for (tensor, is_master) in wanted {
+            let Some(tensor) = file.parsed.tensors.get(tensor as usize) else { continue };
+            let blob = all.blob(self.file, file, tensor.blob);
             let shape = tensor.shape.clone();
             let key = tensor.path.join(".");
             let elements = element_count(&shape).unwrap_or(0);
+            let refused = |code, what: &str| Finding::new(code, what).file(label).tensor(&key);
             if elements > 1 && tensor.strides != c_strides(&shape) {
-                findings.push(
-                    Finding::new(codes::UNSUPPORTED, "a view whose elements do not lie one after another")
-                        .file(catalog.label(file))
-                        .tensor(&key),
-                );
+                let what = "a view whose elements do not lie one after another";
+                findings.push(refused(codes::UNSUPPORTED, what));
                 continue;
             }
             let parts = match values.get(&blob) {
@@ -123,68 +169,33 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
                 _ => Vec::new(),
             };
             if is_master && parts.is_empty() && elements > 0 {
-                findings.push(
-                    Finding::new(codes::MISSING_TENSOR, "no stored parameter is the source of this master")
-                        .file(catalog.label(file))
-                        .tensor(&key)
-                        .help("the model file of this rank is missing, or holds other parameters"),
-                );
+                let what = "no stored parameter is the source of this master";
+                let help = "the model file of this rank is missing, or holds other parameters";
+                findings.push(refused(codes::MISSING_TENSOR, what).help(help));
                 continue;
             }
             outputs.push(Output {
-                name: format!("{}: {key}", side.name),
+                name: format!("{}: {key}", self.name),
                 key: Some(key),
                 dtype: tensor.dtype,
                 shape,
                 parts,
                 fill: Fill::Zero,
-                file: plan.files.len() as u32,
+                file: number,
                 offset: file.parsed.blobs[tensor.blob as usize].offset + tensor.offset,
             });
         }
         outputs.sort_by_key(|o| (o.offset, o.nbytes()));
-        for pair in outputs.windows(2) {
-            if pair[0].offset + pair[0].nbytes() > pair[1].offset && pair[0].nbytes() > 0 {
-                findings.push(
-                    Finding::new(codes::OVERLAP, "two tensors of the optimizer share their elements")
-                        .file(catalog.label(file))
-                        .tensor(pair[1].key())
-                        .expected("an element of its own", format!("those of {}", pair[0].key())),
-                );
-            }
-        }
-        let zeros = match side.numbers.is_empty() {
-            true => Ok(Vec::new()),
-            false => torch_zip::numbers(&file.source, &side.numbers),
-        };
-        let zeros = zeros.unwrap_or_else(|error| {
-            findings.extend(error.findings().iter().cloned().map(|mut finding| {
-                finding.file = Some(catalog.label(file));
-                finding.help = Some("leave the optimizer's state out (--drop-optimizer) and load with load_module_only=True: zero moments with a step that is not zero would make the first updates too large".into());
-                finding
-            }));
-            Vec::new()
-        });
-        let header_len = outputs.first().map_or(0, |o| o.offset);
-        plan.outputs.extend(outputs);
-        let size = file.source.size();
-        plan.files.push(OutFile {
-            name: side.name.clone(),
-            header_len,
-            size,
-            form: Form::Overlay(source),
-            zeros,
-        });
+        let overlap =
+            |pair: &[Output]| pair[0].offset + pair[0].nbytes() > pair[1].offset && pair[0].nbytes() > 0;
+        findings.extend(outputs.windows(2).filter(|pair| overlap(pair)).map(|pair| {
+            Finding::new(codes::OVERLAP, "two tensors of the optimizer share their elements")
+                .file(label)
+                .tensor(pair[1].key())
+                .expected("an element of its own", format!("those of {}", pair[0].key()))
+        }));
+        outputs
     }
-    plan.rules = vec!["masters".into()];
-    (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
-    plan.texts = repair.texts.clone();
-    plan.point(repair.pointers.clone());
-    plan.topology = request.source.degrees.clone();
-    plan.roots = catalog.root_names();
-    findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
-    plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
-    Ok(Planned { plan, findings })
 }
 
 /// Plans the comparison of every parameter with its masters, whatever the model's layout is.

@@ -146,7 +146,7 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
                 Finding::new(codes::HASH, "its header (names, metadata, values) differs from the manifest")
                     .file(&file.name)
                     .expected(format!("identity {identity}"), got)
-                    .help("the file was changed or damaged since the manifest was made: restore it from a good copy"),
+                    .help(RESTORE),
             );
         }
     }
@@ -209,69 +209,12 @@ pub fn against(
     options: &Options,
     control: &Control,
 ) -> Result<Vec<Finding>> {
-    let mut findings = Vec::new();
     let opened: Vec<_> = catalog.files.iter().flatten().collect();
-    let by_path: HashMap<&str, usize> =
-        opened.iter().enumerate().map(|(i, f)| (f.path.as_str(), i)).collect();
-    for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
-        match by_path.get(file.name.as_str()) {
-            None => findings.push(
-                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
-                    .file(&file.name)
-                    .help("copy it from where the manifest was made"),
-            ),
-            Some(&i) if opened[i].source.size() != file.size => findings.push(
-                Finding::new(codes::HASH, "size differs from the manifest")
-                    .file(&file.name)
-                    .expected(format!("{} bytes", file.size), format!("{} bytes", opened[i].source.size()))
-                    .help("restore the file from a good copy"),
-            ),
-            Some(_) => {}
-        }
-    }
-    let named: HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
-    for file in opened.iter().filter(|f| !named.contains(f.path.as_str())) {
-        // It is read as a part of the checkpoint, and nothing says what it should hold.
-        findings.push(
-            Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file, which readers load")
-                .severity(Severity::Error)
-                .file(&file.path)
-                .help("take it away if it does not belong here; else `fastshard manifest` takes note of it"),
-        );
-    }
+    let mut findings = differing_files(manifest, &opened);
     findings.extend(headers(manifest, &opened));
-
     let mut plan = inventory_plan(catalog);
-    let mut wanted: HashMap<(&str, &str), VecDeque<&ManifestTensor>> = HashMap::new();
-    for tensor in &manifest.tensors {
-        wanted.entry((tensor.file.as_str(), tensor.name.as_str())).or_default().push_back(tensor);
-    }
-    let mut checks: Vec<(usize, &ManifestTensor)> = Vec::new();
-    for (i, stored) in plan.stored.iter().enumerate() {
-        let file = plan.sources[file_of(&plan, stored) as usize].path.as_str();
-        let named = wanted.get_mut(&(file, stored.name.as_str()));
-        let Some(tensor) = named.and_then(VecDeque::pop_front) else { continue };
-        if tensor.dtype != stored.dtype || tensor.shape != stored.shape {
-            findings.push(
-                Finding::new(codes::HASH, "dtype or shape differs from the manifest")
-                    .file(file)
-                    .tensor(&stored.name)
-                    .expected(
-                        format!("{} {:?}", tensor.dtype, tensor.shape),
-                        format!("{} {:?}", stored.dtype, stored.shape),
-                    ),
-            );
-        } else if subset.is_none_or(|s| s.holds(&stored.name)) {
-            checks.push((i, tensor));
-        }
-    }
-    for tensor in wanted.values().flatten().filter(|t| by_path.contains_key(t.file.as_str())) {
-        findings.push(
-            Finding::new(codes::MISSING_TENSOR, "missing tensor: the manifest names it in this file")
-                .file(&tensor.file)
-                .tensor(&tensor.name),
-        );
-    }
+    let (checks, differing) = differing_tensors(manifest, &plan, &opened, subset);
+    findings.extend(differing);
     let before: Vec<Option<[u8; 32]>> =
         checks.iter().map(|(i, _)| known.get(&place_of(&plan, &plan.outputs[*i])?).copied()).collect();
     let unread = checks.iter().zip(&before).filter(|(_, hash)| hash.is_none());
@@ -288,7 +231,7 @@ pub fn against(
                     .file(file)
                     .tensor(&tensor.name)
                     .expected(format!("BLAKE3 {}", &tensor.blake3), got)
-                    .help("the file was changed or damaged since the manifest was made: restore it from a good copy"),
+                    .help(RESTORE),
             );
         }
     }
@@ -297,6 +240,82 @@ pub fn against(
     let others = between(manifest, &opened, &told)?;
     findings.extend(others);
     Ok(findings)
+}
+
+/// What to do about a file that is not what it was.
+const RESTORE: &str =
+    "the file was changed or damaged since the manifest was made: restore it from a good copy";
+
+/// Files that are missing, that have another size than the manifest says, or that it does not name.
+fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
+    let by_path: HashMap<&str, u64> = opened.iter().map(|f| (f.path.as_str(), f.source.size())).collect();
+    let mut findings = Vec::new();
+    for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
+        match by_path.get(file.name.as_str()) {
+            None => findings.push(
+                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                    .file(&file.name)
+                    .help("copy it from where the manifest was made"),
+            ),
+            Some(&size) if size != file.size => findings.push(
+                Finding::new(codes::HASH, "size differs from the manifest")
+                    .file(&file.name)
+                    .expected(format!("{} bytes", file.size), format!("{size} bytes"))
+                    .help("restore the file from a good copy"),
+            ),
+            Some(_) => {}
+        }
+    }
+    let named: HashSet<&str> = manifest.files.iter().map(|f| f.name.as_str()).collect();
+    // What it does not name is read as a part of the checkpoint, and nothing says what it should hold.
+    findings.extend(opened.iter().filter(|f| !named.contains(f.path.as_str())).map(|file| {
+        Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file, which readers load")
+            .severity(Severity::Error)
+            .file(&file.path)
+            .help("take it away if it does not belong here; else `fastshard manifest` takes note of it")
+    }));
+    findings
+}
+
+/// The tensors whose content is to be compared, by their index in the plan, and those that differ or are missing already by
+/// their headers.
+fn differing_tensors<'m>(
+    manifest: &'m Manifest,
+    plan: &Plan,
+    opened: &[&CatalogFile],
+    subset: Option<Subset>,
+) -> (Vec<(usize, &'m ManifestTensor)>, Vec<Finding>) {
+    let mut wanted: HashMap<(&str, &str), VecDeque<&ManifestTensor>> = HashMap::new();
+    for tensor in &manifest.tensors {
+        wanted.entry((tensor.file.as_str(), tensor.name.as_str())).or_default().push_back(tensor);
+    }
+    let (mut checks, mut findings) = (Vec::new(), Vec::new());
+    for (i, stored) in plan.stored.iter().enumerate() {
+        let file = plan.sources[file_of(plan, stored) as usize].path.as_str();
+        let named = wanted.get_mut(&(file, stored.name.as_str()));
+        let Some(tensor) = named.and_then(VecDeque::pop_front) else { continue };
+        if tensor.dtype != stored.dtype || tensor.shape != stored.shape {
+            findings.push(
+                Finding::new(codes::HASH, "dtype or shape differs from the manifest")
+                    .file(file)
+                    .tensor(&stored.name)
+                    .expected(
+                        format!("{} {:?}", tensor.dtype, tensor.shape),
+                        format!("{} {:?}", stored.dtype, stored.shape),
+                    ),
+            );
+        } else if subset.is_none_or(|s| s.holds(&stored.name)) {
+            checks.push((i, tensor));
+        }
+    }
+    let paths: HashSet<&str> = opened.iter().map(|f| f.path.as_str()).collect();
+    let absent = wanted.values().flatten().filter(|t| paths.contains(t.file.as_str()));
+    findings.extend(absent.map(|tensor| {
+        Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file")
+            .file(&tensor.file)
+            .tensor(&tensor.name)
+    }));
+    (checks, findings)
 }
 
 /// Files whose headers and tensors are as they were, and other bytes of which are not: the padding and the records of an
@@ -314,7 +333,7 @@ fn between(manifest: &Manifest, opened: &[&CatalogFile], told: &HashSet<&str>) -
                 Finding::new(codes::HASH, "bytes between its tensors differ from the manifest")
                     .file(&file.name)
                     .expected(format!("BLAKE3 {expected}"), got)
-                    .help("the file was changed or damaged since the manifest was made: restore it from a good copy"),
+                    .help(RESTORE),
             );
         }
     }

@@ -6,7 +6,7 @@ use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
-use crate::plan::{Combine, Fill, Op, Output, Part, Plan};
+use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
 use super::gather::{Into, Sources};
@@ -153,14 +153,7 @@ pub fn make(
             continue;
         }
         let first = &plan.stored[part.sources[0] as usize];
-        let plain = part.sources.len() == 1
-            && part.ops.is_empty()
-            && first.dtype == output.dtype
-            && first.scale.is_none()
-            && first.changes.is_empty()
-            && (first.twins.is_empty() || twins == Twins::Leave)
-            && !matches!(part.combine, Combine::Zero(_));
-        if plain {
+        if is_copied(part, first, output.dtype, twins) {
             let mut found = Vec::new();
             spread.cut(&whole, lo, hi, &mut |sub| found.push(sub.clone()));
             for sub in found {
@@ -177,70 +170,128 @@ pub fn make(
             let mut found = Vec::new();
             spread.cut(&whole, lo, hi, &mut |sub| sub.divide(&steps, CHUNK, &mut found));
             for sub in found {
-                let dst = spread.first(&sub) - lo;
-                combine(plan, sources, output, p, part, &sub, dst, len, twins, work, &mut seen)?;
+                let stored: Vec<_> = part.sources.iter().map(|&s| &plan.stored[s as usize]).collect();
+                let (from, n, strides) = (first.dtype, sub.volume() as usize, c_strides(&sub.len));
+                let piece =
+                    Piece { plan, sources, output, index: p, part, sub: &sub, stored, strides, n, from };
+                piece.make(spread.first(&sub) - lo, len, twins, work, &mut seen)?;
             }
         }
     }
     Ok(seen)
 }
 
-#[allow(clippy::too_many_arguments)]
-fn combine(
-    plan: &Plan,
-    sources: &Sources,
-    output: &Output,
+/// True if the part is one stored tensor's bytes as they are, and nothing has to be compared.
+fn is_copied(part: &Part, first: &StoredTensor, dtype: Dtype, twins: Twins) -> bool {
+    part.sources.len() == 1
+        && part.ops.is_empty()
+        && first.dtype == dtype
+        && first.scale.is_none()
+        && first.changes.is_empty()
+        && (first.twins.is_empty() || twins == Twins::Leave)
+        && !matches!(part.combine, Combine::Zero(_))
+}
+
+/// A box of a part that is made of several tensors, or whose values change: small enough to be held several times.
+struct Piece<'a> {
+    plan: &'a Plan,
+    sources: &'a Sources<'a>,
+    output: &'a Output,
+    /// Index of the part.
     index: usize,
-    part: &Part,
-    sub: &SubBox,
-    dst: u64,
-    len: usize,
-    twins: Twins,
-    work: &mut Workspace,
-    seen: &mut Seen,
-) -> Result<()> {
-    let stored: Vec<_> = part.sources.iter().map(|&s| &plan.stored[s as usize]).collect();
-    let from = stored[0].dtype;
-    let n = sub.volume() as usize;
-    let bytes = n * from.size();
-    let strides = c_strides(&sub.len);
-    work.dense.resize(work.dense.len().max(bytes), 0);
-    work.other.resize(work.other.len().max(bytes), 0);
-    let read = |s: usize, buffer: &mut [u8], span: &mut [u8]| {
-        let mut into = Into { bytes: buffer, base: 0, strides: &strides };
-        sources.read(stored[s], &part.axes, &part.src_base, sub, &mut into, span)
-    };
-    read(0, &mut work.dense[..bytes], &mut work.span)?;
-    if twins == Twins::Compare {
-        for (s, &index) in part.sources.iter().enumerate() {
-            for &other in &stored[s].twins {
-                let twin = &plan.stored[other as usize];
-                let wide = n * twin.dtype.size();
-                work.twin.resize(work.twin.len().max(wide), 0);
-                let mut into = Into { bytes: &mut work.twin[..wide], base: 0, strides: &strides };
-                sources.read(twin, &part.axes, &part.src_base, sub, &mut into, &mut work.span)?;
-                if s > 0 {
-                    read(s, &mut work.other[..bytes], &mut work.span)?;
-                }
-                let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
-                seen.twins.push(((index, other), twin_drift(from, own, twin.dtype, &work.twin[..wide])));
-            }
+    part: &'a Part,
+    sub: &'a SubBox,
+    stored: Vec<&'a StoredTensor>,
+    /// C strides of the box.
+    strides: Vec<u64>,
+    /// Number of its elements.
+    n: usize,
+    /// Type of the sources' elements.
+    from: Dtype,
+}
+
+impl Piece<'_> {
+    /// Makes the box and puts it at element `dst` of the tile's first `len` bytes.
+    fn make(&self, dst: u64, len: usize, twins: Twins, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+        let bytes = self.bytes();
+        work.dense.resize(work.dense.len().max(bytes), 0);
+        work.other.resize(work.other.len().max(bytes), 0);
+        self.read(0, &mut work.dense[..bytes], &mut work.span)?;
+        if twins == Twins::Compare {
+            self.compare_twins(work, seen)?;
         }
+        let in_sum = match self.part.combine {
+            _ if self.stored.len() == 1 => false,
+            Combine::Mean | Combine::Sum => self.add_up(work, seen)?,
+            _ => {
+                self.compare_copies(work, seen)?;
+                false
+            }
+        };
+        let (first, to) = (self.stored[0], self.output.dtype);
+        let out = self.n * to.size();
+        if !in_sum && first.scale.is_none() && first.changes.is_empty() && self.part.ops.is_empty() {
+            self.convert(work)?;
+        } else {
+            self.change_values(in_sum, work)?;
+            work.other.resize(work.other.len().max(out), 0);
+            kernel::from_f32(to, &work.sum[..self.n], &mut work.other[..out]);
+        }
+        let spread = self.part.dst();
+        let shape =
+            StridedBox { extents: &self.sub.len, src_strides: &self.strides, dst_strides: spread.strides() };
+        kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, to.size());
+        Ok(())
     }
 
-    let mean_or_sum = matches!(part.combine, Combine::Mean | Combine::Sum);
-    let mut drift = Drift::default();
-    let mut averaged = false;
-    if stored.len() > 1 && mean_or_sum {
+    /// Bytes of the box as its sources have it.
+    fn bytes(&self) -> usize {
+        self.n * self.from.size()
+    }
+
+    fn read(&self, source: usize, buffer: &mut [u8], span: &mut [u8]) -> Result<()> {
+        self.read_of(self.stored[source], buffer, span)
+    }
+
+    fn read_of(&self, stored: &StoredTensor, buffer: &mut [u8], span: &mut [u8]) -> Result<()> {
+        let mut into = Into { bytes: buffer, base: 0, strides: &self.strides };
+        self.sources.read(stored, &self.part.axes, &self.part.src_base, self.sub, &mut into, span)
+    }
+
+    /// Compares the sources with their twins.
+    fn compare_twins(&self, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+        let bytes = self.bytes();
+        for (s, &index) in self.part.sources.iter().enumerate() {
+            for &other in &self.stored[s].twins {
+                let twin = &self.plan.stored[other as usize];
+                let wide = self.n * twin.dtype.size();
+                work.twin.resize(work.twin.len().max(wide), 0);
+                self.read_of(twin, &mut work.twin[..wide], &mut work.span)?;
+                if s > 0 {
+                    self.read(s, &mut work.other[..bytes], &mut work.span)?;
+                }
+                let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
+                let drift = twin_drift(self.from, own, twin.dtype, &work.twin[..wide]);
+                seen.twins.push(((index, other), drift));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the sources up in `work.sum`. True if the result is there; false if it is the first source as it is.
+    fn add_up(&self, work: &mut Workspace, seen: &mut Seen) -> Result<bool> {
+        let (n, bytes, from) = (self.n, self.bytes(), self.from);
+        let is_mean = self.part.combine == Combine::Mean;
         work.sum.resize(work.sum.len().max(n), 0.0);
         work.term.resize(work.term.len().max(n), 0.0);
         let numeric = from.is_float();
         if numeric {
             kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
         }
-        for s in 1..stored.len() {
-            read(s, &mut work.other[..bytes], &mut work.span)?;
-            if part.combine == Combine::Mean {
+        let mut drift = Drift::default();
+        for s in 1..self.stored.len() {
+            self.read(s, &mut work.other[..bytes], &mut work.span)?;
+            if is_mean {
                 note_drift(from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
             }
             if numeric {
@@ -248,82 +299,86 @@ fn combine(
                 work.sum[..n].iter_mut().zip(&work.term[..n]).for_each(|(a, b)| *a += b);
             }
         }
-        if part.combine == Combine::Mean {
-            // Equal copies keep their bits: a mean would round them.
-            if drift.differing > 0 && numeric {
-                let count = stored.len() as f32;
-                work.sum[..n].iter_mut().for_each(|x| *x /= count);
-                averaged = true;
-            }
-            seen.drift.push((index, drift));
-        } else {
-            averaged = numeric;
+        if !is_mean {
+            return Ok(numeric);
         }
-    } else if stored.len() > 1 {
-        for s in 1..stored.len() {
-            read(s, &mut work.other[..bytes], &mut work.span)?;
-            note_drift(from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
-            if matches!(part.combine, Combine::Zero(_)) && !kernel::is_zero(&work.other[..bytes]) {
+        // Equal copies keep their bits: a mean would round them.
+        let is_averaged = drift.differing > 0 && numeric;
+        if is_averaged {
+            let count = self.stored.len() as f32;
+            work.sum[..n].iter_mut().for_each(|x| *x /= count);
+        }
+        seen.drift.push((self.index, drift));
+        Ok(is_averaged)
+    }
+
+    /// Compares the first source with the others, which must be equal, or all zero.
+    fn compare_copies(&self, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+        let bytes = self.bytes();
+        let mut drift = Drift::default();
+        for s in 1..self.stored.len() {
+            self.read(s, &mut work.other[..bytes], &mut work.span)?;
+            note_drift(self.from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
+            if matches!(self.part.combine, Combine::Zero(_)) && !kernel::is_zero(&work.other[..bytes]) {
                 drift.differing += 1;
             }
         }
-        if let Combine::Zero(fact) = &part.combine {
+        if let Combine::Zero(fact) = &self.part.combine {
             if drift.differing > 0 || !kernel::is_zero(&work.dense[..bytes]) {
-                seen.undecided.push((index, fact.clone()));
+                seen.undecided.push((self.index, fact.clone()));
             }
         } else {
-            seen.drift.push((index, drift));
+            seen.drift.push((self.index, drift));
         }
+        Ok(())
     }
 
-    if averaged || !part.ops.is_empty() || stored[0].scale.is_some() || !stored[0].changes.is_empty() {
-        if !averaged {
+    /// Applies scales, changes and value ops in `work.sum`, which holds the values already if `in_sum`.
+    fn change_values(&self, in_sum: bool, work: &mut Workspace) -> Result<()> {
+        let (n, first) = (self.n, self.stored[0]);
+        if !in_sum {
             work.sum.resize(work.sum.len().max(n), 0.0);
-            kernel::values(from, &work.dense[..bytes], &mut work.sum[..n]);
+            kernel::values(self.from, &work.dense[..self.bytes()], &mut work.sum[..n]);
         }
-        if let Some(scale) = &stored[0].scale {
-            let scales = sources.scales(scale.stored, &mut work.span)?;
-            dequantise(&stored[0].shape, &scale.block, &scales, part, sub, &mut work.sum[..n]);
+        if let Some(scale) = &first.scale {
+            let scales = self.sources.scales(scale.stored, &mut work.span)?;
+            dequantise(&first.shape, &scale.block, &scales, self.part, self.sub, &mut work.sum[..n]);
         }
-        for change in &stored[0].changes {
-            let factors = sources.factors(part.sources[0], change, &mut work.span)?;
-            factors.apply(change, stored[0], part, sub, &mut work.sum[..n], &mut work.term);
+        for change in &first.changes {
+            let factors = self.sources.factors(self.part.sources[0], change, &mut work.span)?;
+            factors.apply(change, first, self.part, self.sub, &mut work.sum[..n], &mut work.term);
         }
-        for op in &part.ops {
+        for op in &self.part.ops {
             match *op {
                 Op::Scale(factor) => work.sum[..n].iter_mut().for_each(|x| *x *= factor),
                 Op::Add(term) => work.sum[..n].iter_mut().for_each(|x| *x += term),
             }
         }
-        let out = n * output.dtype.size();
-        work.other.resize(work.other.len().max(out), 0);
-        kernel::from_f32(output.dtype, &work.sum[..n], &mut work.other[..out]);
-    } else if from == output.dtype {
-        std::mem::swap(&mut work.dense, &mut work.other);
-    } else if from.is_integer() {
-        let out = n * output.dtype.size();
-        work.other.resize(work.other.len().max(out), 0);
-        if let Err(number) = kernel::recount(from, &work.dense[..bytes], output.dtype, &mut work.other[..out])
-        {
-            return Err(Finding::new(
-                codes::BAD_VALUE,
-                format!("a number that {} does not hold", output.dtype),
-            )
-            .tensor(&output.name)
-            .expected(format!("the target's counter, {}", output.dtype), format!("{number} as {from}"))
-            .help("the counter is damaged or counts something else than steps: look at it in the source")
-            .into());
-        }
-    } else {
-        let out = n * output.dtype.size();
-        work.other.resize(work.other.len().max(out), 0);
-        kernel::convert(from, &work.dense[..bytes], output.dtype, &mut work.other[..out]);
+        Ok(())
     }
-    let spread = part.dst();
-    let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: spread.strides() };
-    let out = n * output.dtype.size();
-    kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, output.dtype.size());
-    Ok(())
+
+    /// Puts the elements of `work.dense` into `work.other`, in the output's type.
+    fn convert(&self, work: &mut Workspace) -> Result<()> {
+        let (from, to) = (self.from, self.output.dtype);
+        if from == to {
+            std::mem::swap(&mut work.dense, &mut work.other);
+            return Ok(());
+        }
+        let out = self.n * to.size();
+        work.other.resize(work.other.len().max(out), 0);
+        let (held, made) = (&work.dense[..self.bytes()], &mut work.other[..out]);
+        if !from.is_integer() {
+            kernel::convert(from, held, to, made);
+            return Ok(());
+        }
+        kernel::recount(from, held, to, made).map_err(|number| {
+            Finding::new(codes::BAD_VALUE, format!("a number that {to} does not hold"))
+                .tensor(&self.output.name)
+                .expected(format!("the target's counter, {to}"), format!("{number} as {from}"))
+                .help("the counter is damaged or counts something else than steps: look at it in the source")
+                .into()
+        })
+    }
 }
 
 /// Multiplies the values of a box by the scales of the blocks that they lie in.

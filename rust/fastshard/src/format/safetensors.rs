@@ -80,66 +80,17 @@ impl<'de> Deserialize<'de> for Header {
 /// Reads and validates the header: names unique, dtypes known, bytes = shape x dtype, data without
 /// hole or overlap, data end = file end. No payload byte is read.
 pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
-    let unsafe_header = |message: String| -> Error {
-        Finding::new(codes::UNSAFE_HEADER, message)
-            .file(file.path())
-            .help("not a safetensors file, or damaged: copy it again from where it was written")
-            .into()
-    };
-    if file.size() < 8 {
-        return Err(truncated(file, "at least 8 bytes".into()));
-    }
-    let mut prefix = [0; 8];
-    file.read_at(0, &mut prefix)?;
-    let header_len = u64::from_le_bytes(prefix);
-    if header_len > MAX_HEADER {
-        return Err(unsafe_header(format!("header of {header_len} bytes announced, {MAX_HEADER} allowed")));
-    }
-    let data_start = 8 + header_len;
-    if data_start > file.size() {
-        return Err(truncated(file, format!("a header up to byte {data_start}")));
-    }
-    let bytes = file.read_vec(8, header_len as usize)?;
-    if bytes.first() != Some(&b'{') {
-        return Err(unsafe_header("the header does not start with '{'".into()));
-    }
+    let bytes = read_header(file)?;
+    let data_start = 8 + bytes.len() as u64;
     let header: Header = serde_json::from_slice(&bytes)
-        .map_err(|e| unsafe_header(format!("the header cannot be read: {e}")))?;
+        .map_err(|e| unsafe_header(file, format!("the header cannot be read: {e}")))?;
     let header_digest = *blake3::hash(&bytes).as_bytes();
     drop(bytes);
 
     let mut blobs = Vec::with_capacity(header.tensors.len());
     let mut tensors = Vec::with_capacity(header.tensors.len());
     for (name, entry) in header.tensors {
-        let refuse = |what: &str, expected: String, got: String| -> Error {
-            Finding::new(codes::UNSAFE_HEADER, what)
-                .file(file.path())
-                .tensor(&name)
-                .expected(expected, got)
-                .into()
-        };
-        let dtype = Dtype::from_safetensors(&entry.dtype).ok_or_else(|| -> Error {
-            Finding::new(codes::UNSUPPORTED, format!("dtype {:?} is not supported", entry.dtype))
-                .file(file.path())
-                .tensor(&name)
-                .into()
-        })?;
-        if entry.shape.len() > MAX_DIMS {
-            return Err(refuse("dimensions", format!("at most {MAX_DIMS}"), entry.shape.len().to_string()));
-        }
-        let (start, end) = entry.data_offsets;
-        let len = end
-            .checked_sub(start)
-            .ok_or_else(|| refuse("data_offsets", "start <= end".into(), format!("{start}..{end}")))?;
-        let want = element_count(&entry.shape).and_then(|n| n.checked_mul(dtype.size() as u64));
-        if want != Some(len) {
-            let want = want
-                .map_or("a size below 2^64".into(), |w| format!("{w} bytes for {dtype} {:?}", entry.shape));
-            return Err(refuse("size of the data", want, format!("{len} bytes")));
-        }
-        let offset = data_start.checked_add(start).filter(|o| o.checked_add(len).is_some());
-        let offset = offset
-            .ok_or_else(|| refuse("data_offsets", "offsets below 2^64".into(), format!("{start}..{end}")))?;
+        let (dtype, offset, len) = entry.placed(file, &name, data_start)?;
         blobs.push(Blob {
             offset,
             stored_len: len,
@@ -159,36 +110,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
             offset: 0,
         });
     }
-
-    let mut order: Vec<usize> = (0..blobs.len()).collect();
-    order.sort_by_key(|&i| (blobs[i].offset, blobs[i].len));
-    let mut at = data_start;
-    for &i in &order {
-        if blobs[i].offset != at {
-            let what = if blobs[i].offset < at {
-                "data overlaps the tensor before it"
-            } else {
-                "hole before the data"
-            };
-            return Err(Finding::new(codes::UNSAFE_HEADER, what)
-                .file(file.path())
-                .tensor(&tensors[i].path[0])
-                .expected(format!("start at byte {at}"), format!("byte {}", blobs[i].offset))
-                .into());
-        }
-        at += blobs[i].len;
-    }
-    if at != file.size() {
-        let finding = Finding::new(
-            codes::TRUNCATED,
-            if at > file.size() { "the file is truncated" } else { "bytes follow the last tensor" },
-        );
-        return Err(finding
-            .file(file.path())
-            .expected(format!("{at} bytes"), format!("{} bytes", file.size()))
-            .help("copy the file again from the node that wrote it")
-            .into());
-    }
+    check_tiling(file, &blobs, &tensors, data_start)?;
 
     let mut values = Values::default();
     let items = header
@@ -207,6 +129,101 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
         archive: None,
         header_digest,
     })
+}
+
+fn unsafe_header(file: &SourceFile, message: String) -> Error {
+    Finding::new(codes::UNSAFE_HEADER, message)
+        .file(file.path())
+        .help("not a safetensors file, or damaged: copy it again from where it was written")
+        .into()
+}
+
+/// The header's bytes, from its first brace on.
+fn read_header(file: &SourceFile) -> Result<Vec<u8>> {
+    if file.size() < 8 {
+        return Err(truncated(file, "at least 8 bytes".into()));
+    }
+    let mut prefix = [0; 8];
+    file.read_at(0, &mut prefix)?;
+    let header_len = u64::from_le_bytes(prefix);
+    if header_len > MAX_HEADER {
+        let message = format!("header of {header_len} bytes announced, {MAX_HEADER} allowed");
+        return Err(unsafe_header(file, message));
+    }
+    let data_start = 8 + header_len;
+    if data_start > file.size() {
+        return Err(truncated(file, format!("a header up to byte {data_start}")));
+    }
+    let bytes = file.read_vec(8, header_len as usize)?;
+    if bytes.first() != Some(&b'{') {
+        return Err(unsafe_header(file, "the header does not start with '{'".into()));
+    }
+    Ok(bytes)
+}
+
+impl Entry {
+    /// Element type, place in the file and length of a tensor's data, where they agree with its shape.
+    fn placed(&self, file: &SourceFile, name: &str, data_start: u64) -> Result<(Dtype, u64, u64)> {
+        let refuse = |what: &str, expected: String, got: String| -> Error {
+            Finding::new(codes::UNSAFE_HEADER, what)
+                .file(file.path())
+                .tensor(name)
+                .expected(expected, got)
+                .into()
+        };
+        let dtype = Dtype::from_safetensors(&self.dtype).ok_or_else(|| -> Error {
+            Finding::new(codes::UNSUPPORTED, format!("dtype {:?} is not supported", self.dtype))
+                .file(file.path())
+                .tensor(name)
+                .into()
+        })?;
+        if self.shape.len() > MAX_DIMS {
+            return Err(refuse("dimensions", format!("at most {MAX_DIMS}"), self.shape.len().to_string()));
+        }
+        let (start, end) = self.data_offsets;
+        let range = || format!("{start}..{end}");
+        let len =
+            end.checked_sub(start).ok_or_else(|| refuse("data_offsets", "start <= end".into(), range()))?;
+        let want = element_count(&self.shape).and_then(|n| n.checked_mul(dtype.size() as u64));
+        if want != Some(len) {
+            let want = want
+                .map_or("a size below 2^64".into(), |w| format!("{w} bytes for {dtype} {:?}", self.shape));
+            return Err(refuse("size of the data", want, format!("{len} bytes")));
+        }
+        let offset = data_start.checked_add(start).filter(|o| o.checked_add(len).is_some());
+        let offset = offset.ok_or_else(|| refuse("data_offsets", "offsets below 2^64".into(), range()))?;
+        Ok((dtype, offset, len))
+    }
+}
+
+/// Checks that the data begins after the header, ends with the file, and has neither holes nor overlaps.
+fn check_tiling(file: &SourceFile, blobs: &[Blob], tensors: &[FileTensor], data_start: u64) -> Result<()> {
+    let mut order: Vec<usize> = (0..blobs.len()).collect();
+    order.sort_by_key(|&i| (blobs[i].offset, blobs[i].len));
+    let mut at = data_start;
+    for &i in &order {
+        if blobs[i].offset != at {
+            let what = match blobs[i].offset < at {
+                true => "data overlaps the tensor before it",
+                false => "hole before the data",
+            };
+            return Err(Finding::new(codes::UNSAFE_HEADER, what)
+                .file(file.path())
+                .tensor(&tensors[i].path[0])
+                .expected(format!("start at byte {at}"), format!("byte {}", blobs[i].offset))
+                .into());
+        }
+        at += blobs[i].len;
+    }
+    if at == file.size() {
+        return Ok(());
+    }
+    let what = if at > file.size() { "the file was cut short" } else { "bytes follow the last tensor" };
+    Err(Finding::new(codes::TRUNCATED, what)
+        .file(file.path())
+        .expected(format!("{at} bytes"), format!("{} bytes", file.size()))
+        .help("copy it again from the node that wrote it")
+        .into())
 }
 
 fn truncated(file: &SourceFile, expected: String) -> Error {

@@ -90,6 +90,16 @@ pub(crate) struct Pass {
     pub(super) tensors: Vec<u32>,
 }
 
+/// Which tensors hold the same parameter: (unit, index in [`Gathered::stored`]) by name.
+#[derive(Default)]
+struct Twins {
+    of_files: HashMap<String, Vec<(u32, u32)>>,
+    /// Of assembled tensors that no file need hold besides: a container keeps its parameters as boxes too.
+    whole: HashMap<String, Vec<(u32, u32)>>,
+    /// Those in whose place an assembled tensor stands.
+    replaced: HashSet<u32>,
+}
+
 impl Gathered {
     /// Gathers what `side` declares. Where a file and the assembled tensors hold one tensor both, the
     /// side that is not preferred becomes the other's twin.
@@ -98,79 +108,16 @@ impl Gathered {
         for unit in &side.units {
             all.unit(catalog, unit, &side.names);
         }
-        // Name -> tensors of the files: (unit, index in `stored`).
-        let mut by_name: HashMap<String, Vec<(u32, u32)>> = HashMap::new();
+        let mut twins = Twins::default();
         if side.assembled.iter().any(|group| group.slot.is_none()) {
             for (stored, seen) in all.passes[0].tensors.iter().zip(&all.passes[0].seen) {
-                by_name.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
+                twins.of_files.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
             }
         }
-        // Of assembled tensors that no file need hold besides: a container keeps its parameters as boxes too.
-        let mut whole: HashMap<String, Vec<(u32, u32)>> = HashMap::new();
-        let mut replaced = HashSet::new();
         for group in &side.assembled {
-            let Some(file) = file_of(catalog, group.file) else { continue };
-            all.units.push(Unit {
-                coords: group.coords.clone(),
-                bases: group.bases.clone(),
-                root: file.root,
-                file: catalog.label(file),
-                rank: group.rank.clone(),
-            });
-            let unit = (all.units.len() - 1) as u32;
-            for tensor in &group.tensors {
-                let Some(stored) = all.assemble(catalog, group, tensor) else { continue };
-                let index = all.stored.len() as u32;
-                let name = side.names.get(&stored.name).unwrap_or(&stored.name).clone();
-                let (shape, dtype) = (stored.shape.clone(), stored.dtype);
-                all.stored.push(stored);
-                let seen = Stored { name, shape, dtype, unit };
-                match &group.slot {
-                    None => {
-                        // A layer file says nothing of the stage that the partition comes from.
-                        let on_rank = |unit: u32| {
-                            let Unit { coords, bases, .. } = &all.units[unit as usize];
-                            coords.iter().all(|(d, r)| group.coords.get(d).copied().unwrap_or(0) == *r)
-                                && (group.bases.is_empty() || group.bases == *bases)
-                        };
-                        let among = [Some(&by_name), (!group.alone).then_some(&whole)];
-                        let others = among.into_iter().flatten().filter_map(|m| m.get(&seen.name)).flatten();
-                        let twins: Vec<u32> = others
-                            .filter(|(u, o)| on_rank(*u) && all.stored[*o as usize].shape == seen.shape)
-                            .map(|(_, o)| *o)
-                            .collect();
-                        if side.prefer_assembled {
-                            replaced.extend(twins.iter().copied());
-                            all.stored[index as usize].twins = twins;
-                        } else if !twins.is_empty() {
-                            for twin in twins {
-                                all.stored[twin as usize].twins.push(index);
-                            }
-                            continue;
-                        } else if !group.alone {
-                            let mut finding = Finding::new(codes::MISSING_TENSOR, "the optimizer holds this parameter, no model file does")
-                                .tensor(&seen.name)
-                                .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the masters");
-                            finding.rank = group.rank.clone();
-                            all.findings.push(finding);
-                            continue;
-                        }
-                        if group.alone {
-                            whole.entry(seen.name.clone()).or_default().push((unit, index));
-                        }
-                        all.passes[0].add(seen, index);
-                    }
-                    Some(slot) => {
-                        let known = all.passes.iter().position(|p| p.slot.as_ref() == Some(slot));
-                        let pass = known.unwrap_or_else(|| {
-                            all.passes.push(Pass { slot: Some(slot.clone()), ..Pass::default() });
-                            all.passes.len() - 1
-                        });
-                        all.passes[pass].add(seen, index);
-                    }
-                }
-            }
+            all.group(catalog, side, group, &mut twins);
         }
+        let mut replaced = twins.replaced;
         replaced.extend(all.scales(side));
         replaced.extend(all.adapt(&side.adapted, &side.hidden));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
@@ -180,6 +127,90 @@ impl Gathered {
         let mut kept = keep.iter();
         tensors.retain(|_| *kept.next().expect("as long as itself"));
         all
+    }
+
+    /// Puts the tensors of one rank's partitions together, each in its pass.
+    fn group(&mut self, catalog: &Catalog, side: &SourceSide, group: &AssembledSide, twins: &mut Twins) {
+        let Some(file) = file_of(catalog, group.file) else { return };
+        self.units.push(Unit {
+            coords: group.coords.clone(),
+            bases: group.bases.clone(),
+            root: file.root,
+            file: catalog.label(file),
+            rank: group.rank.clone(),
+        });
+        let unit = (self.units.len() - 1) as u32;
+        for tensor in &group.tensors {
+            let Some(stored) = self.assemble(catalog, group, tensor) else { continue };
+            let index = self.stored.len() as u32;
+            let name = side.names.get(&stored.name).unwrap_or(&stored.name).clone();
+            let seen = Stored { name, shape: stored.shape.clone(), dtype: stored.dtype, unit };
+            self.stored.push(stored);
+            match &group.slot {
+                None if !self.pair(side, group, &seen, index, twins) => {}
+                None => {
+                    if group.alone {
+                        twins.whole.entry(seen.name.clone()).or_default().push((unit, index));
+                    }
+                    self.passes[0].add(seen, index);
+                }
+                Some(slot) => self.pass_of(slot).add(seen, index),
+            }
+        }
+    }
+
+    /// Pairs an assembled parameter with the tensors of files that hold the same. True if it takes their place, or if no file
+    /// need hold it.
+    fn pair(
+        &mut self,
+        side: &SourceSide,
+        group: &AssembledSide,
+        seen: &Stored,
+        index: u32,
+        known: &mut Twins,
+    ) -> bool {
+        // A layer file says nothing of the stage that the partition comes from.
+        let on_rank = |unit: u32| {
+            let Unit { coords, bases, .. } = &self.units[unit as usize];
+            coords.iter().all(|(d, r)| group.coords.get(d).copied().unwrap_or(0) == *r)
+                && (group.bases.is_empty() || group.bases == *bases)
+        };
+        let among = [Some(&known.of_files), (!group.alone).then_some(&known.whole)];
+        let others = among.into_iter().flatten().filter_map(|m| m.get(&seen.name)).flatten();
+        let twins: Vec<u32> = others
+            .filter(|(u, o)| on_rank(*u) && self.stored[*o as usize].shape == seen.shape)
+            .map(|(_, o)| *o)
+            .collect();
+        if side.prefer_assembled {
+            known.replaced.extend(twins.iter().copied());
+            self.stored[index as usize].twins = twins;
+            return true;
+        }
+        if twins.is_empty() && !group.alone {
+            let mut finding = Finding::new(
+                codes::MISSING_TENSOR,
+                "the optimizer holds this parameter, no model file does",
+            )
+            .tensor(&seen.name)
+            .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the masters");
+            finding.rank = group.rank.clone();
+            self.findings.push(finding);
+            return false;
+        }
+        for twin in &twins {
+            self.stored[*twin as usize].twins.push(index);
+        }
+        twins.is_empty()
+    }
+
+    /// The pass of a slot.
+    fn pass_of(&mut self, slot: &str) -> &mut Pass {
+        let known = self.passes.iter().position(|p| p.slot.as_deref() == Some(slot));
+        let at = known.unwrap_or_else(|| {
+            self.passes.push(Pass { slot: Some(slot.into()), ..Pass::default() });
+            self.passes.len() - 1
+        });
+        &mut self.passes[at]
     }
 
     fn unit(&mut self, catalog: &Catalog, unit: &UnitSide, names: &HashMap<String, String>) {
@@ -283,9 +314,7 @@ impl Gathered {
         }
         Some(stored(name.clone(), dtype?, shape.clone(), Pieces::Ranges(pieces), &group.rank))
     }
-}
 
-impl Gathered {
     /// A tensor made of boxes, which must cover each element once. Boxes without elements are nothing.
     fn assemble_boxes(
         &mut self,
@@ -299,100 +328,89 @@ impl Gathered {
         let mut boxes: Vec<(Vec<u64>, Vec<u64>)> = Vec::with_capacity(chunks.len());
         let mut dtype: Option<Dtype> = None;
         let mut covered = 0u64;
-        for Chunk(lo, len, index, number, first) in chunks {
+        for chunk in chunks {
+            let Chunk(lo, len, index, number, first) = chunk;
             let file = file_of(catalog, *index)?;
             let part = file.parsed.tensors.get(*number as usize)?;
-            let count = element_count(len).unwrap_or(u64::MAX);
-            let held =
-                |first: &u64| flat(part) && first.checked_add(count).is_some_and(|end| end <= elements(part));
-            let inside = lo.len() == shape.len()
-                && len.len() == shape.len()
-                && (0..shape.len()).all(|d| lo[d].checked_add(len[d]).is_some_and(|end| end <= shape[d]));
-            let problem = if !inside {
-                Some((
-                    codes::HOLE,
-                    "a chunk that leaves the tensor",
-                    format!("within {shape:?}"),
-                    format!("{len:?} from {lo:?}"),
-                ))
-            } else if first.as_ref().is_some_and(|first| !held(first)) {
-                Some((
-                    codes::PARTITION,
-                    "a flat vector does not hold what its place calls for",
-                    format!("{count} elements from {}", first.unwrap_or(0)),
-                    format!("{:?}", part.shape),
-                ))
-            } else if first.is_none() && part.shape != *len {
-                Some((
-                    codes::SHAPE,
-                    "shape of the chunk's record",
-                    format!("{len:?}"),
-                    format!("{:?}", part.shape),
-                ))
-            } else if dtype.is_some_and(|d| d != part.dtype) {
-                Some((
-                    codes::DTYPE,
-                    "a chunk has the wrong dtype",
-                    format!("{}", dtype.unwrap_or(part.dtype)),
-                    format!("{}", part.dtype),
-                ))
-            } else {
-                None
-            };
-            if let Some((code, what, expected, got)) = problem {
-                let mut finding = Finding::new(code, what)
+            if let Some(problem) = chunk.misfit(part, shape, dtype) {
+                let mut finding = problem
                     .file(catalog.label(file))
                     .tensor(name)
-                    .expected(expected, got)
                     .help("the metadata and the files are of different saves: copy both from one");
                 finding.rank = group.rank.clone();
                 self.findings.push(finding);
                 return None;
             }
             dtype = Some(part.dtype);
+            let count = element_count(len).unwrap_or(u64::MAX);
             if count > 0 {
                 covered += count;
                 let blob = self.blob(*index, file, part.blob);
                 boxes.push((lo.clone(), lo.iter().zip(len).map(|(l, n)| l + n).collect()));
                 let strides = if flat(part) { Vec::new() } else { part.strides.clone() };
-                pieces.push(BoxPiece {
-                    lo: lo.clone(),
-                    len: len.clone(),
-                    blob,
-                    offset: part.offset + first.unwrap_or(0) * part.dtype.size() as u64,
-                    strides,
-                });
+                let offset = part.offset + first.unwrap_or(0) * part.dtype.size() as u64;
+                pieces.push(BoxPiece { lo: lo.clone(), len: len.clone(), blob, offset, strides });
             }
         }
-        if let Some((a, b)) = first_overlap(&boxes) {
-            self.findings.push(
-                Finding::new(codes::OVERLAP, "two chunks hold the same elements")
-                    .tensor(name)
-                    .expected(
-                        "each element in one chunk",
-                        format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
-                    )
-                    .help("the metadata is of two saves: copy the file again from the node that wrote it"),
-            );
-            return None;
-        }
-        let total = element_count(shape).unwrap_or(u64::MAX);
-        if covered != total {
-            let starts: Vec<String> = boxes.iter().take(8).map(|b| format!("{:?}", b.0)).collect();
-            self.findings.push(
-                Finding::new(
-                    codes::HOLE,
-                    format!("{} of {total} elements are missing: no chunk covers them", total - covered),
-                )
-                .tensor(name)
-                .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
-                .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
-            );
+        if let Some(finding) = not_tiled(shape, &boxes, covered) {
+            self.findings.push(finding.tensor(name));
             return None;
         }
         let pieces = Pieces::Boxes(pieces);
         Some(stored(name.to_string(), dtype?, shape.to_vec(), pieces, &group.rank))
     }
+}
+
+impl Chunk {
+    /// Why `part` cannot be this chunk of a tensor of `shape`, whose other chunks are of `dtype`.
+    fn misfit(&self, part: &FileTensor, shape: &[u64], dtype: Option<Dtype>) -> Option<Finding> {
+        let Chunk(lo, len, _, _, first) = self;
+        let count = element_count(len).unwrap_or(u64::MAX);
+        let is_inside = lo.len() == shape.len()
+            && len.len() == shape.len()
+            && (0..shape.len()).all(|d| lo[d].checked_add(len[d]).is_some_and(|end| end <= shape[d]));
+        let holds =
+            |first: u64| flat(part) && first.checked_add(count).is_some_and(|end| end <= elements(part));
+        let finding = match (first, dtype) {
+            _ if !is_inside => Finding::new(codes::HOLE, "a chunk that leaves the tensor")
+                .expected(format!("within {shape:?}"), format!("{len:?} from {lo:?}")),
+            (Some(first), _) if !holds(*first) => {
+                Finding::new(codes::PARTITION, "a flat vector does not hold what its place calls for")
+                    .expected(format!("{count} elements from {first}"), format!("{:?}", part.shape))
+            }
+            (None, _) if part.shape != *len => Finding::new(codes::SHAPE, "shape of the chunk's record")
+                .expected(format!("{len:?}"), format!("{:?}", part.shape)),
+            (_, Some(dtype)) if dtype != part.dtype => {
+                Finding::new(codes::DTYPE, "dtype of a chunk").expected(dtype, part.dtype)
+            }
+            _ => return None,
+        };
+        Some(finding)
+    }
+}
+
+/// Why boxes with `covered` elements do not tile a tensor of `shape`.
+fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Option<Finding> {
+    if let Some((a, b)) = first_overlap(boxes) {
+        return Some(
+            Finding::new(codes::OVERLAP, "two chunks hold the same elements")
+                .expected(
+                    "each element in one chunk",
+                    format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
+                )
+                .help("the metadata is of two saves: copy it again from the node that wrote it"),
+        );
+    }
+    let total = element_count(shape).unwrap_or(u64::MAX);
+    if covered == total {
+        return None;
+    }
+    let starts: Vec<String> = boxes.iter().take(8).map(|b| format!("{:?}", b.0)).collect();
+    Some(
+        Finding::new(codes::HOLE, format!("{} of {total} elements are in no chunk", total - covered))
+            .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
+            .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
+    )
 }
 
 impl Pass {

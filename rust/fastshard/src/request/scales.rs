@@ -7,7 +7,7 @@ use super::SourceSide;
 use crate::codes;
 use crate::error::Finding;
 use crate::layout::table::StoredForm;
-use crate::plan::BlockScale;
+use crate::plan::{BlockScale, StoredTensor};
 use crate::tensor::Dtype;
 
 /// What the names of scales end with where no table says so.
@@ -72,15 +72,7 @@ impl Gathered {
                     taken.push(scales);
                 }
                 Some(_) => _ = self.beside.insert(values.name.clone()),
-                None => self.findings.push(
-                    Finding::new(codes::UNSUPPORTED, "scales that fit no blocks of the quantised tensor")
-                        .tensor(&tensor.name)
-                        .expected(
-                            format!("one, one per row, or one per block of {:?}", tensor.shape),
-                            format!("{} {:?} in {}", values.dtype, values.shape, values.name),
-                        )
-                        .help("give the config.json that names weight_block_size, or leave out --dtype"),
-                ),
+                None => self.findings.push(no_fit(tensor, values)),
             }
         }
         self.useless(table.map(|table| &table.stored), &taken);
@@ -110,6 +102,17 @@ impl Gathered {
         }
         self.findings.extend(found);
     }
+}
+
+/// The finding for scales that are not one for each block of a tensor.
+fn no_fit(tensor: &StoredTensor, scales: &StoredTensor) -> Finding {
+    Finding::new(codes::UNSUPPORTED, "scales that fit no blocks of the quantised tensor")
+        .tensor(&tensor.name)
+        .expected(
+            format!("one, one per row, or one per block of {:?}", tensor.shape),
+            format!("{} {:?} in {}", scales.dtype, scales.shape, scales.name),
+        )
+        .help("give the config.json that names weight_block_size, or leave out --dtype")
 }
 
 fn without(name: &str, dtype: Dtype, form: &StoredForm) -> Finding {

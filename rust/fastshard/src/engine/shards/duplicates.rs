@@ -19,7 +19,6 @@ type Layer<'p> = &'p [u64];
 /// two ranks hold, is a file copied over another. What repeats inside its own rank (the experts of a model
 /// made of a dense one) tells nothing of other ranks.
 pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
-    let mut reader = Reader::new(sources);
     // (rule, index) -> shards
     let mut groups: BTreeMap<(u32, &[u64]), Vec<u32>> = BTreeMap::new();
     for (i, stored) in plan.stored.iter().enumerate() {
@@ -27,101 +26,150 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
             groups.entry((stored.rule, &stored.index)).or_default().push(i as u32);
         }
     }
-    // pair of ranks -> (equal, different) shards that are not constant
-    let mut pairs: BTreeMap<(u64, u64), (u64, u64)> = BTreeMap::new();
-    // rule -> pairs seen equal and not
-    let mut rules: HashMap<u32, (u64, u64)> = HashMap::new();
-    let mut equal: Vec<(u32, u32)> = Vec::new();
-    let mut repeats: HashMap<u32, u64> = HashMap::new();
+    let mut compared = Compared {
+        plan,
+        sources,
+        reader: Reader::new(sources),
+        pairs: BTreeMap::new(),
+        rules: HashMap::new(),
+        repeats: HashMap::new(),
+        equal: Vec::new(),
+    };
     for ((rule, _), shards) in &groups {
-        *repeats.entry(*rule).or_default() += 1;
+        compared.group(*rule, shards)?;
+    }
+    Ok(compared.findings())
+}
+
+/// Shards of one tensor on several ranks, compared with each other.
+struct Compared<'a> {
+    plan: &'a Plan,
+    sources: &'a Sources<'a>,
+    reader: Reader<'a, 'a>,
+    /// Pair of ranks -> (equal, different) shards that are not constant.
+    pairs: BTreeMap<(u64, u64), (u64, u64)>,
+    /// Rule -> pairs seen (equal, different).
+    rules: HashMap<u32, (u64, u64)>,
+    /// Rule -> tensors that it names.
+    repeats: HashMap<u32, u64>,
+    /// Pairs of stored tensors that are equal.
+    equal: Vec<(u32, u32)>,
+}
+
+impl Compared<'_> {
+    /// Compares the shards of one tensor, each with each.
+    fn group(&mut self, rule: u32, shards: &[u32]) -> Result<()> {
+        *self.repeats.entry(rule).or_default() += 1;
         let sums: Vec<Option<u32>> =
-            shards.iter().map(|&s| crc_of(sources, &plan.stored[s as usize])).collect();
-        if plan.words.is_of_experts(&plan.stored[shards[0] as usize].name) {
-            // Experts that were made of one are the same on all ranks, or each part of them is on all that have it.
-            let mut parts: HashMap<u32, Vec<u32>> = HashMap::new();
-            for (sum, &shard) in sums.iter().zip(shards) {
-                sum.iter().for_each(|sum| parts.entry(*sum).or_default().push(shard));
-            }
-            let each = parts.values().next().map_or(0, Vec::len);
-            let alike = sums.iter().all(Option::is_some) && parts.values().all(|part| part.len() == each);
-            // Of three that is no accident; of two it is none if each holds several that are the same.
-            if alike && (each > 2 || (each > 1 && reader.repeats(&plan.stored[shards[0] as usize])?)) {
-                continue;
-            }
+            shards.iter().map(|&s| crc_of(self.sources, &self.plan.stored[s as usize])).collect();
+        if self.is_made_of_one(shards, &sums)? {
+            return Ok(());
         }
         // checksum -> whether what has it tells nothing
         let mut nothing: HashMap<u32, bool> = HashMap::new();
         for a in 0..shards.len() {
             for b in a + 1..shards.len() {
-                let (x, y) = (&plan.stored[shards[a] as usize], &plan.stored[shards[b] as usize]);
-                let (Some(r), Some(s)) = (x.shard, y.shard) else { continue };
-                if r == s || x.shape != y.shape {
-                    continue;
-                }
-                // Checksums that are known and differ settle it without reading.
-                let differ = matches!((sums[a], sums[b]), (Some(p), Some(q)) if p != q);
-                let known = sums[a].filter(|_| sums[a] == sums[b]);
-                // Content that tells nothing need not be compared, nor be read for each rank.
-                if let Some(sum) = known {
-                    let says_nothing = match nothing.get(&sum) {
-                        Some(known) => *known,
-                        None => *nothing.entry(sum).or_insert(reader.says_nothing(x)?),
-                    };
-                    if says_nothing {
-                        continue;
-                    }
-                }
-                let same = !differ && reader.equal(x, y)?;
-                if same && known.is_none() && reader.says_nothing(x)? {
-                    continue;
-                }
-                let pair = pairs.entry((r.min(s), r.max(s))).or_default();
-                let of_rule = rules.entry(*rule).or_default();
-                if same {
-                    pair.0 += 1;
-                    of_rule.0 += 1;
-                    equal.push((shards[a], shards[b]));
-                } else {
-                    pair.1 += 1;
-                    of_rule.1 += 1;
-                }
+                self.pair(rule, (shards[a], sums[a]), (shards[b], sums[b]), &mut nothing)?;
             }
         }
+        Ok(())
     }
-    let repeated = repeated_inside(plan, sources, equal.iter().map(|&(a, _)| a));
-    // One finding per pair of files, naming the first tensor.
-    let mut files: BTreeMap<(u32, u32), (u32, u32, u64, bool)> = BTreeMap::new();
-    for (a, b) in equal {
-        let (x, y) = (&plan.stored[a as usize], &plan.stored[b as usize]);
-        let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
-        let symmetric = rules[&x.rule].1 == 0 && repeats[&x.rule] > 1;
-        let whole_rank = pairs[&(r.min(s), r.max(s))].1 == 0;
-        let bad = (!symmetric || whole_rank) && !repeated.contains(&a);
-        let file = |t: &StoredTensor| blobs_of(t).first().map_or(0, |b| plan.blobs[*b as usize].file);
-        let entry = files.entry((file(x), file(y))).or_insert((a, b, 0, false));
-        entry.2 += 1;
-        entry.3 |= bad;
+
+    /// True for experts that were made of one: they are the same on all ranks, or each part of them is on all that have it.
+    fn is_made_of_one(&mut self, shards: &[u32], sums: &[Option<u32>]) -> Result<bool> {
+        let first = &self.plan.stored[shards[0] as usize];
+        if !is_of_experts(&first.name) || sums.iter().any(Option::is_none) {
+            return Ok(false);
+        }
+        let mut parts: HashMap<u32, usize> = HashMap::new();
+        sums.iter().flatten().for_each(|sum| *parts.entry(*sum).or_default() += 1);
+        let each = parts.values().next().copied().unwrap_or(0);
+        let alike = parts.values().all(|part| *part == each);
+        // Of three that is no accident; of two it is none if each holds several that are the same.
+        Ok(alike && (each > 2 || (each > 1 && self.reader.repeats(first)?)))
     }
-    let mut findings = Vec::new();
-    for ((original, _), (a, b, count, bad)) in files {
-        let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
-        let x = &plan.stored[a as usize];
-        let more = if count > 1 { format!(" (and {} more tensors)", count - 1) } else { String::new() };
-        let finding = Finding::new(
-            code,
-            format!(
-                "a copy of {}'s shard in {}{more}",
-                x.rank.as_deref().unwrap_or("another rank"),
-                plan.label(original)
-            ),
-        )
-        .count(count)
-        .expected("another part of the tensor", "a copy")
-        .help("copy the file of this rank from the node that ran it; --accept copies if it was copied on purpose");
-        findings.push(place(plan, b, finding));
+
+    /// Compares two shards, each given with its checksum where that is known.
+    fn pair(
+        &mut self,
+        rule: u32,
+        (a, a_sum): (u32, Option<u32>),
+        (b, b_sum): (u32, Option<u32>),
+        nothing: &mut HashMap<u32, bool>,
+    ) -> Result<()> {
+        let (x, y) = (&self.plan.stored[a as usize], &self.plan.stored[b as usize]);
+        let (Some(r), Some(s)) = (x.shard, y.shard) else { return Ok(()) };
+        if r == s || x.shape != y.shape {
+            return Ok(());
+        }
+        // Checksums that are known and differ settle it without reading.
+        let differ = matches!((a_sum, b_sum), (Some(p), Some(q)) if p != q);
+        let known = a_sum.filter(|_| a_sum == b_sum);
+        // Content that tells nothing need not be compared, nor be read for each rank.
+        if let Some(sum) = known {
+            let says_nothing = match nothing.get(&sum) {
+                Some(known) => *known,
+                None => *nothing.entry(sum).or_insert(self.reader.says_nothing(x)?),
+            };
+            if says_nothing {
+                return Ok(());
+            }
+        }
+        let same = !differ && self.reader.equal(x, y)?;
+        if same && known.is_none() && self.reader.says_nothing(x)? {
+            return Ok(());
+        }
+        let of_pair = self.pairs.entry((r.min(s), r.max(s))).or_default();
+        let of_rule = self.rules.entry(rule).or_default();
+        if same {
+            of_pair.0 += 1;
+            of_rule.0 += 1;
+            self.equal.push((a, b));
+        } else {
+            of_pair.1 += 1;
+            of_rule.1 += 1;
+        }
+        Ok(())
     }
-    Ok(findings)
+
+    /// One finding per pair of files, naming the first tensor.
+    fn findings(&self) -> Vec<Finding> {
+        let plan = self.plan;
+        let repeated = repeated_inside(plan, self.sources, self.equal.iter().map(|&(a, _)| a));
+        let mut files: BTreeMap<(u32, u32), (u32, u32, u64, bool)> = BTreeMap::new();
+        for &(a, b) in &self.equal {
+            let (x, y) = (&plan.stored[a as usize], &plan.stored[b as usize]);
+            let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
+            let symmetric = self.rules[&x.rule].1 == 0 && self.repeats[&x.rule] > 1;
+            let whole_rank = self.pairs[&(r.min(s), r.max(s))].1 == 0;
+            let entry = files.entry((file_of(plan, x), file_of(plan, y))).or_insert((a, b, 0, false));
+            entry.2 += 1;
+            entry.3 |= (!symmetric || whole_rank) && !repeated.contains(&a);
+        }
+        let finding = |((original, _), (a, b, count, bad)): ((u32, u32), (u32, u32, u64, bool))| {
+            let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
+            let rank = plan.stored[a as usize].rank.as_deref().unwrap_or("another rank");
+            let (file, more) = (plan.label(original), and_more(count));
+            let finding = Finding::new(code, format!("the same bytes as {rank}'s shard in {file}{more}"))
+                .count(count)
+                .expected("another part of the tensor", "a copy")
+                .help("copy the right file from the node that ran this rank; --accept copies if it was copied on purpose");
+            place(plan, b, finding)
+        };
+        files.into_iter().map(finding).collect()
+    }
+}
+
+/// The file that a stored tensor begins in.
+fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
+    blobs_of(stored).first().map_or(0, |b| plan.blobs[*b as usize].file)
+}
+
+fn and_more(count: u64) -> String {
+    match count {
+        0 | 1 => String::new(),
+        _ => format!(" (and {} more tensors)", count - 1),
+    }
 }
 
 /// Those of `tensors` whose checksum another tensor of their rule and rank has as well.
@@ -204,16 +252,14 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
     for ((rule, ..), pairs) in layers {
         let all = pairs.len() == ranks[&rule].len();
         for (a, b) in pairs {
-            let file = |t: u32| {
-                blobs_of(&plan.stored[t as usize]).first().map_or(0, |b| plan.blobs[*b as usize].file)
-            };
+            let file = |t: u32| file_of(plan, &plan.stored[t as usize]);
             files.entry((file(a), file(b), all)).or_insert((a, b, 0)).2 += 1;
         }
     }
     let mut findings = Vec::new();
     for ((_, _, all), (a, b, count)) in files {
         let code = if all { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD };
-        let more = if count > 1 { format!(" (and {} more tensors)", count - 1) } else { String::new() };
+        let more = and_more(count);
         let original = &plan.stored[a as usize].name;
         let finding = Finding::new(
             code,

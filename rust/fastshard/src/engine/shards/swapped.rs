@@ -7,7 +7,7 @@ use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result, Severity};
-use crate::plan::{Combine, Plan};
+use crate::plan::{Combine, Part, Plan};
 use crate::tensor::element_count;
 
 /// Elements of one rule's copies that are looked at, over all layers and ranks.
@@ -23,7 +23,7 @@ pub(in crate::engine) fn swapped(
     let drifted = |name: &str| {
         findings.iter().any(|f| f.code == codes::REPLICAS_AVERAGED && f.tensor.as_deref() == Some(name))
     };
-    let mut rules: BTreeMap<u32, Vec<&crate::plan::Part>> = BTreeMap::new();
+    let mut rules: BTreeMap<u32, Vec<&Part>> = BTreeMap::new();
     for output in &plan.outputs {
         for part in &output.parts {
             if part.combine == Combine::Mean && part.sources.len() > 1 {
@@ -38,65 +38,83 @@ pub(in crate::engine) fn swapped(
             .outputs
             .iter()
             .any(|o| drifted(&o.name) && o.parts.iter().any(|p| parts.iter().any(|q| std::ptr::eq(p, *q))));
-        if !any || !plan.stored[parts[0].sources[0] as usize].dtype.is_float() {
-            continue;
+        if any && plan.stored[parts[0].sources[0] as usize].dtype.is_float() {
+            out.extend(Copies::read(plan, &mut reader, parts)?.strangers());
         }
-        // All layers' copies of one tensor, or samples of them: [layer][rank].
+    }
+    Ok(out)
+}
+
+/// All layers' copies of one tensor.
+struct Copies<'a> {
+    plan: &'a Plan,
+    parts: &'a [&'a Part],
+    /// Their elements, or samples of them: [layer][rank].
+    elements: Vec<Vec<Vec<f32>>>,
+}
+
+impl<'a> Copies<'a> {
+    fn read(plan: &'a Plan, reader: &mut Reader, parts: &'a [&'a Part]) -> Result<Copies<'a>> {
         let count: u64 = parts.iter().map(|p| p.sources.len() as u64).sum();
         let most = (MAX_SAMPLED / count).max(1);
-        let elements = |l: usize| element_count(&plan.stored[parts[l].sources[0] as usize].shape);
-        let mut copies: Vec<Vec<Vec<f32>>> = Vec::new();
-        for part in parts {
-            let layer: Result<Vec<Vec<f32>>> =
-                part.sources.iter().map(|&s| reader.floats(&plan.stored[s as usize], most)).collect();
-            copies.push(layer?);
-        }
-        for (l, layer) in copies.iter().enumerate() {
-            for r in 0..layer.len() {
-                let own = distance_to_others(&layer[r], layer, Some(r));
+        let mut layer = |part: &&Part| -> Result<Vec<Vec<f32>>> {
+            part.sources.iter().map(|&s| reader.floats(&plan.stored[s as usize], most)).collect()
+        };
+        let elements = parts.iter().map(&mut layer).collect::<Result<_>>()?;
+        Ok(Copies { plan, parts, elements })
+    }
+
+    /// Copies that are closer to another layer than to their own, or too far from all.
+    fn strangers(&self) -> Vec<Finding> {
+        let mut found = Vec::new();
+        for (l, layer) in self.elements.iter().enumerate() {
+            for (r, copy) in layer.iter().enumerate() {
+                let own = distance_to_others(copy, layer, Some(r));
                 if own == 0.0 {
                     continue;
                 }
                 let scale = layer.iter().flatten().map(|x| f64::from(x.abs())).sum::<f64>()
                     / layer.iter().map(Vec::len).sum::<usize>().max(1) as f64;
-                let closest = (0..copies.len())
-                    .filter(|&other| other != l && elements(other) == elements(l))
-                    .map(|other| (distance_to_others(&layer[r], &copies[other], Some(r)), other))
-                    .min_by(|a, b| a.0.total_cmp(&b.0));
-                let stored = parts[l].sources[r];
-                match closest {
+                let finding = match self.closest_other(l, r) {
                     Some((distance, other)) if distance < own => {
-                        let theirs = &plan.stored[parts[other].sources[0] as usize].name;
-                        let finding = Finding::new(
-                            codes::SWAPPED_SHARD,
-                            format!("this copy is closer to {theirs} than to the other ranks' copies"),
-                        )
-                        .expected(
-                            format!("a mean difference of {distance:.3e} or less"),
-                            format!("{own:.3e}"),
-                        )
-                        .help("files were swapped: copy the file of this rank from the node that ran it");
-                        out.push(place(plan, stored, finding));
+                        let theirs = &self.plan.stored[self.parts[other].sources[0] as usize].name;
+                        belongs_elsewhere(theirs, distance, own)
                     }
-                    _ if own > 0.5 * scale => {
-                        let finding = Finding::new(
-                            codes::REPLICAS_DIFFER,
-                            "this copy is too far from the others to be drift",
-                        )
-                        .severity(Severity::Error)
-                        .expected(
-                            format!("a mean difference below half the mean magnitude {scale:.3e}"),
-                            format!("{own:.3e}"),
-                        )
-                        .help("the file belongs to another run or step; averaging would hide it");
-                        out.push(place(plan, stored, finding));
-                    }
-                    _ => {}
-                }
+                    _ if own > 0.5 * scale => too_far(scale, own),
+                    _ => continue,
+                };
+                found.push(place(self.plan, self.parts[l].sources[r], finding));
             }
         }
+        found
     }
-    Ok(out)
+
+    /// The other layer whose copies are closest to that of layer `l` on rank `r`, and how close they are.
+    fn closest_other(&self, l: usize, r: usize) -> Option<(f64, usize)> {
+        let size = |l: usize| element_count(&self.plan.stored[self.parts[l].sources[0] as usize].shape);
+        let copy = &self.elements[l][r];
+        (0..self.elements.len())
+            .filter(|&other| other != l && size(other) == size(l))
+            .map(|other| (distance_to_others(copy, &self.elements[other], Some(r)), other))
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+    }
+}
+
+fn belongs_elsewhere(theirs: &str, distance: f64, own: f64) -> Finding {
+    let what = format!("this copy is closer to {theirs} than to the other ranks' copies");
+    Finding::new(codes::SWAPPED_SHARD, what)
+        .expected(format!("a mean difference of {distance:.3e} or less"), format!("{own:.3e}"))
+        .help("files were swapped: copy the right one from the node that ran this rank")
+}
+
+fn too_far(scale: f64, own: f64) -> Finding {
+    Finding::new(codes::REPLICAS_DIFFER, "this copy is too far from the others to be drift")
+        .severity(Severity::Error)
+        .expected(
+            format!("a mean difference below half the mean magnitude {scale:.3e}"),
+            format!("{own:.3e}"),
+        )
+        .help("the file belongs to another run or step; averaging would hide it")
 }
 
 /// Mean absolute difference between `copy` and the mean of `layer` without rank `skip`.

@@ -1,0 +1,107 @@
+//! What the engine relies on in a plan, wherever it came from.
+
+use std::collections::BTreeSet;
+
+use super::{Change, Fill, Output, Part, Plan, StoredTensor};
+use crate::codes::{self, Code};
+use crate::error::{Finding, Result};
+use crate::tensor::element_count;
+
+impl Plan {
+    /// Checks what the engine relies on, wherever the plan came from: indices, bounds, and that each
+    /// output's parts have the volume of the output. (That they are disjoint is proven when they are
+    /// composed.)
+    ///
+    /// # Errors
+    /// `FS205`/`FS206` naming the output; `FS211` for one that no file can hold.
+    pub fn validate(&self) -> Result<()> {
+        let mut findings: Vec<Finding> =
+            self.outputs.iter().flat_map(|output| self.faults_of(output)).collect();
+        let files = self.files.iter().map(|f| &f.name).chain(self.texts.keys()).chain(&self.index);
+        let top: BTreeSet<&str> = files.filter_map(|name| name.split('/').next()).collect();
+        for name in self.pointers.iter().filter(|name| !top.contains(name.as_str())) {
+            findings.push(
+                Finding::new(codes::BAD_VALUE, "the plan's last name is of no file of the result").file(name),
+            );
+        }
+        match findings.is_empty() {
+            true => Ok(()),
+            false => Err(findings.into()),
+        }
+    }
+
+    /// What is wrong with an output and its parts.
+    fn faults_of(&self, output: &Output) -> Vec<Finding> {
+        let fault = |code, what: &str, expected: String, got: String| {
+            Finding::new(code, what).tensor(&output.name).expected(expected, got)
+        };
+        let size = element_count(&output.shape).and_then(|n| n.checked_mul(output.dtype.size() as u64));
+        if size.is_none_or(|bytes| bytes > i64::MAX as u64) {
+            let shape = format!("{:?} of {}", output.shape, output.dtype);
+            return vec![fault(codes::BAD_VALUE, "size of a tensor", "fewer than 2^63 bytes".into(), shape)];
+        }
+        let mut faults = Vec::new();
+        if matches!(output.fill, Fill::Number(number) if output.dtype.element(number).is_none()) {
+            let dtype = output.dtype.to_string();
+            faults.push(fault(codes::BAD_VALUE, "type of a number", "one that has it".into(), dtype));
+        }
+        let elements = output.elements();
+        let mut covered = 0u64;
+        for part in &output.parts {
+            let sources = part.sources.iter().map(|&s| self.stored.get(s as usize));
+            let Some(stored) = sources.collect::<Option<Vec<_>>>() else {
+                let what = "a part names a stored tensor that is not there";
+                faults.push(fault(codes::HOLE, what, "".into(), "".into()));
+                continue;
+            };
+            covered += part.volume();
+            if part.volume() == 0 {
+                continue;
+            }
+            let end = part.dst_base + part.axes.iter().map(|a| (a.n - 1) * a.dst).sum::<u64>();
+            if end >= elements {
+                let all = format!("{elements} elements");
+                faults.push(fault(codes::OVERLAP, "a part leaves the tensor", all, end.to_string()));
+            }
+            for tensor in stored {
+                let changes = self.fault_of_changes(tensor);
+                let outside = part.reads_outside(tensor).map(|last| {
+                    let held = format!("{} {:?}", tensor.name, tensor.shape);
+                    (codes::HOLE, "a part reads outside its source", held, format!("{last:?}"))
+                });
+                let both = changes.into_iter().chain(outside);
+                faults.extend(both.map(|(code, what, expected, got)| fault(code, what, expected, got)));
+            }
+        }
+        if covered > elements || (covered < elements && output.fill == Fill::None) {
+            let code = if covered > elements { codes::OVERLAP } else { codes::HOLE };
+            faults.push(fault(code, "elements covered", elements.to_string(), covered.to_string()));
+        }
+        faults
+    }
+
+    /// What is wrong with the factors that change a tensor: code, what, expected, got.
+    fn fault_of_changes(&self, tensor: &StoredTensor) -> Option<(Code, &'static str, String, String)> {
+        let changes = || tensor.changes.iter();
+        if changes().flat_map(Change::needs).any(|n| n as usize >= self.stored.len()) {
+            return Some((codes::HOLE, "an adapter names a tensor that is not there", "".into(), "".into()));
+        }
+        let (_, expected, got) = changes().find_map(|c| c.misfit(&tensor.shape, &self.stored))?;
+        Some((codes::SHAPE, "a factor of an adapter", expected, got))
+    }
+}
+
+impl Part {
+    /// The last index that is read of a source, if the source does not have it.
+    fn reads_outside(&self, tensor: &StoredTensor) -> Option<Vec<u64>> {
+        let mut last = self.src_base.clone();
+        for axis in &self.axes {
+            if let Some(at) = last.get_mut(axis.dim as usize) {
+                *at += (axis.n - 1) * axis.step;
+            }
+        }
+        let is_inside =
+            last.len() == tensor.shape.len() && last.iter().zip(&tensor.shape).all(|(l, n)| l < n);
+        (!is_inside).then_some(last)
+    }
+}

@@ -1,0 +1,204 @@
+//! What a plan makes: tensors out of parts of stored ones, and the files that they lie in.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::boxes::Spread;
+use crate::format::pickle::writer::Tree;
+use crate::tensor::{element_count, Dtype};
+
+/// An axis of a part: how far one step moves in the destination and in the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartAxis {
+    /// Extent.
+    pub n: u64,
+    /// Step in the output tensor's C-ordered elements.
+    pub dst: u64,
+    /// Dimension of the stored tensor.
+    pub dim: u32,
+    /// Step in that dimension.
+    pub step: u64,
+}
+
+/// How the sources of a part make one value.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Combine {
+    /// One source, or several that must be bit-equal: the first is taken.
+    Equal,
+    /// Sources are averaged in float32 in the order given, rounded once.
+    Mean,
+    /// Sources are summed in float32 in the order given, rounded once.
+    Sum,
+    /// Sum or copy depending on a fact that is not known: all elements must be zero.
+    Zero(String),
+}
+
+/// A change of values, applied in float32 in the order listed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Op {
+    /// x * factor
+    Scale(f32),
+    /// x + term
+    Add(f32),
+}
+
+impl Op {
+    /// True if the op loses no bits of a normal number: a scale by a power of two.
+    pub fn is_exact(self) -> bool {
+        matches!(self, Op::Scale(x) if x.to_bits() & 0x007f_ffff == 0)
+    }
+}
+
+/// A box of an output tensor and where its values come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// Axes by falling `dst` step.
+    pub axes: Vec<PartAxis>,
+    /// First element in the output tensor.
+    pub dst_base: u64,
+    /// First index in each dimension of the stored tensors.
+    pub src_base: Vec<u64>,
+    /// Indices into [`Plan::stored`]; all have the same shape.
+    pub sources: Vec<u32>,
+    /// How several sources make one value.
+    pub combine: Combine,
+    /// Value ops.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ops: Vec<Op>,
+}
+
+impl Part {
+    /// Extents of the axes.
+    pub fn extents(&self) -> Vec<u64> {
+        self.axes.iter().map(|a| a.n).collect()
+    }
+
+    /// Number of elements.
+    pub fn volume(&self) -> u64 {
+        self.axes.iter().map(|a| a.n).product()
+    }
+
+    /// The part in the output tensor's C-ordered elements.
+    pub fn dst(&self) -> Spread {
+        Spread::new(self.dst_base, self.axes.iter().map(|a| a.dst).collect())
+    }
+}
+
+/// What stands where no part reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fill {
+    /// Parts cover every element.
+    None,
+    /// Zeros: padding.
+    Zero,
+    /// Negative zeros: the neutral term of a sum that must keep the sign of a zero.
+    NegativeZero,
+    /// This number, which the element type has: a counter that no tensor of the source is.
+    Number(u32),
+}
+
+/// An output tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Output {
+    /// Name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+    /// Boxes that make it, disjoint.
+    pub parts: Vec<Part>,
+    /// What stands elsewhere.
+    pub fill: Fill,
+    /// Index into [`Plan::files`].
+    pub file: u32,
+    /// Offset of its first byte in that file.
+    pub offset: u64,
+    /// Name in that file, where it is another one (keys joined by dots).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+}
+
+impl Output {
+    /// Name in its file.
+    pub fn key(&self) -> &str {
+        self.key.as_deref().unwrap_or(&self.name)
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        element_count(&self.shape).unwrap_or(0)
+    }
+
+    /// Bytes.
+    pub fn nbytes(&self) -> u64 {
+        self.elements() * self.dtype.size() as u64
+    }
+}
+
+/// A region of the sources that no output takes and that should be zero (vocabulary padding).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PadRegion {
+    /// Index into [`Plan::stored`].
+    pub stored: u32,
+    /// Axes; `dst` is unused.
+    pub axes: Vec<PartAxis>,
+    /// First index in each dimension of the stored tensor.
+    pub src_base: Vec<u64>,
+}
+
+/// What an output file is besides the bytes of its outputs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Form {
+    /// A header, then the tensors one after another.
+    #[default]
+    Safetensors,
+    /// A file as `torch.save` writes it, that holds this value.
+    TorchZip(Tree),
+    /// Files of that kind one after another, one for each value (`.distcp`).
+    Records(Vec<Tree>),
+    /// A bare pickle of this value.
+    Pickle(Tree),
+    /// A copy of this source file (index into [`Plan::sources`]), a torch zip, in which the outputs
+    /// replace bytes of storages.
+    Overlay(u32),
+    /// No file but a store of arrays, which a writer of such stores makes.
+    Arrays(ArrayStore),
+}
+
+/// A store of arrays in blocks.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ArrayStore {
+    /// What its writer must know.
+    pub how: serde_json::Value,
+    /// Extent of a block of each array, by its name in the store. A block is a run of C-ordered elements.
+    pub blocks: BTreeMap<String, Vec<u64>>,
+}
+
+impl Form {
+    fn is_safetensors(&self) -> bool {
+        *self == Form::Safetensors
+    }
+}
+
+/// An output file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OutFile {
+    /// Path, relative to the result, with `/` between its parts.
+    pub name: String,
+    /// Bytes before the data of the first tensor.
+    pub header_len: u64,
+    /// Bytes in all.
+    pub size: u64,
+    /// What it is besides.
+    #[serde(default, skip_serializing_if = "Form::is_safetensors")]
+    pub form: Form,
+    /// In an overlay: offsets and lengths of numbers of the pickle that become zero.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zeros: Vec<(u64, u64)>,
+}

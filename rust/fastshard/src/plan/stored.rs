@@ -1,0 +1,213 @@
+//! What a plan reads: files, ranges of their bytes, and tensors made of these.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Change, PartAxis};
+use crate::format::zstd::Zstd;
+use crate::format::Blob;
+use crate::tensor::{c_strides, element_count, Dtype};
+
+/// A source file as the plan names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanFile {
+    /// Path relative to its root.
+    pub path: String,
+    /// Index of the root (one per CKPT given).
+    pub root: u32,
+    /// Size in bytes.
+    pub size: u64,
+    /// Modification time, nanoseconds since the epoch.
+    pub mtime_ns: i64,
+    /// BLAKE3 of the header, hexadecimal.
+    pub header: String,
+}
+
+/// A range of a source file that pieces lie in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanBlob {
+    /// Index into [`Plan::sources`].
+    pub file: u32,
+    /// Offset of the first byte in the file.
+    pub offset: u64,
+    /// Bytes in the file; of a block of a store the bytes that its decoding takes.
+    pub stored_len: u64,
+    /// Bytes of data.
+    pub len: u64,
+    /// CRC32 of the data, where the container has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crc32: Option<u32>,
+    /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deflated: bool,
+    /// For data that lie in a Zstandard stream, which the range of the file is then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zstd: Option<Zstd>,
+    /// True for a block of a store that its reader decodes by the name in `member`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encoded: bool,
+    /// Name of the member in the container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub member: Option<String>,
+}
+
+impl PlanBlob {
+    /// A blob of source `file`.
+    pub fn of(file: u32, blob: &Blob) -> PlanBlob {
+        PlanBlob {
+            file,
+            offset: blob.offset,
+            stored_len: blob.stored_len,
+            len: blob.len,
+            crc32: blob.crc32,
+            deflated: blob.deflated,
+            zstd: blob.zstd,
+            encoded: blob.encoded,
+            member: blob.member.clone(),
+        }
+    }
+}
+
+/// Where a stored tensor's elements lie.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pieces {
+    /// One strided view over a blob: byte offset in its data and strides in elements.
+    View {
+        /// Index into [`Plan::blobs`].
+        blob: u32,
+        /// Byte offset in the blob's data.
+        offset: u64,
+        /// Strides in elements.
+        strides: Vec<u64>,
+    },
+    /// Boxes that tile the tensor (DCP chunks, zarr blocks).
+    Boxes(Vec<BoxPiece>),
+    /// Ranges that tile the tensor's C-ordered elements (flat optimizer partitions), sorted by `start`.
+    Ranges(Vec<RangePiece>),
+}
+
+/// One box of a stored tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BoxPiece {
+    /// First index in each dimension.
+    pub lo: Vec<u64>,
+    /// Extent in each dimension.
+    pub len: Vec<u64>,
+    /// Index into [`Plan::blobs`].
+    pub blob: u32,
+    /// Byte offset in the blob's data.
+    pub offset: u64,
+    /// Strides in elements, where the box is not C-ordered.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub strides: Vec<u64>,
+}
+
+/// One range of a stored tensor's C-ordered elements.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RangePiece {
+    /// First element.
+    pub start: u64,
+    /// Number of elements.
+    pub len: u64,
+    /// Index into [`Plan::blobs`].
+    pub blob: u32,
+    /// Byte offset in the blob's data.
+    pub offset: u64,
+}
+
+/// A tensor as the source's framework names it on one rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StoredTensor {
+    /// Name in the layout's terms.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape on its rank.
+    pub shape: Vec<u64>,
+    /// Where its elements lie.
+    pub pieces: Pieces,
+    /// Rank in the field's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<String>,
+    /// The rule it was matched to: tensors of one rule are alike over layers and ranks.
+    pub rule: u32,
+    /// Position on the axes bound by its name, e.g. the layer; from the rank's first where ranks divide the axis.
+    pub index: Vec<u64>,
+    /// Number of its part, if the rule divides the tensor over ranks: the tensor-parallel rank, or one for each
+    /// pair of ranks where two dimensions divide it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard: Option<u64>,
+    /// The same tensor in another precision (a parameter and its fp32 masters): the wider of the two,
+    /// rounded, must be the narrower one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub twins: Vec<u32>,
+    /// Scales of a quantised tensor whose values are wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<BlockScale>,
+    /// What adapters make of its values, one after another.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub changes: Vec<Change>,
+}
+
+/// Scales of blocks: the value of an element is what is stored times the scale of its block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockScale {
+    /// Index into [`Plan::stored`]; one element per block, C-ordered.
+    pub stored: u32,
+    /// Extent of a block in each dimension of the quantised tensor.
+    pub block: Vec<u64>,
+}
+
+/// Most scales of one tensor: they are held in memory.
+const MAX_SCALES: u64 = 1 << 22;
+
+impl BlockScale {
+    /// Scales of blocks for a tensor of shape `shape`, from the shape of the scales: one for all, one
+    /// per row, or one per block of `stated` extents (128 by 128 if nothing states them).
+    pub fn of(stored: u32, shape: &[u64], scales: &[u64], stated: Option<&[u64]>) -> Option<BlockScale> {
+        let count = element_count(scales).filter(|n| *n <= MAX_SCALES)?;
+        let fits = |block: &[u64], scales: &[u64]| {
+            block.len() == shape.len()
+                && scales.len() == shape.len()
+                && block.iter().all(|b| *b > 0)
+                && shape.iter().zip(block).zip(scales).all(|((n, b), s)| n.div_ceil(*b) == *s)
+        };
+        let whole: Vec<u64> = shape.iter().map(|n| (*n).max(1)).collect();
+        let mut rows = whole.clone();
+        if let Some(first) = rows.first_mut() {
+            *first = 1;
+        }
+        let per_row = !shape.is_empty()
+            && count == shape[0]
+            && (scales.len() == 1 || scales[1..].iter().all(|n| *n == 1));
+        let usual = [128, 128];
+        let block = if count == 1 {
+            whole
+        } else if let Some(block) = stated.filter(|b| fits(b, scales)) {
+            block.to_vec()
+        } else if per_row {
+            rows
+        } else if fits(&usual, scales) {
+            usual.to_vec()
+        } else {
+            return None;
+        };
+        Some(BlockScale { stored, block })
+    }
+}
+
+impl StoredTensor {
+    /// Bytes of the tensor's elements.
+    pub fn nbytes(&self) -> u64 {
+        element_count(&self.shape).unwrap_or(0) * self.dtype.size() as u64
+    }
+
+    /// Step in the stored elements per step on each of `axes`.
+    pub fn steps(&self, axes: &[PartAxis]) -> Vec<u64> {
+        let strides = match &self.pieces {
+            Pieces::View { strides, .. } => strides.clone(),
+            _ => c_strides(&self.shape),
+        };
+        axes.iter().map(|a| a.step * strides[a.dim as usize]).collect()
+    }
+}

@@ -1,0 +1,220 @@
+//! Fills a staging folder: what the engine makes, what goes along, and what is said of it.
+
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use super::arrays::Arrays;
+use super::frames::underlay;
+use super::sink::StagedSink;
+use super::{engine_options, frames, go_on, keeps, only_read, outcome, piece, records, Options};
+use crate::codes;
+use crate::distributed::parts::Prior;
+use crate::engine::{self, Control, Discard, Report};
+use crate::error::{Error, Finding, Result, Severity};
+use crate::format::Frame;
+use crate::manifest::{Manifest, MANIFEST_NAME};
+use crate::plan::{Form, Output, Plan};
+use crate::publish::{OutFile, Space, Staging};
+use crate::stats::Level;
+use crate::storage::SourceFile;
+
+/// A run in its staging folder.
+pub(super) struct Filling<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) files: &'a [Arc<SourceFile>],
+    pub(super) staging: &'a Staging,
+    pub(super) options: &'a Options,
+    /// What parts of the run have made before.
+    pub(super) prior: Option<&'a Prior>,
+    pub(super) control: &'a Control,
+}
+
+impl Filling<'_> {
+    /// Makes all of the result but its appearance.
+    pub(super) fn fill(&self) -> Result<(Manifest, Vec<Finding>)> {
+        let Filling { plan, files, staging, options, control, .. } = *self;
+        if staging.resumed() || self.prior.is_some() {
+            forget_lost(plan, staging)?;
+        }
+        let by_file = plan.by_file();
+        let (outs, arrays, frames) = self.open(&by_file)?;
+        let sink = StagedSink::new(plan, staging, &frames, outs, arrays, self.prior, options)?;
+        let engine_options = engine_options(plan, options, staging.folder());
+        let report = self.execute(&sink, &frames, &engine_options)?;
+        let mut report = read_again(plan, files, report, &engine_options, control)?;
+        report.findings = options.gate.pass(report.findings)?;
+        self.write_companions()?;
+        // On the descriptors that wrote: others may not be told of a write that failed.
+        sink.files.iter().flatten().try_for_each(OutFile::sync)?;
+        let mut manifest = outcome::manifest(plan, &report, options);
+        manifest.provenance = self.prior.map(|prior| prior.provenance.clone());
+        let mut identities = outcome::identities(plan, &by_file, &frames, &sink.files, &report)?;
+        manifest.files = staging.listing()?;
+        for file in &mut manifest.files {
+            file.identity = identities.remove(file.name.as_str());
+            file.from = options.above.get(&file.name).cloned();
+        }
+        if let Some(name) = identities.into_keys().next() {
+            return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there")
+                .file(name)
+                .into());
+        }
+        staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
+        Ok((manifest, report.findings))
+    }
+
+    /// Opens the files of the result, and writes into them what stands around the tensors.
+    fn open(&self, by_file: &[Vec<usize>]) -> Result<(Vec<Option<OutFile>>, Option<Arrays>, Vec<Frame>)> {
+        let Filling { plan, files, staging, options, prior, control } = *self;
+        let space = if options.sparse { Space::Sparse } else { Space::Reserved };
+        let is_complete = |file: usize| prior.is_some_and(|prior| prior.complete[file]);
+        let out = |(i, f): (usize, &crate::plan::OutFile)| match f.form {
+            Form::Arrays(_) => Ok(None),
+            _ if is_complete(i) => staging.read_only(&f.name, f.size).map(Some),
+            _ => staging.file(&f.name, f.size, space).map(Some),
+        };
+        let outs: Vec<Option<OutFile>> = plan.files.iter().enumerate().map(out).collect::<Result<_>>()?;
+        let arrays = Arrays::begin(plan, &staging.path(), options.arrays.as_ref())?;
+        let frames = frames(plan, by_file, files)?;
+        let framed = outs.iter().zip(&frames).enumerate().filter(|(i, _)| !is_complete(*i));
+        for (file, frame) in framed.filter_map(|(_, (file, frame))| Some((file.as_ref()?, frame))) {
+            frame.pieces.iter().try_for_each(|(at, bytes)| file.write_all_at(*at, bytes))?;
+        }
+        for ((about, inside), file) in plan.files.iter().zip(by_file).zip(&outs) {
+            if let (Form::Overlay(source), Some(file)) = (&about.form, file) {
+                let outputs: Vec<&Output> = inside.iter().map(|&i| &plan.outputs[i]).collect();
+                underlay(&files[*source as usize], &outputs, &about.zeros, file, control)?;
+            }
+        }
+        Ok((outs, arrays, frames))
+    }
+
+    /// Has the engine make the tensors. Arrays are completed only if the result may be published.
+    fn execute(&self, sink: &StagedSink, frames: &[Frame], with: &engine::Options) -> Result<Report> {
+        let Filling { plan, files, options, control, .. } = *self;
+        let executed = match self.prior {
+            Some(Prior { sizes, evidence, .. }) => {
+                engine::conclude(plan, files, sink, with, sizes, evidence, control)
+            }
+            None => engine::execute(plan, files, sink, with, control),
+        };
+        let done = executed.and_then(|report| sink.finish(frames, control).map(|()| report));
+        let is_clean = |report: &Report| {
+            let mut findings = report.findings.clone();
+            // What may yet turn out to be no change is judged once that is known.
+            findings.retain(|f| f.code != codes::SOURCE_CHANGED || f.severity == Severity::Error);
+            options.gate.pass(findings).is_ok()
+        };
+        let done = done.and_then(|report| match &sink.arrays {
+            Some(arrays) if is_clean(&report) => arrays.finish().map(|()| report),
+            _ => Ok(report),
+        });
+        if let (Some(arrays), false) = (&sink.arrays, done.as_ref().is_ok_and(is_clean)) {
+            arrays.abort();
+        }
+        match done {
+            Ok(report) if is_clean(&report) => Ok(report),
+            Ok(report) => Err(options.gate.pass(report.findings).map_or_else(|error| error, Error::from)),
+            Err(error) => {
+                if keeps(&error, options) {
+                    // What cannot be noted is made again; the first error counts.
+                    let _ = sink.flush();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes what goes along with the tensors: texts, copied files, the index.
+    fn write_companions(&self) -> Result<()> {
+        let Filling { plan, files, staging, options, control, .. } = *self;
+        for (name, text) in &plan.texts {
+            staging.write(name, text.as_bytes())?;
+        }
+        if plan.outputs.is_empty() {
+            control.total.store(plan.sources.iter().map(|file| file.size).sum(), Ordering::Relaxed);
+        }
+        let copied = |bytes| {
+            if plan.outputs.is_empty() {
+                control.done.fetch_add(bytes, Ordering::Relaxed);
+            }
+            go_on(control)
+        };
+        for (i, (name, path)) in options.copies.iter().enumerate() {
+            staging.copy_in(name, path, &copied)?;
+            if plan.target == piece::PIECE {
+                piece::still_named(path, &files[i])?;
+            }
+        }
+        match &plan.index {
+            Some(name) => staging.write(name, &outcome::index(plan)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Times that sources are read again because their status changed.
+const MOST_READINGS: u32 = 3;
+
+/// Reads sources again whose status alone changed while they were read. That is other permissions or a link;
+/// or they were written to and their modification time was set back: only the content tells.
+fn read_again(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    mut report: Report,
+    options: &engine::Options,
+    control: &Control,
+) -> Result<Report> {
+    let touched = |report: &Report| report.findings.iter().any(|f| f.code == codes::SOURCE_CHANGED);
+    if !touched(&report) {
+        return Ok(report);
+    }
+    only_read(files)?;
+    let options = engine::Options { stats: Level::Nothing, encodes: 0, ..options.clone() };
+    for _ in 0..MOST_READINGS {
+        let before = files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()?;
+        let again = match engine::execute(plan, files, &Discard, &options, control) {
+            // What is held by now leaves no room for it: the warning stays.
+            Err(error) if error.findings().iter().all(|f| f.code == codes::MEMORY_BUDGET) => {
+                return Ok(report)
+            }
+            again => again?,
+        };
+        let differs = report.outputs.iter().zip(&again.outputs).position(|(a, b)| a.hash != b.hash);
+        if let Some(output) = differs {
+            let changed = report.findings.into_iter().find(|f| f.code == codes::SOURCE_CHANGED);
+            let finding = changed.unwrap_or_else(|| Finding::new(codes::SOURCE_CHANGED, ""));
+            return Err(Finding {
+                message: "changed while it was read, and its time set back".into(),
+                ..finding
+            }
+            .severity(Severity::Error)
+            .tensor(&plan.outputs[output].name)
+            .help("wait until the save is complete, then run again")
+            .into());
+        }
+        if files.iter().map(|f| f.now()).collect::<Result<Vec<_>>>()? == before {
+            for finding in report.findings.iter_mut().filter(|f| f.code == codes::SOURCE_CHANGED) {
+                finding.severity = Severity::Note;
+                finding.message =
+                    "its status was changed while it was read; read again, it holds the same".into();
+                finding.help = None;
+            }
+            return Ok(report);
+        }
+    }
+    Ok(report)
+}
+
+/// Removes what an interrupted run left and this one does not write, and voids what the journal says of
+/// data files that have to be made anew, before they are.
+fn forget_lost(plan: &Plan, staging: &Staging) -> Result<()> {
+    let data = plan.files.iter().enumerate().filter(|(_, f)| !matches!(f.form, Form::Arrays(_)));
+    staging.keep_only(&data.clone().map(|(_, f)| f.name.as_str()).collect())?;
+    for (i, file) in data {
+        if !staging.has(&file.name, file.size)? {
+            staging.journal().append(&records::anew(i))?;
+        }
+    }
+    staging.journal().sync()
+}
