@@ -14,6 +14,8 @@
 //! What was lent counts once its CRC32 is right, so that pages which a file server's client has kept do no harm. An
 //! owner lends from files that are as they were when it listed them; one that changes stops the run.
 
+mod borrow;
+mod others;
 mod own;
 mod ranges;
 #[cfg(test)]
@@ -22,7 +24,7 @@ mod tests;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, Permissions};
 use std::io;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -31,14 +33,17 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::elsewhere::{time_of, Elsewhere, Lender, Standing};
+use super::elsewhere::{time_of, Lender, Standing};
 use super::meeting::{Meeting, Pauses};
 use crate::codes;
 use crate::error::{without_panic, Error, Finding, Result};
-use crate::publish::clock::{Clock, Watched};
+use crate::publish::clock::Clock;
 use crate::publish::disk::{At, Dir};
 use crate::publish::journal::Journal;
+use crate::publish::process::Process;
 use crate::steps::{self, Step};
+use borrow::Giver;
+use others::Other;
 use own::Owner;
 use ranges::Ranges;
 
@@ -49,21 +54,15 @@ const ASK: u8 = 3;
 const GIVEN: u8 = 4;
 const ROOT: u8 = 5;
 
-/// Files of this lending, for whoever takes away what ranks have left.
-pub(crate) const PREFIX: &str = "lent-";
+/// Files of this lending.
+const PREFIX: &str = "lent-";
 
 /// Half of what is asked for of a file's beginning, where its header lies.
 const HEAD: u64 = 8 << 10;
-/// Bytes that are asked for at least, where nobody knew before what would be read, and at most, where reading goes on.
-const ASKED_LEAST: u64 = 256 << 10;
-const ASKED_MOST: u64 = 8 << 20;
 /// Time between two looks at what others ask for and have lent.
 const LOOK: Duration = Duration::from_millis(50);
 /// Ranks that are looked at in that time.
 const MANY: u32 = 16;
-/// Time that bytes are given to arrive as they were lent.
-const ARRIVAL: Duration = Duration::from_secs(10);
-
 /// A path that a rank was given as the checkpoint, or as a part of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Root {
@@ -127,46 +126,6 @@ pub struct Lending {
     standing: Option<Standing>,
 }
 
-/// Bytes of a file that another rank has lent.
-#[derive(Debug, Clone, Copy)]
-struct Given {
-    len: u64,
-    place: u64,
-    crc32: u32,
-    /// Which process of the rank has lent them: one that has taken its rank over writes another file.
-    process: u64,
-    /// True once they were read and found right.
-    checked: bool,
-}
-
-/// A file of another rank.
-#[derive(Debug)]
-struct Borrowed {
-    listed: Listed,
-    given: BTreeMap<u64, Given>,
-    asked: Ranges,
-    /// Where the last reading that nobody had foreseen ended, and how much was asked for then.
-    ahead: (u64, u64),
-}
-
-/// Another rank.
-#[derive(Debug, Default)]
-struct Other {
-    nonce: String,
-    /// Counts the processes that have held the rank.
-    process: u64,
-    /// How far its journal was read.
-    read: u64,
-    /// Roots and files it has named since its journal was begun.
-    roots: Vec<Root>,
-    named: Vec<Listed>,
-    told: Option<Told>,
-    files: Vec<Borrowed>,
-    /// Its bytes, opened anew when what is there is not what was lent.
-    bytes: Option<Arc<File>>,
-    lent: u64,
-}
-
 #[derive(Debug, Default)]
 struct State {
     others: BTreeMap<u32, Other>,
@@ -197,23 +156,8 @@ struct Shared {
     broken: OnceLock<Error>,
 }
 
-/// A file of another rank, for those who read it.
-#[derive(Debug)]
-struct Lent {
-    shared: Arc<Shared>,
-    rank: u32,
-    file: u32,
-}
-
 /// What is asked for: number of the file, first byte, one past the last.
 type Ask = (u32, u64, u64);
-
-/// Ends the waiting of those who borrow.
-struct Giver {
-    shared: Weak<Shared>,
-    /// Roots here, and what people call them.
-    names: HashMap<PathBuf, String>,
-}
 
 fn journal_of(nonce: &str) -> String {
     format!("{PREFIX}{nonce}.journal")
@@ -264,27 +208,8 @@ impl Lending {
         by: ThreadId,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Lending> {
-        let table = meeting.folder();
-        let inside = table.again().at(table.path(), "cannot open")?;
-        let nonce = meeting.nonce();
-        let journal = Journal::open(&inside, &journal_of(&nonce), true)?;
-        let shared = Arc::new(Shared {
-            meeting: Arc::downgrade(meeting),
-            rank: meeting.rank(),
-            world: meeting.world(),
-            nonce,
-            clock: meeting.clock().clone(),
-            folder: inside,
-            journal,
-            state: Mutex::default(),
-            arrived: Condvar::new(),
-            ended: AtomicBool::new(false),
-            interrupted: AtomicBool::new(false),
-            lent: AtomicU64::new(0),
-            #[cfg(test)]
-            looks: AtomicU64::new(0),
-            broken: OnceLock::new(),
-        });
+        let shared = Shared::join(meeting)?;
+        // From now on its end takes away what it has written.
         let mut lending = Lending {
             shared: Arc::clone(&shared),
             thread: None,
@@ -292,34 +217,16 @@ impl Lending {
             own: Vec::new(),
             standing: None,
         };
-        let host = crate::publish::process::Process::own().host;
+        let host = Process::own().host;
         roots.iter_mut().for_each(Root::name);
         let told = Told { host, roots };
         let (owner, listed) = Owner::begin(&shared, &told, files)?;
-        let pause = LOOK * shared.world.div_ceil(MANY);
-        let clock = shared.clock.clone();
-        let turns = move || {
-            let (mut owner, clock) = (owner, clock);
-            let mut pauses = Pauses::new(&clock, pause);
-            while !owner.shared().ended.load(Ordering::Relaxed) {
-                match without_panic(|| owner.turn()) {
-                    Ok(true) => pauses = Pauses::new(&clock, pause),
-                    Ok(false) => pauses.sleep(),
-                    Err(error) => {
-                        let _ = owner.shared().broken.set(error.clone());
-                        owner.shared().meeting.upgrade().into_iter().for_each(|m| m.fail(error.clone()));
-                        return;
-                    }
-                }
-            }
-        };
-        let spawned = std::thread::Builder::new().name("fastshard-lends".into()).spawn(turns);
-        lending.thread = Some(spawned.map_err(|e| Error::io(folder, "cannot start a thread", &e))?);
+        lending.own = listed;
+        lending.thread = Some(lend_in_thread(owner, folder)?);
         steps::reach(Step::Listed);
         let all = shared.wait_for_lists(go_on)?;
         let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
         lending.sources = shared.stand(&told, &all, &folder)?;
-        lending.own = listed;
         let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
         let names = lending.sources.iter().map(name).collect();
         let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
@@ -369,7 +276,54 @@ impl Drop for Lending {
     }
 }
 
+/// Lends in a thread, until the lending ends or something keeps it from going on: then the run stops.
+fn lend_in_thread(mut owner: Owner, folder: &Path) -> Result<JoinHandle<()>> {
+    let clock = owner.shared().clock.clone();
+    let pause = LOOK * owner.shared().world.div_ceil(MANY);
+    let turns = move || {
+        let mut pauses = Pauses::new(&clock, pause);
+        while !owner.shared().ended.load(Ordering::Relaxed) {
+            match without_panic(|| owner.turn()) {
+                Ok(true) => pauses = Pauses::new(&clock, pause),
+                Ok(false) => pauses.sleep(),
+                Err(error) => {
+                    let _ = owner.shared().broken.set(error.clone());
+                    owner.shared().meeting.upgrade().into_iter().for_each(|m| m.fail(error.clone()));
+                    return;
+                }
+            }
+        }
+    };
+    let spawned = std::thread::Builder::new().name("fastshard-lends".into()).spawn(turns);
+    spawned.map_err(|e| Error::io(folder, "cannot start a thread", &e))
+}
+
 impl Shared {
+    /// Begins a journal in the folder in which ranks meet.
+    fn join(meeting: &Arc<Meeting>) -> Result<Arc<Shared>> {
+        let table = meeting.folder();
+        let folder = table.again().at(table.path(), "cannot open")?;
+        let nonce = meeting.nonce();
+        let journal = Journal::open(&folder, &journal_of(&nonce), true)?;
+        Ok(Arc::new(Shared {
+            meeting: Arc::downgrade(meeting),
+            rank: meeting.rank(),
+            world: meeting.world(),
+            nonce,
+            clock: meeting.clock().clone(),
+            folder,
+            journal,
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            ended: AtomicBool::new(false),
+            interrupted: AtomicBool::new(false),
+            lent: AtomicU64::new(0),
+            #[cfg(test)]
+            looks: AtomicU64::new(0),
+            broken: OnceLock::new(),
+        }))
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -528,254 +482,6 @@ impl Shared {
             self.journal.show()?;
         }
         Ok(())
-    }
-}
-
-impl Other {
-    /// Another process has taken this rank over: it says anew what it has.
-    fn restart(&mut self, nonce: String) {
-        (self.nonce, self.read, self.bytes) = (nonce, 0, None);
-        self.process += 1;
-        self.named.clear();
-        self.roots.clear();
-        self.files.iter_mut().for_each(|file| file.given.clear());
-    }
-
-    fn name(&mut self, json: &[u8]) -> Option<()> {
-        let listed: Listed = serde_json::from_slice(json).ok()?;
-        let plain = |part: Component| matches!(part, Component::Normal(_));
-        let is_below = Path::new(&listed.path).components().all(plain) && !listed.path.is_empty();
-        self.named.push(listed);
-        is_below.then_some(())
-    }
-
-    fn tell(&mut self, host: &[u8]) -> Result<Option<()>> {
-        let host = String::from_utf8_lossy(host).into_owned();
-        let told = Told { host, roots: std::mem::take(&mut self.roots) };
-        let named = std::mem::take(&mut self.named);
-        let is_named = |(root, file): (usize, &Root)| match &file.file {
-            Some(file) => named.iter().any(|f| f.root as usize == root && f.path == *file),
-            None => true,
-        };
-        if named.iter().any(|file| file.root as usize >= told.roots.len())
-            || !told.roots.iter().enumerate().all(is_named)
-        {
-            return Ok(None);
-        }
-        if self.told.is_none() {
-            let borrowed = |listed| Borrowed {
-                listed,
-                given: BTreeMap::new(),
-                asked: Ranges::default(),
-                ahead: (0, HEAD),
-            };
-            self.files = named.into_iter().map(borrowed).collect();
-        } else if !self.files.iter().map(|file| &file.listed).eq(&named) {
-            return Err(Finding::new(codes::RANKS_DIFFER, "a rank that was started again has other files")
-                .expected("the files that it had before", format!("others on {}", told.host))
-                .help("run again with --resume, all ranks")
-                .into());
-        }
-        self.told = Some(told);
-        Ok(Some(()))
-    }
-
-    /// Takes note of what it has lent.
-    fn take(&mut self, [file, lo, len, place, crc32]: [u64; 5]) -> Option<()> {
-        let file = self.files.get_mut(usize::try_from(file).ok()?)?;
-        let is_inside = len <= own::PIECE && lo.checked_add(len)? <= file.listed.size;
-        let given =
-            Given { len, place, crc32: u32::try_from(crc32).ok()?, process: self.process, checked: false };
-        file.given.insert(lo, given);
-        self.lent += len;
-        is_inside.then_some(())
-    }
-
-    /// The pieces that hold bytes `lo..hi` of a file; what of these is missing.
-    fn pieces(&self, file: u32, lo: u64, hi: u64) -> std::result::Result<Vec<(u64, Given)>, (u64, u64)> {
-        let given = &self.files[file as usize].given;
-        let (mut found, mut at) = (Vec::new(), lo);
-        while at < hi {
-            match given.range(..=at).next_back() {
-                Some((&first, piece)) if first + piece.len > at => {
-                    found.push((first, *piece));
-                    at = first + piece.len;
-                }
-                _ => return Err((at, hi)),
-            }
-        }
-        Ok(found)
-    }
-}
-
-impl Lent {
-    /// Asks for what nobody had foreseen, and more where reading goes on from there.
-    fn ask_ahead(&self, lo: u64, hi: u64) -> Result<()> {
-        let more = {
-            let mut state = self.shared.lock();
-            let Some(file) =
-                state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize))
-            else {
-                return Ok(());
-            };
-            let (end, step) = file.ahead;
-            let step = if lo == end { (step * 2).min(ASKED_MOST) } else { ASKED_LEAST };
-            let until = hi.max(lo + step).min(file.listed.size);
-            file.ahead = (until, step);
-            until
-        };
-        self.shared.ask(self.rank, self.file, &[(lo, more)], true)
-    }
-
-    /// The pieces that hold bytes `lo..hi`, once they are there.
-    fn wait_for(&self, lo: u64, hi: u64) -> Result<Vec<(u64, Given)>> {
-        let mut asked = false;
-        loop {
-            let missing = {
-                let state = self.shared.lock();
-                let other = state.others.get(&self.rank).filter(|o| (self.file as usize) < o.files.len());
-                let Some(other) = other else {
-                    return Err(Finding::new(codes::INTERNAL, "a file that no rank has named").into());
-                };
-                match other.pieces(self.file, lo, hi) {
-                    Ok(pieces) => return Ok(pieces),
-                    Err(_) if asked => {
-                        drop(self.shared.arrived.wait_timeout(state, LOOK));
-                        None
-                    }
-                    Err(missing) => Some(missing),
-                }
-            };
-            match missing {
-                Some((lo, hi)) => {
-                    self.ask_ahead(lo, hi)?;
-                    steps::reach(Step::Waits(self.rank));
-                }
-                None => self.shared.check()?,
-            }
-            asked = true;
-        }
-    }
-
-    /// The bytes of the owner's process, opened anew if `again`; none if they are gone: an owner that stops takes them away,
-    /// and says so.
-    fn bytes(&self, process: u64, again: bool) -> Result<Option<Arc<File>>> {
-        let mut state = self.shared.lock();
-        let Some(other) = state.others.get_mut(&self.rank) else {
-            return Err(Finding::new(codes::INTERNAL, "a rank that is not there").into());
-        };
-        if other.process != process {
-            return Ok(None);
-        }
-        if let Some(bytes) = other.bytes.as_ref().filter(|_| !again) {
-            return Ok(Some(Arc::clone(bytes)));
-        }
-        let name = bytes_of(&other.nonce);
-        let file = match self.shared.folder.read_only(&name) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            file => file.at(&self.shared.folder.join(&name), "cannot open")?,
-        };
-        Ok(Some(Arc::clone(other.bytes.insert(Arc::new(file)))))
-    }
-
-    /// True as long as the process that has lent a piece holds its rank.
-    fn is_current(&self, piece: Given) -> bool {
-        self.shared.lock().others.get(&self.rank).is_some_and(|other| other.process == piece.process)
-    }
-
-    /// Reads a piece and compares it with its checksum, until it has arrived; none if another process has taken the rank
-    /// over, which lends it anew.
-    fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
-        let clock = &self.shared.clock;
-        let mut watched = Watched::begin(clock.now(), ARRIVAL);
-        let mut bytes = vec![0; piece.len as usize];
-        let mut pauses = Pauses::new(clock, LOOK);
-        let mut again = false;
-        loop {
-            if !self.is_current(piece) {
-                return Ok(None);
-            }
-            let now = clock.now();
-            let file = self.bytes(piece.process, again)?;
-            let read = file.is_some_and(|file| file.read_exact_at(&mut bytes, piece.place).is_ok());
-            if read && crc32fast::hash(&bytes) == piece.crc32 {
-                let mut state = self.shared.lock();
-                let file = state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize));
-                if let Some(held) = file.and_then(|file| file.given.get_mut(&first)) {
-                    held.checked |= (held.process, held.place, held.len, held.crc32)
-                        == (piece.process, piece.place, piece.len, piece.crc32);
-                }
-                return Ok(Some(bytes));
-            }
-            if watched.look(now) > ARRIVAL {
-                let state = self.shared.lock();
-                let nonce = state.others.get(&self.rank).map(|o| o.nonce.clone()).unwrap_or_default();
-                return Err(Finding::new(
-                    codes::WRITTEN_DIFFERS,
-                    "what a rank has lent is not what is read here",
-                )
-                .file(self.shared.folder.join(bytes_of(&nonce)))
-                .rank(format!("rank {}", self.rank))
-                .expected(format!("CRC32 {:08x} of {} bytes", piece.crc32, piece.len), "others, or fewer")
-                .help("the destination is not one storage for all, or it loses writes: `fastshard probe` tells which")
-                .into());
-            }
-            self.shared.check()?;
-            pauses.sleep();
-            again = true;
-        }
-    }
-}
-
-impl Elsewhere for Lent {
-    fn identity(&self) -> Option<(u64, i64)> {
-        let state = self.shared.lock();
-        let listed = &state.others.get(&self.rank)?.files.get(self.file as usize)?.listed;
-        Some((listed.size, listed.mtime_ns))
-    }
-
-    fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        let end = offset + bytes.len() as u64;
-        let mut at = offset;
-        while at < end {
-            for (first, piece) in self.wait_for(at, end)? {
-                let until = (first + piece.len).min(end);
-                let into = &mut bytes[(at - offset) as usize..(until - offset) as usize];
-                let shift = at - first;
-                let spool = if piece.checked { self.bytes(piece.process, false)? } else { None };
-                let direct = spool.is_some_and(|file| file.read_exact_at(into, piece.place + shift).is_ok());
-                if !direct {
-                    // Lent anew by another process: what is asked for is waited for again.
-                    let Some(whole) = self.checked(first, piece)? else { break };
-                    into.copy_from_slice(&whole[shift as usize..shift as usize + into.len()]);
-                }
-                at = until;
-            }
-        }
-        Ok(())
-    }
-
-    fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()> {
-        self.shared.ask(self.rank, self.file, ranges, now)
-    }
-}
-
-impl Lender for Giver {
-    fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>> {
-        let shared = self.shared.upgrade()?;
-        let &(rank, file) = shared.lock().places.get(path)?;
-        Some(Arc::new(Lent { shared, rank, file }))
-    }
-
-    fn name(&self, folder: &Path) -> Option<String> {
-        self.names.get(folder).cloned()
-    }
-
-    fn interrupt(&self) {
-        if let Some(shared) = self.shared.upgrade() {
-            shared.interrupted.store(true, Ordering::Relaxed);
-            shared.arrived.notify_all();
-        }
     }
 }
 

@@ -15,7 +15,9 @@
 //! card lists the rank's own nonce. So both have read what the other wrote just now, on one storage. A rank whose disk
 //! is its own sees no such card, and is seen by none.
 
+mod leave;
 mod left;
+mod pauses;
 mod table;
 mod told;
 
@@ -31,7 +33,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::publish::clock::{Clock, Watched};
 use crate::publish::disk::{self, At};
-use crate::publish::folder::{check_owner, entries};
+use crate::publish::folder::check_owner;
 use crate::publish::mounts;
 use crate::publish::place::Place;
 use crate::publish::process::Process;
@@ -39,8 +41,8 @@ use crate::steps::{self, Step};
 
 pub(crate) use left::collect;
 pub use left::forget_dead;
-use left::{is_ours, remove_if_dead};
-use table::{file_of, sources_of, Heard, State, Table, BEAT_EVERY};
+pub use pauses::Pauses;
+use table::{sources_of, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
 use told::{differing, taken};
 
@@ -53,8 +55,6 @@ const LOOK_AT_MOST: Duration = Duration::from_secs(1);
 const MANY: u32 = 16;
 /// Time in which a process that holds a rank shows that it is there.
 const HELD_FOR: Duration = Duration::from_millis(2500);
-/// Time that others are given to read the end of a run, before its cards are removed.
-const FAREWELL: Duration = Duration::from_secs(3);
 /// Time by which the others let rank 0 go first with what it has to say.
 const GRACE: Duration = Duration::from_secs(1);
 /// Most ranks of a run.
@@ -83,27 +83,6 @@ pub struct Meeting {
     about: About,
     table: Arc<Table>,
     thread: Option<JoinHandle<()>>,
-}
-
-/// Pauses between looks, short at first.
-#[derive(Debug)]
-pub struct Pauses {
-    clock: Clock,
-    next: Duration,
-    most: Duration,
-}
-
-impl Pauses {
-    /// Up to so long, by this clock.
-    pub fn new(clock: &Clock, most: Duration) -> Pauses {
-        Pauses { clock: clock.clone(), next: FIRST_LOOK.min(most), most }
-    }
-
-    /// Sleeps; the next time a little longer.
-    pub fn sleep(&mut self) {
-        self.clock.sleep(self.next);
-        self.next = (self.next * 5 / 4).min(self.most);
-    }
 }
 
 impl Meeting {
@@ -499,59 +478,6 @@ impl Meeting {
             };
         }
         Some(stopped.into())
-    }
-
-    /// Takes this rank's card away; rank 0 lets the others read how it ended, and takes away all that is left.
-    fn leave(&self) {
-        let rank = self.about.rank;
-        let gone = |name: &str| drop(self.table.folder.remove_file(name));
-        let own = {
-            let mut state = self.table.lock();
-            if rank == 0 && state.written.is_some_and(|(changes, _)| changes != state.changes) {
-                let _ = self.table.write(&mut state);
-            }
-            state.card.nonce.clone()
-        };
-        steps::reach(Step::Farewell);
-        let clock = &self.about.clock;
-        let mut waited = Watched::begin(clock.now(), FAREWELL);
-        let seen = self.table.lock().card.seen.clone();
-        let stays = |rank: u32, heard: &Heard| {
-            // Who has answered this process lived then, though its counter was not seen to move.
-            let lives = heard.lives || seen.get(&rank) == Some(&heard.card.nonce);
-            let reads = lives && !heard.card.process.is_dead();
-            reads && self.table.read(rank).is_some_and(|card| card.nonce == heard.card.nonce)
-        };
-        let others = self.table.lock().others.clone();
-        let mut pauses = Pauses::new(clock, LOOK);
-        while rank == 0
-            && waited.look(clock.now()) < FAREWELL
-            && others.iter().any(|(rank, heard)| stays(*rank, heard))
-        {
-            pauses.sleep();
-        }
-        // What one rank stopped for is read by rank 0, which tells it to all, before its card goes.
-        let stopped = self.table.lock().card.phase == Phase::Stopped;
-        let unread = || {
-            let zero = self.table.read(0);
-            zero.is_some_and(|z| {
-                z.phase < Phase::Published && z.seen.get(&rank) == Some(&own) && !z.process.is_dead()
-            })
-        };
-        while rank > 0 && stopped && waited.look(clock.now()) < FAREWELL && unread() {
-            pauses.sleep();
-        }
-        gone(&format!("{own}.new"));
-        if self.table.read(rank).is_some_and(|card| card.nonce == own) {
-            gone(&file_of(rank));
-            if rank == 0 {
-                // Those of an earlier run with more ranks too.
-                let names = entries(&self.table.folder).unwrap_or_default();
-                names.iter().filter(|name| is_ours(name)).for_each(|name| gone(name));
-            }
-        }
-        // The last one that lives does it; what it heard of others is in its memory.
-        remove_if_dead(&self.table.base, &self.table.name, &self.table.folder);
     }
 }
 

@@ -1,5 +1,8 @@
-//! One run by several processes: begun by one, its parts made by any, concluded by one. The protocol between them is
+//! One run by several processes: begun by one, its parts made by any, committed by one. The protocol between them is
 //! that of [`super::rounds`]; what the parts hold is put together as if one process had made all.
+
+mod commit;
+mod earlier;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,25 +11,26 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::foresee::foresee;
-use super::member::{Edge, Log, Member, Who};
+use super::member::{Log, Member, Who};
 use super::pages::Pages;
 use super::part_sink::PartSink;
-use super::rounds::{Claimed, Joined, Round, Shared};
+use super::rounds::{Joined, Round, Shared};
 use super::share::{self, Share, TileRun};
 use crate::codes;
-use crate::engine::{self, Control, Evidence};
+use crate::engine::{self, Control};
 use crate::error::{Error, Finding, Result};
-use crate::hash::TileHasher;
-use crate::manifest::{Maker, Manifest, Provenance, MANIFEST_NAME};
-use crate::plan::{Form, Plan};
-use crate::publish::clock::{Clock, Patience};
+use crate::manifest::Manifest;
+use crate::plan::{Form, OutFile, Plan};
+use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
-use crate::write::records::{self, Claims, Told};
+use crate::write::records::{Claims, Told};
 use crate::write::{
-    self, document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options,
-    Roots,
+    document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options, Roots,
 };
+pub use commit::{commit, conclude};
+pub(crate) use commit::{unless_published, Prior};
+use earlier::{is_of, spot_check, Earlier};
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
@@ -34,8 +38,6 @@ const CHUNK: usize = 1 << 20;
 const NEAR_TILE: u64 = 256 << 10;
 /// What the parts are called with: digests of the files of each rank, where these lie on their own disks.
 const STAMPS: &str = "stamps";
-/// Part of what others have written that is read back before it is published.
-const SPOT_CHECKED: u64 = 256;
 
 /// What is made, as it is written down once for all rounds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -220,6 +222,11 @@ fn prepare(
     Ok((shared, round, bytes))
 }
 
+/// Files that are made before any part begins, with their numbers.
+fn data_files(plan: &Plan) -> impl Iterator<Item = (u32, &OutFile)> {
+    (0u32..).zip(&plan.files).filter(|(_, file)| !matches!(file.form, Form::Arrays(_)))
+}
+
 /// Stores of arrays are written by whoever concludes: one process encodes and indexes them.
 fn is_array(plan: &Plan, output: usize) -> bool {
     matches!(plan.files[plan.outputs[output].file as usize].form, Form::Arrays(_))
@@ -265,7 +272,7 @@ fn make_files(
     options: &Options,
     control: &Control,
 ) -> Result<BTreeSet<u32>> {
-    let data = || (0u32..).zip(&plan.files).filter(|(_, f)| !matches!(f.form, Form::Arrays(_)));
+    let data = || data_files(plan);
     member.note_open(data().map(|(number, _)| number))?;
     staging.keep_only(&data().map(|(_, f)| f.name.as_str()).collect())?;
     let frames = frames(plan, &plan.by_file(), files)?;
@@ -284,99 +291,6 @@ fn make_files(
     }
     member.note_closed(data().map(|(number, _)| number))?;
     Ok(remade)
-}
-
-/// What earlier rounds have made of a run, once nobody writes any more.
-struct Earlier {
-    claimed: Claimed,
-    /// Members whose work counts as it is, and what they have made.
-    adopted: Vec<(String, Share)>,
-    /// Parts of the last round that nobody has done.
-    missing: Vec<u32>,
-}
-
-impl Earlier {
-    /// Adopted are members that have done all of their part, on which nobody else has worked, in files that nobody can
-    /// have written to since.
-    fn of(plan: &Plan, shared: &Shared, claimed: Claimed, remade: &BTreeSet<u32>) -> Result<Earlier> {
-        let mut earlier = Earlier { claimed, adopted: Vec::new(), missing: Vec::new() };
-        let Some(round) = shared.round()? else { return Ok(earlier) };
-        let division = Division::of(&round)?;
-        let (mut adopted, mut missing) = (division.adopted, Vec::new());
-        for (part, share) in (0u32..).zip(division.shares) {
-            let members: Vec<&Log> =
-                earlier.claimed.logs.iter().filter(|log| is_of(log, round.number, part)).collect();
-            match members[..] {
-                [one] if one.is_done => adopted.push((one.nonce.clone(), share)),
-                _ if members.iter().any(|log| log.is_done) => {}
-                _ => missing.push(part),
-            }
-        }
-        let doubted = |file: u32| remade.contains(&file) || earlier.claimed.renewed.contains(&file);
-        adopted.retain(|(nonce, share)| {
-            let mut files = share.tiles.iter().map(|run| plan.outputs[run.output as usize].file);
-            earlier.log(nonce).is_some_and(|log| log.is_done) && !files.any(doubted)
-        });
-        (earlier.adopted, earlier.missing) = (adopted, missing);
-        Ok(earlier)
-    }
-
-    fn log(&self, nonce: &str) -> Option<&Log> {
-        self.claimed.logs.iter().find(|log| log.nonce == nonce)
-    }
-}
-
-fn is_of(log: &Log, round: u32, part: u32) -> bool {
-    log.who.as_ref().is_some_and(|who| (who.round, who.part) == (round, Some(part)))
-}
-
-/// Reads some of the tiles that a member has written back, as this process sees the destination.
-///
-/// # Errors
-/// `FS517` if they are not what it wrote.
-fn spot_check(plan: &Plan, shared: &Shared, claimed: &Claimed, log: &Log, sizes: &[u64]) -> Result<()> {
-    let mut tiles = Vec::new();
-    let (mut seen, mut quota) = (BTreeSet::new(), 0);
-    log.journal.replay(&mut |_, record| {
-        let Some((output, tile)) = records::tile_of(record) else { return };
-        let Some(about) = plan.outputs.get(output as usize) else { return };
-        quota += tile.size / SPOT_CHECKED;
-        if seen.insert(about.file) || quota >= tile.size {
-            quota = quota.saturating_sub(tile.size);
-            tiles.push((output as usize, tile));
-        }
-    })?;
-    let mut buffer = vec![0; CHUNK];
-    for (output, tile) in tiles.into_iter().filter(|(output, tile)| tile.size == sizes[*output]) {
-        let about = &plan.outputs[output];
-        let (start, end) = (tile.index * tile.size, ((tile.index + 1) * tile.size).min(about.nbytes()));
-        let (lo, hi) = (about.offset + start, about.offset + end);
-        let is_edge = |e: &Edge| e.file == about.file && e.offset < hi && e.end() > lo;
-        if start >= end || log.edges.iter().any(is_edge) {
-            continue;
-        }
-        let file = &plan.files[about.file as usize];
-        let held = shared.written(claimed, &file.name, file.size)?;
-        let mut hasher = TileHasher::new(tile.index, tile.size, about.nbytes());
-        let mut at = lo;
-        while at < hi {
-            let bytes = &mut buffer[..(CHUNK as u64).min(hi - at) as usize];
-            held.read_at(at, bytes)?;
-            hasher.update(bytes);
-            at += bytes.len() as u64;
-        }
-        if hasher.value() != tile.value {
-            let who = log.who.as_ref();
-            let mut finding = Finding::new(codes::WRITTEN_DIFFERS, "what a part has written is not what is read here")
-                .file(held.path())
-                .tensor(&about.name)
-                .help("the destination is not one storage for all that write to it, or it loses writes: `fastshard probe` tells which; --resume makes that part again");
-            finding.rank = who.and_then(|who| who.part).map(|part| format!("rank {part}"));
-            finding.host = who.map(|who| who.process.host.clone());
-            return Err(finding.into());
-        }
-    }
-    Ok(())
 }
 
 /// What came of making a part.
@@ -465,54 +379,6 @@ pub fn missing_parts(shared: &Shared, round: &Round) -> Result<Vec<u32>> {
     Ok((0..round.parts).filter(|part| !done.contains(part)).collect())
 }
 
-/// What others have made, for the one that concludes the run.
-pub(crate) struct Prior {
-    logs: Vec<Log>,
-    adopted: BTreeSet<String>,
-    pub(crate) evidence: Vec<Evidence>,
-    pub(crate) sizes: Vec<u64>,
-    /// Files to which nothing is to be written any more.
-    pub(crate) complete: Vec<bool>,
-    pub(crate) provenance: Provenance,
-}
-
-impl Prior {
-    pub(crate) fn told(&self) -> Vec<Told<'_>> {
-        let told = |log| -> Told<'_> {
-            let log: &Log = log;
-            Told { journal: &log.journal, adopted: self.adopted.contains(&log.nonce) }
-        };
-        self.logs.iter().map(told).collect()
-    }
-}
-
-/// Concludes a run whose parts are all made: judges what they have learnt, makes what is left, and publishes.
-///
-/// # Errors
-/// As [`crate::write::write`]; `FS523` if a part is missing.
-pub fn conclude(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    staging: Staging,
-    shared: &Shared,
-    options: &Options,
-    findings: Vec<Finding>,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let mut staging = staging;
-    let gathered = gather(plan, &mut staging, shared, &options.patience.clock).and_then(|prior| {
-        // What nobody had a part of: stores of arrays.
-        let tiles = share::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
-        foresee(plan, files, &prior.sizes, &Share { tiles, pads: Vec::new() }, control)?;
-        Ok(prior)
-    });
-    let prior = match gathered {
-        Ok(prior) => prior,
-        Err(error) => return Err(resumable(error, staging.folder())),
-    };
-    write::complete(plan, files, staging, options, Some(&prior), findings, control)
-}
-
 /// Goes on with a run of several processes as its only one: makes what is left of it, and publishes.
 ///
 /// # Errors
@@ -540,166 +406,4 @@ pub(crate) fn go_on_alone(
         Ok(shared) => conclude(plan, files, staging, &shared, options, findings, control),
         Err(error) => Err(resumable(error, &folder)),
     }
-}
-
-/// Concludes the run called `nonce`, as a process that has not begun it.
-///
-/// # Errors
-/// As [`conclude`]; `FS501` if the run is not there.
-pub fn commit(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    out: &Path,
-    nonce: &str,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let shared = Shared::enter(out, &plan.digest(), &document(plan), Some(nonce))?;
-    let done = commit_found(plan, files, out, &shared, options, control);
-    done.or_else(|error| unless_published(out, &shared.run.nonce, error))
-}
-
-/// An error of this process, unless others have published the run called `nonce` without it: it was away, and was
-/// given up, or they were faster.
-pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
-    let ours = |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|made| made.run == nonce);
-    match Manifest::read(&out.join(MANIFEST_NAME)) {
-        Ok(manifest) if !error.is_interrupt() && !error.is_after_publishing() && ours(&manifest) => {
-            let told = "other processes have published the result without this one";
-            Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(out)]))
-        }
-        _ => Err(error),
-    }
-}
-
-fn commit_found(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    out: &Path,
-    shared: &Shared,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let run = plan.digest();
-    engine::admit(plan, &engine_options(plan, options, shared.path()))?;
-    let publish = publish::Options { resume: true, ..options.publish };
-    let staging = Staging::begin(out, &run, &document(plan), &publish)?;
-    let findings = staging.left_beside(plan.version);
-    if staging.sealed() {
-        return write::roll_forward(staging, plan, out, findings, control);
-    }
-    if staging.shared()?.is_none_or(|now| now.run.nonce != shared.run.nonce) {
-        // Another process has published it since it was looked at, and what is here now was made just now.
-        if !staging.resumed() {
-            staging.discard()?;
-        }
-        Shared::enter(out, &run, &document(plan), Some(&shared.run.nonce))?;
-        return Err(Finding::new(codes::LOCKED, "the run was published by another process, and begun anew")
-            .file(shared.path())
-            .into());
-    }
-    refuse_living(shared, &options.patience, control)?;
-    conclude(plan, files, staging, shared, options, findings, control)
-}
-
-/// Takes the run over, and puts together what its parts have made.
-fn gather(plan: &Plan, staging: &mut Staging, shared: &Shared, clock: &Clock) -> Result<Prior> {
-    let sizes = work_of(shared)?.sizes();
-    if let Some(round) = shared.round()? {
-        refuse_missing(shared, &missing_parts(shared, &round)?)?;
-    }
-    let claimed = shared.claim()?;
-    let member = shared.preside(&claimed, clock)?;
-    staging.enter(&claimed, Some(&member));
-    let mut remade = BTreeSet::new();
-    for (number, file) in (0u32..).zip(&plan.files).filter(|(_, f)| !matches!(f.form, Form::Arrays(_))) {
-        if !staging.has(&file.name, file.size)? {
-            remade.insert(number);
-        }
-    }
-    let earlier = Earlier::of(plan, shared, claimed, &remade)?;
-    refuse_missing(shared, &earlier.missing)?;
-    let adopted: Vec<&Log> = earlier.adopted.iter().filter_map(|(nonce, _)| earlier.log(nonce)).collect();
-    let mut evidence = Vec::with_capacity(adopted.len());
-    for log in &adopted {
-        let bytes = shared.evidence(log)?;
-        evidence.push(serde_json::from_slice(&bytes).map_err(|e| {
-            Error::from(Finding::new(
-                codes::LEFTOVER_RUN,
-                format!("what a part has learnt cannot be read ({e})"),
-            ))
-        })?);
-    }
-    let mut made = vec![0; plan.files.len()];
-    for run in earlier.adopted.iter().flat_map(|(_, share)| &share.tiles) {
-        let output = &plan.outputs[run.output as usize];
-        let (lo, hi) = run.span(sizes[run.output as usize], output.nbytes());
-        made[output.file as usize] += hi - lo;
-    }
-    let mut wanted = vec![0; plan.files.len()];
-    plan.outputs.iter().for_each(|output| wanted[output.file as usize] += output.nbytes());
-    let edged: BTreeSet<u32> = adopted.iter().flat_map(|log| &log.edges).map(|edge| edge.file).collect();
-    let complete: Vec<bool> = (0u32..)
-        .zip(&plan.files)
-        .map(|(number, file)| {
-            let i = number as usize;
-            // Files that name checksums of their members get these at the end.
-            matches!(file.form, Form::Safetensors)
-                && made[i] == wanted[i]
-                && !edged.contains(&number)
-                && !remade.contains(&number)
-        })
-        .collect();
-    let open = (0u32..).zip(&complete).filter(|(number, complete)| {
-        !**complete && !matches!(plan.files[*number as usize].form, Form::Arrays(_))
-    });
-    member.note_open(open.map(|(number, _)| number))?;
-    for log in &adopted {
-        for edge in &log.edges {
-            let file = &plan.files[edge.file as usize];
-            let bytes = log.edge(edge)?;
-            staging.file(&file.name, file.size, Space::Sparse)?.write_all_at(edge.offset, &bytes)?;
-        }
-    }
-    for log in &adopted {
-        spot_check(plan, shared, &earlier.claimed, log, &sizes)?;
-    }
-    let maker = |log: &Log, share: &Share| {
-        let who = log.who.as_ref();
-        Maker {
-            part: who.and_then(|who| who.part),
-            round: who.map_or(0, |who| who.round),
-            host: who.map(|who| who.process.host.clone()).unwrap_or_default(),
-            bytes: share.bytes(plan, &sizes),
-        }
-    };
-    let made_by = earlier.adopted.iter().filter_map(|(nonce, share)| Some(maker(earlier.log(nonce)?, share)));
-    let about = work_of(shared)?.about;
-    let asked = about.get("asked").and_then(|asked| serde_json::from_value(asked.clone()).ok());
-    let provenance = Provenance {
-        run: shared.run.nonce.clone(),
-        parts: made_by.collect(),
-        asked: asked.unwrap_or_default(),
-    };
-    let adopted = adopted.iter().map(|log| log.nonce.clone()).collect();
-    let Claimed { logs, .. } = earlier.claimed;
-    staging.accompany(member);
-    Ok(Prior { logs, adopted, evidence, sizes, complete, provenance })
-}
-
-fn refuse_missing(shared: &Shared, missing: &[u32]) -> Result<()> {
-    if missing.is_empty() {
-        return Ok(());
-    }
-    let logs = shared.logs()?;
-    let finding = |part: &u32| {
-        let last = logs.iter().filter_map(|log| log.who.as_ref()).rfind(|who| who.part == Some(*part));
-        let mut finding = Finding::new(codes::PART_MISSING, "this part of the run did not finish")
-            .file(shared.path())
-            .rank(format!("rank {part}"))
-            .help("make it (run-part), or run again with --resume");
-        finding.host = last.map(|who| who.process.host.clone());
-        finding
-    };
-    Err(missing.iter().map(finding).collect::<Vec<_>>().into())
 }

@@ -37,6 +37,8 @@
 //! Out of the promise: mounts on which a file opened anew does not show what others have closed (NFS with `nocto`), and
 //! results that are not brought to disk (several processes always do).
 
+mod files;
+
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, Hasher};
@@ -44,7 +46,6 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
 use super::member::{self, Log, Member, Watch, Who, EVIDENCE, MEMBER};
@@ -53,7 +54,7 @@ use crate::error::{Error, Finding, Result};
 use crate::publish::clock::{Clock, Patience, Watched};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::file::OutFile;
-use crate::publish::folder::{check_owner, entries, is_data, MAX_OWN};
+use crate::publish::folder::{check_owner, entries, MAX_OWN};
 use crate::publish::mounts;
 use crate::publish::others;
 use crate::publish::place::Place;
@@ -72,9 +73,6 @@ const MAX_ROUND: u64 = 1 << 30;
 const MAX_ROUNDS: u32 = 100_000;
 /// Time between two looks at journals.
 const LOOK: Duration = Duration::from_millis(50);
-/// Times that older folders are emptied: somebody may be moving files as well.
-const TIMES: usize = 100;
-
 /// True for the name of a file that only a shared run has.
 pub(crate) fn is_bookkeeping(name: &str) -> bool {
     [RUN, "run.json.new", STATE].contains(&name)
@@ -372,20 +370,7 @@ impl Shared {
         for log in logs.iter().filter(|log| !log.is_dead()) {
             renewed.extend(log.open.iter().copied());
         }
-        let held = self.folder.sub(OsStr::new(&data)).at(&self.folder.join(&data), "cannot open")?;
-        for (file, (name, _)) in (0u32..).zip(&self.run.files) {
-            let (folder, last) = match held.folder_of(name, false) {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                found => found.at(&held.join(name), "cannot open the folder of")?,
-            };
-            // One that has another name too is somebody's file as well.
-            if folder.is_linked(last).at(&folder.join(last), "cannot stat")? {
-                renewed.insert(file);
-            }
-            if renewed.contains(&file) && folder.has(last).at(&folder.join(last), "cannot stat")? {
-                member::renew(&folder, last)?;
-            }
-        }
+        self.renew(&data, &mut renewed)?;
         self.folder.sync().at(self.folder.path(), "cannot bring to disk")?;
         Ok(Claimed { number, nonce, data, logs, renewed })
     }
@@ -438,33 +423,6 @@ impl Shared {
         Err(Finding::new(codes::LOCKED, "another process has taken this run over")
             .file(self.folder.path())
             .help("one is enough: look at what it says")
-            .into())
-    }
-
-    /// Moves all files into a directory that nobody holds, and removes those they lay in.
-    fn gather(&self, number: u32, data: &str) -> Result<()> {
-        let path = self.folder.join(data);
-        self.folder.create_dir(OsStr::new(data), disk::BY_UMASK).at(&path, "cannot create")?;
-        let to = self.folder.sub(OsStr::new(data)).at(&path, "cannot open")?;
-        for _ in 0..TIMES {
-            let older: Vec<String> =
-                entries(&self.folder)?.into_iter().filter(|name| is_data(name) && name != data).collect();
-            if older.is_empty() {
-                return to.sync().at(&path, "cannot bring to disk");
-            }
-            // A later round makes its directory after its claim: without one, what was listed is of earlier ones.
-            self.refuse_later(number)?;
-            for name in older {
-                let from = match self.folder.sub(OsStr::new(&name)) {
-                    Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                    from => from.at(&self.folder.join(&name), "cannot open")?,
-                };
-                move_all(&from, &to)?;
-                remove_emptied(&self.folder, OsStr::new(&name))?;
-            }
-        }
-        Err(Finding::new(codes::LOCKED, "another process moves files of this run about")
-            .file(self.folder.path())
             .into())
     }
 
@@ -527,50 +485,6 @@ impl Shared {
             &Who { round: claimed.number, part: None, process: Process::own() },
             clock,
         )
-    }
-}
-
-fn move_all(from: &Dir, to: &Dir) -> Result<()> {
-    for name in from.entries().at(from.path(), "cannot list")? {
-        let path = from.join(&name);
-        let Some(stat) = from.stat(&name).at(&path, "cannot stat")? else { continue };
-        if FileType::from_raw_mode(stat.st_mode).is_dir() {
-            match to.create_dir(&name, disk::BY_UMASK) {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                made => made.at(&to.join(&name), "cannot create")?,
-            }
-            let (from, to) = (
-                from.sub(&name).at(&path, "cannot open")?,
-                to.sub(&name).at(&to.join(&name), "cannot open")?,
-            );
-            move_all(&from, &to)?;
-        } else {
-            match from.rename_over(&name, to, &name) {
-                // Somebody who takes over the run as well was faster.
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                moved => moved.at(&path, "cannot move")?,
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Removes a directory that holds nothing but directories; one into which something came meanwhile stays.
-fn remove_emptied(base: &Dir, name: &OsStr) -> Result<()> {
-    let path = base.join(name);
-    let directory = match base.sub(name) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        directory => directory.at(&path, "cannot open")?,
-    };
-    for entry in directory.entries().at(&path, "cannot list")? {
-        let stat = directory.stat(&entry).at(&path, "cannot stat")?;
-        if stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_dir()) {
-            remove_emptied(&directory, &entry)?;
-        }
-    }
-    match base.remove_dir(name) {
-        Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
-        removed => removed.at(&path, "cannot remove"),
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::mpsc;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
+use super::borrow::ARRIVAL;
 use super::*;
 use crate::distributed::meeting::About;
 use crate::storage::SourceFile;

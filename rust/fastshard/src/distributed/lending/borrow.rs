@@ -1,0 +1,212 @@
+//! The borrower's side: files of other ranks, read by asking their owners.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::others::Given;
+use super::{bytes_of, Shared, LOOK};
+use crate::codes;
+use crate::distributed::elsewhere::{Elsewhere, Lender};
+use crate::distributed::meeting::Pauses;
+use crate::error::{Finding, Result};
+use crate::publish::clock::Watched;
+use crate::publish::disk::At;
+use crate::steps::{self, Step};
+
+/// Bytes that are asked for at least, where nobody knew before what would be read, and at most, where reading goes on.
+const ASKED_LEAST: u64 = 256 << 10;
+const ASKED_MOST: u64 = 8 << 20;
+/// Time that bytes are given to arrive as they were lent.
+pub(super) const ARRIVAL: Duration = Duration::from_secs(10);
+
+/// A file of another rank, for those who read it.
+#[derive(Debug)]
+struct Lent {
+    shared: Arc<Shared>,
+    rank: u32,
+    file: u32,
+}
+
+/// Ends the waiting of those who borrow.
+pub(super) struct Giver {
+    pub(super) shared: Weak<Shared>,
+    /// Roots here, and what people call them.
+    pub(super) names: HashMap<PathBuf, String>,
+}
+
+impl Lent {
+    /// Asks for what nobody had foreseen, and more where reading goes on from there.
+    fn ask_ahead(&self, lo: u64, hi: u64) -> Result<()> {
+        let more = {
+            let mut state = self.shared.lock();
+            let Some(file) =
+                state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize))
+            else {
+                return Ok(());
+            };
+            let (end, step) = file.ahead;
+            let step = if lo == end { (step * 2).min(ASKED_MOST) } else { ASKED_LEAST };
+            let until = hi.max(lo + step).min(file.listed.size);
+            file.ahead = (until, step);
+            until
+        };
+        self.shared.ask(self.rank, self.file, &[(lo, more)], true)
+    }
+
+    /// The pieces that hold bytes `lo..hi`, once they are there.
+    fn wait_for(&self, lo: u64, hi: u64) -> Result<Vec<(u64, Given)>> {
+        let mut asked = false;
+        loop {
+            let missing = {
+                let state = self.shared.lock();
+                let other = state.others.get(&self.rank).filter(|o| (self.file as usize) < o.files.len());
+                let Some(other) = other else {
+                    return Err(Finding::new(codes::INTERNAL, "a file that no rank has named").into());
+                };
+                match other.pieces(self.file, lo, hi) {
+                    Ok(pieces) => return Ok(pieces),
+                    Err(_) if asked => {
+                        drop(self.shared.arrived.wait_timeout(state, LOOK));
+                        None
+                    }
+                    Err(missing) => Some(missing),
+                }
+            };
+            match missing {
+                Some((lo, hi)) => {
+                    self.ask_ahead(lo, hi)?;
+                    steps::reach(Step::Waits(self.rank));
+                }
+                None => self.shared.check()?,
+            }
+            asked = true;
+        }
+    }
+
+    /// The bytes of the owner's process, opened anew if `again`; none if they are gone: an owner that stops takes them away,
+    /// and says so.
+    fn bytes(&self, process: u64, again: bool) -> Result<Option<Arc<File>>> {
+        let mut state = self.shared.lock();
+        let Some(other) = state.others.get_mut(&self.rank) else {
+            return Err(Finding::new(codes::INTERNAL, "a rank that is not there").into());
+        };
+        if other.process != process {
+            return Ok(None);
+        }
+        if let Some(bytes) = other.bytes.as_ref().filter(|_| !again) {
+            return Ok(Some(Arc::clone(bytes)));
+        }
+        let name = bytes_of(&other.nonce);
+        let file = match self.shared.folder.read_only(&name) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file.at(&self.shared.folder.join(&name), "cannot open")?,
+        };
+        Ok(Some(Arc::clone(other.bytes.insert(Arc::new(file)))))
+    }
+
+    /// True as long as the process that has lent a piece holds its rank.
+    fn is_current(&self, piece: Given) -> bool {
+        self.shared.lock().others.get(&self.rank).is_some_and(|other| other.process == piece.process)
+    }
+
+    /// Reads a piece and compares it with its checksum, until it has arrived; none if another process has taken the rank
+    /// over, which lends it anew.
+    fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
+        let clock = &self.shared.clock;
+        let mut watched = Watched::begin(clock.now(), ARRIVAL);
+        let mut bytes = vec![0; piece.len as usize];
+        let mut pauses = Pauses::new(clock, LOOK);
+        let mut again = false;
+        loop {
+            if !self.is_current(piece) {
+                return Ok(None);
+            }
+            let now = clock.now();
+            let file = self.bytes(piece.process, again)?;
+            let read = file.is_some_and(|file| file.read_exact_at(&mut bytes, piece.place).is_ok());
+            if read && crc32fast::hash(&bytes) == piece.crc32 {
+                let mut state = self.shared.lock();
+                let file = state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize));
+                if let Some(held) = file.and_then(|file| file.given.get_mut(&first)) {
+                    held.checked |= (held.process, held.place, held.len, held.crc32)
+                        == (piece.process, piece.place, piece.len, piece.crc32);
+                }
+                return Ok(Some(bytes));
+            }
+            if watched.look(now) > ARRIVAL {
+                let state = self.shared.lock();
+                let nonce = state.others.get(&self.rank).map(|o| o.nonce.clone()).unwrap_or_default();
+                return Err(Finding::new(
+                    codes::WRITTEN_DIFFERS,
+                    "what a rank has lent is not what is read here",
+                )
+                .file(self.shared.folder.join(bytes_of(&nonce)))
+                .rank(format!("rank {}", self.rank))
+                .expected(format!("CRC32 {:08x} of {} bytes", piece.crc32, piece.len), "others, or fewer")
+                .help("the destination is not one storage for all, or it loses writes: `fastshard probe` tells which")
+                .into());
+            }
+            self.shared.check()?;
+            pauses.sleep();
+            again = true;
+        }
+    }
+}
+
+impl Elsewhere for Lent {
+    fn identity(&self) -> Option<(u64, i64)> {
+        let state = self.shared.lock();
+        let listed = &state.others.get(&self.rank)?.files.get(self.file as usize)?.listed;
+        Some((listed.size, listed.mtime_ns))
+    }
+
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let end = offset + bytes.len() as u64;
+        let mut at = offset;
+        while at < end {
+            for (first, piece) in self.wait_for(at, end)? {
+                let until = (first + piece.len).min(end);
+                let into = &mut bytes[(at - offset) as usize..(until - offset) as usize];
+                let shift = at - first;
+                let spool = if piece.checked { self.bytes(piece.process, false)? } else { None };
+                let direct = spool.is_some_and(|file| file.read_exact_at(into, piece.place + shift).is_ok());
+                if !direct {
+                    // Lent anew by another process: what is asked for is waited for again.
+                    let Some(whole) = self.checked(first, piece)? else { break };
+                    into.copy_from_slice(&whole[shift as usize..shift as usize + into.len()]);
+                }
+                at = until;
+            }
+        }
+        Ok(())
+    }
+
+    fn will_read(&self, ranges: &[(u64, u64)], now: bool) -> Result<()> {
+        self.shared.ask(self.rank, self.file, ranges, now)
+    }
+}
+
+impl Lender for Giver {
+    fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>> {
+        let shared = self.shared.upgrade()?;
+        let &(rank, file) = shared.lock().places.get(path)?;
+        Some(Arc::new(Lent { shared, rank, file }))
+    }
+
+    fn name(&self, folder: &Path) -> Option<String> {
+        self.names.get(folder).cloned()
+    }
+
+    fn interrupt(&self) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.interrupted.store(true, Ordering::Relaxed);
+            shared.arrived.notify_all();
+        }
+    }
+}
